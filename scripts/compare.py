@@ -2,7 +2,7 @@
 
     python train.py -m optimizer=adamw,muon optimizer.lr=3e-3,1e-2 seed=0,1,2
     python -m scripts.compare runs='runs/*' target=1.9
-    python -m scripts.compare where='[optimizer.name=muon,optimizer.lr<0.01]'
+    python -m scripts.compare where='[optimizer.name=muon,optimizer.lr=0.01]'
 
 Runs that differ only in their seed are one row. Settings that differ within a table are columns.
 The row with the best metric is first. Runs of different texts or tokenizers are in separate

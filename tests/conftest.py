@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-# Must be set before torch or wandb is imported. One thread, because tests run in two processes.
+# Must be set before torch or wandb is imported. One thread, because several processes run tests.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Compiled code of tests is not cached.

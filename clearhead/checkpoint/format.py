@@ -85,28 +85,13 @@ class GradScalerState(TypedDict):
 
 
 @with_config(ConfigDict(extra="allow"))
-class StoredTrainerSettings(TypedDict, total=False):
-    """Settings that are chosen automatically if null. A resumed run keeps the stored values."""
-
-    warmup_steps: StoredCount | None
-    eval_every: StoredCount | None
-    eval_windows: Annotated[StoredCount, Field(ge=1)] | None
-    log_every: Annotated[StoredCount, Field(ge=1)] | None
-
-
-@with_config(ConfigDict(extra="allow"))
-class StoredLensSettings(TypedDict, total=False):
-    every: StoredCount | None
-
-
-@with_config(ConfigDict(extra="allow"))
 class StoredSettings(TypedDict):
-    """The settings of the run. The values without a type here are checked when they are used."""
+    """The settings of the run."""
 
     model: dict
     data: dict
-    trainer: StoredTrainerSettings
-    lens: NotRequired[StoredLensSettings]
+    trainer: dict
+    lens: NotRequired[dict]
 
 
 @dataclass
@@ -116,7 +101,7 @@ class State:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     step: StoredCount  # number of optimizer steps; equals the number in the directory name
-    settings: StoredSettings  # all settings of the run, as in config.yaml
+    settings: StoredSettings  # all settings of the run, checked when they are used
     tokens: StoredCount = 0  # number of tokens trained on
     val_loss: Number | None = None  # last validation loss, in nats per token
     best_loss: Number | None = None  # lowest validation loss of the run
@@ -188,8 +173,8 @@ def load_state(folder: Path) -> State:
     file = folder / STATE
     try:
         values = read_json(file, MAX_STATE_BYTES)
-        version = isinstance(values, dict) and values.get("format")
-        if isinstance(version, int) and version != FORMAT:
+        version = values.get("format") if isinstance(values, dict) else None
+        if type(version) is int and version != FORMAT:
             reason = f"format {version} instead of format {FORMAT} of this code"
             raise CheckpointError("checkpoint", file, reason, "use the version that wrote it")
         state = State.from_values(values)

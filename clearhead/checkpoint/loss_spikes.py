@@ -36,9 +36,6 @@ class LossSpikes:
     EARLY_RISE = 1.0  # nats
     RECENT = 3  # steps
 
-    def __post_init__(self):
-        self.recent = self.recent or self.mean  # a checkpoint of version 1 may lack it
-
     def add(self, loss: float) -> float | None:
         """Adds a loss. Returns its z-score, (loss - mean) / standard deviation; None at first."""
         if not math.isfinite(loss):  # a skipped step, counted by NonFiniteCheck

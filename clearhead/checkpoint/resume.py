@@ -10,7 +10,6 @@ import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -19,6 +18,7 @@ from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing
 from clearhead.checkpoint.format import State
 from clearhead.checkpoint.run_directory import has_other_files, lock_directory, settings_of
+from clearhead.config.schema import Config
 from clearhead.config.stored import (
     OF_THE_MACHINE,
     complete,
@@ -30,9 +30,6 @@ from clearhead.config.yaml_files import flat
 from clearhead.distributed.launch import launch_command
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import Problem, as_yaml, refuse
-
-if TYPE_CHECKING:
-    from clearhead.config.schema import Config
 
 # These settings determine the parameters' shapes, so trainer.resume_override does not apply.
 FIXED_BY_WEIGHTS = {
@@ -67,8 +64,8 @@ class Start:
 
 
 def complete_settings(
-    config: "Config", strategy: Strategy, notes: list[str]
-) -> tuple["Config", Named | None]:
+    config: Config, strategy: Strategy, notes: list[str]
+) -> tuple[Config, Named | None]:
     """Returns (settings, the checkpoint they come from, on rank 0). If trainer.resume is the path
     of a run, its settings are used, overridden by the command line, and config.given is None then.
     On all ranks; rank 0 reads the files.
@@ -102,7 +99,7 @@ def complete_settings(
     return config, named
 
 
-def check_same_settings(config: "Config", strategy: Strategy) -> None:
+def check_same_settings(config: Config, strategy: Strategy) -> None:
     """Raises ConfigError on all ranks if any rank has other settings than rank 0."""
     settings = json.loads(json.dumps(config.model_dump()))
     of_rank_0 = strategy.broadcast(settings)
@@ -111,12 +108,12 @@ def check_same_settings(config: "Config", strategy: Strategy) -> None:
 
 
 def find_start(
-    config: "Config",
+    config: Config,
     named: Named | None,
     strategy: Strategy,
     closing: contextlib.ExitStack,
     notes: list[str],
-) -> tuple["Config", Start]:
+) -> tuple[Config, Start]:
     """Decides how the run starts. Rank 0 searches for a checkpoint and locks an existing run
     directory until `closing` is closed. Returns the config with automatic settings (such as
     warmup_steps=null): the checkpoint's values, or computed.
@@ -160,13 +157,13 @@ def find_start(
     return config, Start(Path(found), state, in_place, locked)
 
 
-def longer(config: "Config", step: int) -> str:
+def longer(config: Config, step: int) -> str:
     """Returns the settings with which a finished run trains further."""
     keeps_steps = config.trainer.max_minutes and not names_run(config.trainer.resume)
     return f"trainer.max_steps above {step}{' and trainer.max_minutes=null' if keeps_steps else ''}"
 
 
-def own_directory(config: "Config") -> Path | None:
+def own_directory(config: Config) -> Path | None:
     """Returns the run directory given by the settings; None for a new one named by the date."""
     if config.name:
         return Path(config.runs_dir) / config.name
@@ -178,14 +175,14 @@ def own_directory(config: "Config") -> Path | None:
     return path if listing.has_checkpoint(path) else None
 
 
-def is_in_place(found: Path, config: "Config") -> bool:
+def is_in_place(found: Path, config: Config) -> bool:
     """Returns whether a checkpoint is in the run directory given by the settings."""
     own = own_directory(config)
     # resolve: either may be a symbolic link.
     return own is not None and found.resolve().parent == (own / "checkpoints").resolve()
 
 
-def find_resume_checkpoint(config: "Config") -> Path | None:
+def find_resume_checkpoint(config: Config) -> Path | None:
     """Returns the checkpoint to resume; None for a new run. Skips damaged checkpoints of a run.
 
     trainer.resume=auto resumes if the run has a checkpoint; must requires one; false requires that
@@ -247,7 +244,7 @@ def check_is_newest(found: Path, resume: str) -> None:
         refuse([Problem("trainer.resume", resume, reason, hint)])
 
 
-def check_directory(run: Path, config: "Config") -> None:
+def check_directory(run: Path, config: Config) -> None:
     """Raises ConfigError if the directory for a new run contains other files, or a run that has no
     checkpoint and other settings. With the same settings, that run starts from step 0."""
     if has_other_files(run):

@@ -57,8 +57,12 @@ class ScriptGroup(BaseModel):
     def _from_text(cls, value: object, validated: ValidatorFunctionWrapHandler) -> object:
         """Reads null and [a,b] as YAML if the setting accepts the result, else as text."""
         if isinstance(value, str) and (value == "null" or value[:1] + value[-1:] == "[]"):
-            with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
+            try:
                 return validated(yaml.safe_load(value))
+            except (ValueError, RecursionError, yaml.YAMLError):
+                with contextlib.suppress(ValueError):
+                    return validated(value)
+                raise
         return validated(value)
 
 

@@ -11,6 +11,7 @@ from clearhead.config.validation import validate
 from clearhead.config.yaml_files import flat, nested
 from clearhead.errors import CheckpointError, Problem, as_yaml, format_problem, refuse, shorten
 from clearhead.files import REPOSITORY
+from clearhead.lens.config import LensConfig
 
 SAMPLE = ("corpus", "sample.txt")  # the file of data=sample
 # These settings belong to one start of a run. With trainer.resume=PATH, all others come from the
@@ -59,7 +60,7 @@ def with_automatic_values(config: Config, before: dict | None = None) -> Config:
     complete("trainer.log_every", max(steps // 500, 1))
     if known.get("lens.every") == 0:  # the lens was off and is now on
         del known["lens.every"]
-    complete("lens.every", min(max(steps // 20, 40), 1000))
+    complete("lens.every", LensConfig().interval(steps))
     return config.with_values(values)
 
 

@@ -168,11 +168,11 @@ def colour(codes: np.ndarray) -> np.ndarray:
     return colours
 
 
-def label(token: str, longest: int = 12) -> str:
+def label(token: str) -> str:
     """Returns an axis label: the token, truncated, with visible white space."""
     shown = token.strip() or repr(token)[1:-1].replace(" ", "␣")
     shown = "".join(c if c.isprintable() else "·" for c in shown)
-    return shown if len(shown) <= longest else shown[: longest - 1] + "…"
+    return shown if len(shown) <= 12 else shown[:11] + "…"
 
 
 def title_of(prompt: Prompt, fits: int) -> str:
@@ -264,7 +264,7 @@ def _indices() -> np.ndarray:
 
 @functools.cache
 def font_of(size: int, weight: str = "") -> ImageFont.FreeTypeFont:
-    """DejaVu Sans (Latin, Greek, Cyrillic) at `size` pixels."""
+    """Returns DejaVu Sans (Latin, Greek, Cyrillic) at `size` pixels."""
     import matplotlib
 
     name = f"DejaVuSans-{weight}.ttf" if weight else "DejaVuSans.ttf"

@@ -68,7 +68,7 @@ class Group:
 def directions(codes: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns A - U of each head with length 1, or 0 if the head is uniform.
 
-    codes: for each prompt uint8 (L, H, N), as in a frame. -> for each prompt fp32 (L, H, N).
+    codes: for each prompt uint8 (L, H, N), as in a snapshot. -> for each prompt fp32 (L, H, N).
     """
     found = []
     for of_prompt in codes:

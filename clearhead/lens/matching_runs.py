@@ -99,7 +99,7 @@ def head_rows(groups: Sequence[Group], runs: Sequence[MatchedRun]) -> list[dict]
 
 def _snapshots(path: Path) -> list[SnapshotData]:
     """Returns the snapshots of a run that have the prompts and the shape of its last one."""
-    files = snapshot_files(path) if path.is_dir() else [path]
+    files = [path] if path.suffix == ".npz" else snapshot_files(path)
     if not files:
         raise RunError(path, "has no snapshots")
     try:

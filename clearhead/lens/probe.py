@@ -244,7 +244,7 @@ def _mean(values: np.ndarray) -> dict[str, np.ndarray]:
         return dict(zip(STATISTICS, np.nanmean(values, axis=0), strict=True))
 
 
-def _slug(text: str, words: int = 4) -> str:
+def _slug(text: str) -> str:
     """Returns the first words of a text as a file name: "Où est-ce, là?" -> "ou-est-ce-la"."""
     plain = unicodedata.normalize("NFKD", text.lower()).encode("ascii", "ignore").decode()
-    return "-".join(re.findall(r"[a-z0-9]+", plain)[:words])[:40] or "prompt"
+    return "-".join(re.findall(r"[a-z0-9]+", plain)[:4])[:40] or "prompt"

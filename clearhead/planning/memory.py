@@ -63,7 +63,7 @@ class Job:
     @functools.cached_property
     def parameters(self) -> int:
         """P, the number of parameters."""
-        return num_parameters(self.config.model)
+        return meta_model(self.config.model).num_parameters()
 
     @functools.cached_property
     def block_matrices(self) -> int:
@@ -129,11 +129,6 @@ def fits(job: Job, windows: int, memory: float) -> bool:
 
 
 # ------------------------------------------------------------------------------- parameters
-
-
-def num_parameters(settings: ModelSettings) -> int:
-    """Returns P."""
-    return meta_model(settings).num_parameters()
 
 
 def meta_model(settings: ModelSettings) -> GPT:

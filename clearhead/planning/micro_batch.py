@@ -10,7 +10,7 @@ from clearhead.config.schema import Config
 from clearhead.distributed.device_memory import memory_of
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import OutOfMemoryError
-from clearhead.planning.memory import Job, estimate, fits, largest_micro_batch, num_parameters
+from clearhead.planning.memory import Job, estimate, fits, largest_micro_batch, meta_model
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -21,21 +21,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory_error(
-    settings: Config, strategy: Strategy, windows: int, intact: str
+    config: Config, strategy: Strategy, windows: int, intact: str
 ) -> OutOfMemoryError:
     """Returns the error of a step that ran out of memory, with a hint that keeps the batch size.
 
     windows: size of the micro-batch that did not fit. intact: text about the newest checkpoint.
     """
-    tokens = f"{windows} windows of {settings.data.max_length} tokens"
+    tokens = f"{windows} windows of {config.data.max_length} tokens"
     reason = f"{tokens} do not fit into the memory of {strategy.device}"
-    hint = _hint(settings, strategy, lambda smaller: smaller <= windows // 2)
+    hint = _hint(config, strategy, lambda smaller: smaller <= windows // 2)
     return OutOfMemoryError("trainer.micro_batch_size", windows, reason, f"{hint}; {intact}")
 
 
-def _hint(settings: Config, strategy: Strategy, fits: Callable[[int], bool]) -> str:
+def _hint(config: Config, strategy: Strategy, fits: Callable[[int], bool]) -> str:
     """Returns a hint: the largest micro-batch size for which fits(windows) holds, or a setting."""
-    trainer = settings.trainer
+    trainer = config.trainer
     per_rank = trainer.batch_size // strategy.world_size
     if smaller := largest_micro_batch(per_rank, fits):
         return (
@@ -49,42 +49,42 @@ def _hint(settings: Config, strategy: Strategy, fits: Callable[[int], bool]) -> 
     return "use more devices, a smaller data.max_length or a smaller model"
 
 
-def check_memory(settings: Config, strategy: Strategy) -> list[tuple]:
+def check_memory(config: Config, strategy: Strategy) -> list[tuple]:
     """Returns a problem (key, value, reason, hint) if weights, gradients and moments need more
     memory than the device has; on a CPU, also if a step does. Allocates nothing.
 
     Without this check, the system would kill a process on a CPU without a message. On a GPU, a step
     that does not fit raises `out_of_memory_error`.
     """
-    trainer, limit = settings.trainer, memory_of(strategy.device)
+    trainer, limit = config.trainer, memory_of(strategy.device)
     # It is not known yet whether compile=auto compiles. A compiled step needs less memory.
-    job = job_of(settings, strategy, trainer.compile is not False)
+    job = job_of(config, strategy, trainer.compile is not False)
     asked = trainer.micro_batch_size
     windows = 1 if asked == "auto" else min(job.windows_per_rank, asked or job.windows_per_rank)
     parts, has = estimate(job, windows), f"and {strategy.device} has {limit / 1e9:,.1f} GB"
     states, total = 2 * parts["weights"] + parts["optimizer"], sum(parts.values())
     if states > limit:
         reason = f"weights, gradients and moments need {states / 1e9:,.1f} GB, {has}"
-        parameters = f"{num_parameters(settings.model):,} parameters"
+        parameters = f"{meta_model(config.model).num_parameters():,} parameters"
         return [("model", parameters, reason, "use a smaller model, such as model=gpt2-nano")]
     # Without the slack of the allocator, which is uncertain.
     if strategy.device.type != "cpu" or total - parts["slack"] <= limit:
         return []
-    tokens = f"{windows} windows of {settings.data.max_length} tokens"
+    tokens = f"{windows} windows of {config.data.max_length} tokens"
     reason = f"a step with {tokens} needs about {total / 1e9:,.1f} GB, {has}"
-    hint = _hint(settings, strategy, lambda n: n < windows and fits(job, n, limit))
+    hint = _hint(config, strategy, lambda n: n < windows and fits(job, n, limit))
     key = "trainer.batch_size" if asked is None else "trainer.micro_batch_size"
     return [(key, trainer.batch_size if asked is None else asked, reason, hint)]
 
 
-def find_micro_batch(settings: Config, strategy: Strategy, compiled: bool) -> int:
+def find_micro_batch(config: Config, strategy: Strategy, compiled: bool) -> int:
     """Returns the value of trainer.micro_batch_size=auto: the largest divisor of the windows per
     rank whose estimate fits on all ranks; 1 if none fits."""
-    job, limit = job_of(settings, strategy, compiled), memory_of(strategy.device)
+    job, limit = job_of(config, strategy, compiled), memory_of(strategy.device)
     found = largest_micro_batch(job.windows_per_rank, lambda n: fits(job, n, limit)) or 1
     return -strategy.all_reduce_max(-found)
 
 
-def job_of(settings: Config, strategy: Strategy, compiled: bool) -> Job:
+def job_of(config: Config, strategy: Strategy, compiled: bool) -> Job:
     device = strategy.device.type
-    return Job(settings, strategy.name, strategy.world_size, strategy.precision, device, compiled)
+    return Job(config, strategy.name, strategy.world_size, strategy.precision, device, compiled)

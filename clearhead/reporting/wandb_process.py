@@ -18,7 +18,7 @@ from types import ModuleType
 
 from clearhead.config.schema import WandbConfig
 from clearhead.config.yaml_files import environment_variable
-from clearhead.errors import Problem, sanitize
+from clearhead.errors import sanitize
 from clearhead.files import REPOSITORY
 from clearhead.reporting.machine import git
 
@@ -29,29 +29,6 @@ MODEL_SECONDS = 600  # for the upload of the model, 0.5 GB for GPT-2 small
 TEARDOWN_SECONDS = 5  # for the W&B process to end
 WORKSPACE_SECONDS = 10  # to create the view of the project
 OF_WANDB_INIT = ("entity", "project", "group", "job_type", "tags", "notes")
-
-
-def invalid_variables(config: WandbConfig) -> list[Problem]:
-    """Returns a problem for each environment variable that W&B rejects; removes empty variables. An
-    invalid API key is no problem: the run is then recorded offline."""
-    if config.wanted() == "disabled":
-        return []
-    found = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
-    for name in [name for name, value in found.items() if not value]:
-        del os.environ[name], found[name]
-    if found.keys() <= {"WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED"}:
-        return []
-    from wandb import Settings  # takes 0.5 s
-
-    problems = []
-    for name, value in found.items():
-        try:
-            Settings().update_from_env_vars({name: value} if name != "WANDB_API_KEY" else {})
-        except ValueError as error:
-            reason = str(error).splitlines()[-2 if "For further" in str(error) else -1].strip()
-            hint = "correct the environment variable"
-            problems.append(Problem(name, value, reason.partition(" [type=")[0], hint))
-    return problems
 
 
 def define_metrics(run) -> None:

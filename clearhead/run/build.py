@@ -15,7 +15,6 @@ from clearhead.checkpoint import run_directory
 from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.checkpoint.format import State
 from clearhead.checkpoint.resume import (
-    Start,
     check_same_settings,
     complete_settings,
     find_start,
@@ -37,7 +36,6 @@ from clearhead.reporting.metrics import Metrics
 from clearhead.reporting.profiler import Profiler
 from clearhead.reporting.run_log import RunLog
 from clearhead.reporting.tracker import NoTracker, Tracker
-from clearhead.reporting.wandb_process import invalid_variables
 from clearhead.reporting.watch import watch
 from clearhead.run.evaluation import Evaluator, Validation
 from clearhead.run.init_from import initial_weights
@@ -59,23 +57,9 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
 
     signals: requests to stop the run. Raises a ClearheadError.
     """
-    notes: list[str] = []  # for the user, printed before the first step
     with contextlib.ExitStack() as closing:  # closes the components after an error
         closing.callback(torch.set_num_threads, torch.get_num_threads())
-        check_machine(config)
-        strategy = start_strategy(config)
-        closing.push(lambda _, error, __: strategy.close(exit_code_of(error)))
-        with translate_errors(config, strategy):
-            is_new = config.given is None
-            config, named = complete_settings(config, strategy, notes)
-            check_same_settings(config, strategy)
-            if not is_new:  # start again, with the precision and the seed of that run
-                with strategy.raise_on_all_ranks():
-                    check_machine(config)
-                strategy = start_strategy(config)
-            limit = TimeLimit(config)
-            config, start = find_start(config, named, strategy, closing, notes)
-            run = _build(config, strategy, start, limit, signals or StopSignals(), closing, notes)
+        run = Builder(config, closing).build(signals or StopSignals())
         run.closing = closing.pop_all()
         return run
 
@@ -89,7 +73,6 @@ def check_machine(config: Config) -> None:
         reason = "torchrun --max-restarts needs a name, otherwise a restart would start a new run"
         refuse([("name", config.name, reason, "set name=NAME")])
     refuse(device.check(trainer.device, trainer.precision, "trainer."))
-    refuse(invalid_variables(config.wandb))
 
 
 def start_strategy(config: Config) -> Strategy:
@@ -100,303 +83,281 @@ def start_strategy(config: Config) -> Strategy:
     return build_strategy(config.parallel, trainer.device, trainer.precision, config.seed)
 
 
-def _build(
-    config: Config,
-    strategy: Strategy,
-    start: Start,
-    limit: TimeLimit,
-    signals: StopSignals,
-    closing: contextlib.ExitStack,
-    notes: list[str],
-) -> Run:
-    with strategy.raise_on_all_ranks():  # other machines may have less memory
-        refuse(check_memory(config, strategy))
-    data = load_data(config, strategy, start, notes)
-    model = build_model(config, strategy, start, notes)
-    is_compiled = should_compile(config, strategy, model)
-    trained_model = strategy.wrap(model, is_compiled)
-    optimizer = build_optimizer(model, config.optimizer, device.best_dtype(strategy.device))
-    if config.trainer.micro_batch_size == "auto":
-        size = find_micro_batch(config, strategy, is_compiled)
-        config = config.with_values({"trainer.micro_batch_size": size})
-    if config.trainer.max_minutes and start.state is None:
-        batches = build_batches(config, strategy, data, first_step=0)
-        with translate_errors(config, strategy, micro_batch_size=micro_batch(config, strategy)):
-            per_step = measure_steps(config, strategy, trained_model, optimizer, batches)
-        config = with_max_steps(config, strategy, limit.end, per_step, notes)
-    state = restore(config, strategy, start, data, model, optimizer)
-    saver, log = open_log(config, strategy, start, state, model, limit, notes, closing)
-    watch_model(config, strategy, log.tracker, model, optimizer, state, notes)
-    evaluator = build_evaluator(config, strategy, data)
-    run = Run(
-        config=config,
-        strategy=strategy,
-        state=state,
-        batches=build_batches(config, strategy, data, state.step),
-        model=model,
-        trained_model=trained_model,
-        optimizer=optimizer,
-        metrics=build_metrics(config, strategy, model, state, log),
-        evaluator=evaluator,
-        lens=build_lens(config, strategy, data, log.directory, notes),
-        checkpointer=Checkpointer(log.directory, saver, strategy, model, optimizer),
-        log=log,
-        stop=Stop(
-            strategy,
-            signals,
-            limit,
-            config.trainer.max_steps,
-            data.train.num_targets(config.trainer.batch_size),
-        ),
-        closing=closing,
-    )
-    facts = describe(config, strategy, data, model, evaluator, is_compiled)
-    log.introduce(config, state, start, facts, [*data.notes, *notes])
-    return run
+class Builder:
+    """Builds a run. `build` calls the other methods in their order; they share these attributes.
 
+    config: `build` replaces it when settings become known. notes: lines for the user, printed
+    before the first step. start: how the run starts (checkpoint/resume.py).
+    """
 
-# ------------------------------------------------------------------------- data and model
+    def __init__(self, config: Config, closing: contextlib.ExitStack):
+        self.config, self.closing = config, closing
+        self.notes: list[str] = []
+        check_machine(config)
+        self.strategy = start_strategy(config)
+        closing.push(lambda _, error, __: self.strategy.close(exit_code_of(error)))
 
+    def build(self, signals: StopSignals) -> Run:
+        with translate_errors(self.config, self.strategy):
+            self.complete_config()
+            with self.strategy.raise_on_all_ranks():  # other machines may have less memory
+                refuse(check_memory(self.config, self.strategy))
+            self.data = self.load_data()
+            self.model = self.build_model()
+            self.is_compiled = self.should_compile()
+            trained_model = self.strategy.wrap(self.model, self.is_compiled)
+            best = device.best_dtype(self.strategy.device)
+            self.optimizer = build_optimizer(self.model, self.config.optimizer, best)
+            self.find_sizes(trained_model)
+            self.state = self.restore()
+            saver, log = self.open_log()
+            self.watch_model(log.tracker)
+            self.evaluator = self.build_evaluator()
+            config, strategy = self.config, self.strategy
+            targets = self.data.train.num_targets(config.trainer.batch_size)
+            run = Run(
+                config=config,
+                strategy=strategy,
+                state=self.state,
+                batches=self.build_batches(self.state.step),
+                model=self.model,
+                trained_model=trained_model,
+                optimizer=self.optimizer,
+                metrics=self.build_metrics(log),
+                evaluator=self.evaluator,
+                lens=build_lens(config, strategy, self.data, log.directory, self.notes),
+                checkpointer=Checkpointer(
+                    log.directory, saver, strategy, self.model, self.optimizer
+                ),
+                log=log,
+                stop=Stop(strategy, signals, self.limit, config.trainer.max_steps, targets),
+                closing=self.closing,
+            )
+            lines = [*self.data.notes, *self.notes]
+            log.introduce(config, self.state, self.start, self.describe(), lines)
+            return run
 
-def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]) -> LoadedData:
-    """Opens the datasets. Raises DataError if they differ from the checkpoint or from rank 0."""
-    with strategy.raise_on_all_ranks():  # other machines may not have the files
-        data = load_datasets(config.data)
-        if start.state:
-            hint = "restore the data, or use another name= for a new run; "
-            hint += "trainer.resume_override=true resumes anyway"
-            trained_on, path = start.state.data or [], config.data.path
-            try:
-                check_checksums(trained_on, data.checksums, path, "the checkpoint", hint)
-            except DataError as error:
-                if not config.trainer.resume_override:
-                    raise
-                notes.append(error.without_hint)
-    of_rank_0 = strategy.broadcast(data.checksums)
-    with strategy.raise_on_all_ranks():
-        hint = "give every machine the same data"
-        check_checksums(of_rank_0, data.checksums, config.data.path, "rank 0", hint)
-    ids = get_tokenizer(config.data.tokenizer).n_vocab
-    if config.model.vocab_size >= 2 * ids and not config.data.synthetic:
-        reason = f"data.tokenizer={config.data.tokenizer} has {ids:,} ids"
-        hint = f"model.vocab_size={ids} is enough"
-        notes.append(f"model.vocab_size={config.model.vocab_size}: {reason}; {hint}")
-    return data
+    def complete_config(self) -> None:
+        """Adds the settings of the checkpoint to resume, if there is one, and decides how the run
+        starts."""
+        is_new = self.config.given is None
+        self.config, named = complete_settings(self.config, self.strategy, self.notes)
+        check_same_settings(self.config, self.strategy)
+        if not is_new:  # start again, with the precision and the seed of that run
+            with self.strategy.raise_on_all_ranks():
+                check_machine(self.config)
+            self.strategy = start_strategy(self.config)
+        self.limit = TimeLimit(self.config)
+        self.config, self.start = find_start(
+            self.config, named, self.strategy, self.closing, self.notes
+        )
 
+    # --------------------------------------------------------------------- data and model
 
-def build_batches(
-    config: Config, strategy: Strategy, data: LoadedData, first_step: int
-) -> Iterator[list[tuple[Sequence[torch.Tensor], int]]]:
-    """Yields the micro-batches of each step: ((input_ids, target_ids), number of targets) each."""
-    batches = training_batches(
-        data.train,
-        config.trainer.batch_size,
-        config.seed,
-        first_step,
-        strategy.rank,
-        strategy.world_size,
-        pin_memory=strategy.device.type == "cuda",
-    )
-    size = config.trainer.micro_batch_size
-    return (split_batch(batch, size) for batch in batches)
+    def load_data(self) -> LoadedData:
+        """Opens the datasets. Raises DataError if they differ from the checkpoint or rank 0."""
+        config, strategy, path = self.config, self.strategy, self.config.data.path
+        with strategy.raise_on_all_ranks():  # other machines may not have the files
+            data = load_datasets(config.data)
+            if self.start.state:
+                hint = "restore the data, or use another name= for a new run; "
+                hint += "trainer.resume_override=true resumes anyway"
+                trained_on = self.start.state.data or []
+                try:
+                    check_checksums(trained_on, data.checksums, path, "the checkpoint", hint)
+                except DataError as error:
+                    if not config.trainer.resume_override:
+                        raise
+                    self.notes.append(error.without_hint)
+        of_rank_0 = strategy.broadcast(data.checksums)
+        with strategy.raise_on_all_ranks():
+            hint = "give every machine the same data"
+            check_checksums(of_rank_0, data.checksums, path, "rank 0", hint)
+        ids = get_tokenizer(config.data.tokenizer).n_vocab
+        if config.model.vocab_size >= 2 * ids and not config.data.synthetic:
+            reason = f"data.tokenizer={config.data.tokenizer} has {ids:,} ids"
+            hint = f"model.vocab_size={ids} is enough"
+            self.notes.append(f"model.vocab_size={config.model.vocab_size}: {reason}; {hint}")
+        return data
 
+    def build_batches(self, first_step: int) -> Iterator[list[tuple[Sequence[torch.Tensor], int]]]:
+        """Yields the micro-batches of each step: ((input_ids, target_ids), number of targets)."""
+        batches = training_batches(
+            self.data.train,
+            self.config.trainer.batch_size,
+            self.config.seed,
+            first_step,
+            self.strategy.rank,
+            self.strategy.world_size,
+            pin_memory=self.strategy.device.type == "cuda",
+        )
+        size = self.config.trainer.micro_batch_size
+        return (split_batch(batch, size) for batch in batches)
 
-def build_model(config: Config, strategy: Strategy, start: Start, notes: list[str]) -> GPT:
-    """Builds the model on its device: from a checkpoint, from trainer.init_from, or new."""
-    shape = ModelConfig(**config.model.model_dump())
+    def build_model(self) -> GPT:
+        """Builds the model on its device: from a checkpoint, from trainer.init_from, or new."""
+        shape = ModelConfig(**self.config.model.model_dump())
 
-    def build() -> GPT:
-        if start.checkpoint:
-            return load_parameters(start.checkpoint, shape)
-        if not config.trainer.init_from:
-            return GPT(shape)
-        return initial_weights(config, notes)
+        def build() -> GPT:
+            if self.start.checkpoint:
+                return load_parameters(self.start.checkpoint, shape)
+            if not self.config.trainer.init_from:
+                return GPT(shape)
+            return initial_weights(self.config, self.notes)
 
-    model = strategy.prepare_model(shape, build)
-    model.activation_checkpointing = config.trainer.activation_checkpointing
-    return model
+        model = self.strategy.prepare_model(shape, build)
+        model.activation_checkpointing = self.config.trainer.activation_checkpointing
+        return model
 
+    def should_compile(self) -> bool:
+        """Returns whether the trained model is compiled."""
+        trainer, length = self.config.trainer, self.config.data.max_length
+        if trainer.max_minutes and trainer.compile == "auto":  # the number of steps is not known
+            return False
+        tokens = trainer.batch_size * length * trainer.max_steps
+        flops = self.model.flops_per_token(length) * tokens / self.strategy.world_size
+        return device.should_compile(trainer.compile, self.strategy.device, flops)
 
-def should_compile(config: Config, strategy: Strategy, model: GPT) -> bool:
-    """Returns whether the trained model is compiled."""
-    trainer = config.trainer
-    if trainer.max_minutes and trainer.compile == "auto":  # the number of steps is not known yet
-        return False
-    tokens = trainer.batch_size * config.data.max_length * trainer.max_steps
-    flops = model.flops_per_token(config.data.max_length) * tokens / strategy.world_size
-    return device.should_compile(trainer.compile, strategy.device, flops)
+    def find_sizes(self, trained_model: torch.nn.Module) -> None:
+        """Finds micro_batch_size=auto and, for max_minutes, the number of steps."""
+        strategy = self.strategy
+        if self.config.trainer.micro_batch_size == "auto":
+            size = find_micro_batch(self.config, strategy, self.is_compiled)
+            self.config = self.config.with_values({"trainer.micro_batch_size": size})
+        if self.config.trainer.max_minutes and self.start.state is None:
+            batches = self.build_batches(first_step=0)
+            with translate_errors(self.config, strategy, micro_batch_size=self.micro_batch()):
+                per_step = measure_steps(
+                    self.config, strategy, trained_model, self.optimizer, batches
+                )
+            self.config = with_max_steps(
+                self.config, strategy, self.limit.end, per_step, self.notes
+            )
 
+    def restore(self) -> State:
+        """Returns the state of a new run, or that of the checkpoint, and loads the optimizer
+        state."""
+        new = State(step=0, settings=self.config.model_dump(), data=self.data.checksums)
+        if self.start.state is None:
+            return new
+        state = dataclasses.replace(self.start.state, settings=new.settings, data=new.data)
+        if not self.start.in_place:  # a branch has another W&B run and best checkpoint
+            state.wandb_id = state.best_loss = state.best_step = None
+        load_optimizer(self.start.checkpoint, self.model, self.optimizer, self.strategy)
+        if state.scaler:
+            self.strategy.scaler.load_state_dict(state.scaler)
+        return state
 
-def restore(
-    config: Config,
-    strategy: Strategy,
-    start: Start,
-    data: LoadedData,
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-) -> State:
-    """Returns the state of a new run, or that of the checkpoint, and loads the optimizer state."""
-    new = State(step=0, settings=config.model_dump(), data=data.checksums)
-    if start.state is None:
-        return new
-    state = dataclasses.replace(
-        start.state, settings=new.settings, data=new.data, format=new.format
-    )
-    if not start.in_place:  # a branch has another W&B run and best checkpoint
-        state.wandb_id = state.best_loss = state.best_step = None
-    load_optimizer(start.checkpoint, model, optimizer, strategy)
-    if state.scaler:
-        strategy.scaler.load_state_dict(state.scaler)
-    return state
+    # ----------------------------------------------------------------- the run directory
 
+    def open_log(self) -> tuple[Saver | None, RunLog]:
+        """Opens the run directory. Returns its saver (None on ranks other than 0) and the log."""
+        config, strategy = self.config, self.strategy
+        opened = strategy.on_rank_0(self.open_directory)
+        directory, saver, tracker = opened or (None, None, NoTracker())
+        directory = Path(strategy.broadcast(str(directory)))
+        self.state.wandb_id = tracker.run_id or self.state.wandb_id
+        profiles = config.trainer.profile and strategy.is_rank_0
+        profiler = Profiler(profiles, directory / "profile", strategy.device)
+        self.closing.callback(profiler.close)
+        console = Console(strategy.is_rank_0, self.state.step, config.trainer.max_steps)
+        self.closing.callback(console.close)
+        log = RunLog(directory, console, tracker, profiler, self.limit.exclude, config.debug)
+        return saver, log
 
-# --------------------------------------------------------------------- the run directory
+    def open_directory(self) -> tuple[Path, Saver, Tracker]:
+        """Creates or reuses the run directory, on rank 0. Returns its path, saver and tracker."""
+        config, state = self.config, self.state
+        with run_directory.writable(Path(config.runs_dir)):
+            directory = self.create_directory()
+            saver = Saver(directory, config.trainer.keep, state if self.start.in_place else None)
+            self.closing.callback(saver.close)
+            if state.step >= config.trainer.max_steps:
+                return directory, saver, NoTracker()  # no step left
+            parameters = self.model.num_parameters()
+            self.notes.extend(saver.disk_space_notes(12 * parameters))
+            run_directory.write_settings(directory, state.settings)
+            drop_rows_after(directory, state.step if self.start.state else -1)
+            started = environment(str(self.strategy.device), self.strategy.world_size)
+            starts = RowFile(directory / "starts.jsonl")
+            starts.append({"step": state.step, "parameters": parameters} | started)
+            starts.close()
+            settings = state.settings | {"environment": started}
+            tracker = Tracker(config.wandb, directory, settings, state.wandb_id)
+            self.closing.push(lambda _, error, __: tracker.finish(exit_code_of(error)))
+            tracker.summary({"parameters": parameters})
+            self.notes.extend(config.wandb.ignored())
+            return directory, saver, tracker
 
+    def create_directory(self) -> Path:
+        """Returns the locked run directory: that of the checkpoint, that of `name`, or a new
+        one."""
+        config = self.config
+        if self.start.in_place:
+            directory = own_directory(config)
+        else:
+            shape = f"gpt2-{config.model.num_layers}x{config.model.emb_dim}"
+            directory = run_directory.create(Path(config.runs_dir), config.name, shape)
+        if directory != self.start.locked:  # a new directory
+            self.closing.enter_context(run_directory.lock_directory(directory))
+            run_directory.check_new(directory)
+        return directory
 
-def open_directory(
-    config: Config,
-    strategy: Strategy,
-    start: Start,
-    state: State,
-    model: GPT,
-    notes: list[str],
-    closing: contextlib.ExitStack,
-) -> tuple[Path, Saver, Tracker]:
-    """Creates or reuses the run directory, on rank 0. Returns its path, the saver, the tracker."""
-    with run_directory.writable(Path(config.runs_dir)):
-        directory = create_directory(config, start, closing)
-        saver = Saver(directory, config.trainer.keep, state if start.in_place else None)
-        closing.callback(saver.close)
-        if state.step >= config.trainer.max_steps:
-            return directory, saver, NoTracker()  # no step left
-        notes.extend(saver.disk_space_notes(12 * model.num_parameters()))
-        run_directory.write_settings(directory, state.settings)
-        drop_rows_after(directory, state.step if start.state else -1)
-        started = environment(str(strategy.device), strategy.world_size)
-        starts = RowFile(directory / "starts.jsonl")
-        starts.append({"step": state.step, "parameters": model.num_parameters()} | started)
-        starts.close()
-        settings = state.settings | {"environment": started}
-        tracker = Tracker(config.wandb, directory, settings, state.wandb_id)
-        closing.push(lambda _, error, __: tracker.finish(exit_code_of(error)))
-        tracker.summary({"parameters": model.num_parameters()})
-        notes.extend(config.wandb.ignored())
-        return directory, saver, tracker
+    # -------------------------------------------------------- metrics, evaluation, output
 
+    def watch_model(self, tracker: Tracker) -> None:
+        """Logs histograms of gradients or parameters to W&B, if wandb.watch asks for it."""
+        if self.config.wandb.watch and self.strategy.name == "fsdp":
+            self.notes.append("wandb.watch: no effect with FSDP")
+        elif self.config.wandb.watch and tracker.run_id:
+            watch(tracker, self.model, self.optimizer, self.config.trainer, self.state)
 
-def create_directory(config: Config, start: Start, closing: contextlib.ExitStack) -> Path:
-    """Returns the locked run directory: that of the checkpoint, that of `name`, or a new one."""
-    if start.in_place:
-        directory = own_directory(config)
-    else:
-        shape = f"gpt2-{config.model.num_layers}x{config.model.emb_dim}"
-        directory = run_directory.create(Path(config.runs_dir), config.name, shape)
-    if directory != start.locked:  # a new directory
-        closing.enter_context(run_directory.lock_directory(directory))
-        run_directory.check_new(directory)
-    return directory
+    def build_metrics(self, log: RunLog) -> Metrics:
+        trainer, length = self.config.trainer, self.config.data.max_length
+        limit = 1 if trainer.on_nonfinite == "stop" else trainer.max_skips
+        metrics = Metrics(
+            self.strategy,
+            NonFiniteCheck(limit, self.strategy.device),
+            log.console,
+            log.tracker,
+            tokens_per_step=trainer.batch_size * length,
+            flops_per_token=self.model.flops_per_token(length),
+            peak_flops=device.peak_flops(self.strategy.device),
+            learning_rate=self.config.optimizer.lr,
+        )
+        metrics.restore(self.state, forget_skipped=trainer.resume_override)
+        return metrics
 
+    def micro_batch(self) -> int:
+        """Returns the number of windows that a rank computes at once."""
+        per_rank = self.config.trainer.batch_size // self.strategy.world_size
+        return min(per_rank, self.config.trainer.micro_batch_size or per_rank)
 
-# ------------------------------------------------------- metrics, evaluation, attention
+    def build_evaluator(self) -> Evaluator:
+        config, val, validation = self.config, self.data.val, None
+        tokenizer = get_tokenizer(config.data.tokenizer)
+        if val:
+            windows = evenly_spaced_windows(val, config.trainer.eval_windows)
+            lengths = None if config.data.synthetic else token_byte_lengths(tokenizer.name)
+            validation = Validation(val, windows, lengths)
+        return Evaluator(config, self.strategy, validation, tokenizer, self.micro_batch())
 
-
-def open_log(
-    config: Config,
-    strategy: Strategy,
-    start: Start,
-    state: State,
-    model: GPT,
-    limit: TimeLimit,
-    notes: list[str],
-    closing: contextlib.ExitStack,
-) -> tuple[Saver | None, RunLog]:
-    """Opens the run directory. Returns its saver (None on ranks other than 0) and the log."""
-    opened = strategy.on_rank_0(
-        lambda: open_directory(config, strategy, start, state, model, notes, closing)
-    )
-    directory, saver, tracker = opened or (None, None, NoTracker())
-    directory = Path(strategy.broadcast(str(directory)))
-    state.wandb_id = tracker.run_id or state.wandb_id
-    profiles = config.trainer.profile and strategy.is_rank_0
-    profiler = Profiler(profiles, directory / "profile", strategy.device)
-    closing.callback(profiler.close)
-    console = Console(strategy.is_rank_0, state.step, config.trainer.max_steps)
-    closing.callback(console.close)
-    log = RunLog(directory, console, tracker, profiler, limit.exclude, config.debug)
-    return saver, log
-
-
-def watch_model(
-    config: Config,
-    strategy: Strategy,
-    tracker: Tracker,
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    state: State,
-    notes: list[str],
-) -> None:
-    """Logs histograms of gradients or parameters to W&B, if wandb.watch asks for it."""
-    if config.wandb.watch and strategy.name == "fsdp":
-        notes.append("wandb.watch: no effect with FSDP")
-    elif config.wandb.watch and tracker.run_id:
-        watch(tracker, model, optimizer, config.trainer, state)
-
-
-def build_metrics(
-    config: Config, strategy: Strategy, model: GPT, state: State, log: RunLog
-) -> Metrics:
-    trainer = config.trainer
-    limit = 1 if trainer.on_nonfinite == "stop" else trainer.max_skips
-    metrics = Metrics(
-        strategy,
-        NonFiniteCheck(limit, strategy.device),
-        log.console,
-        log.tracker,
-        tokens_per_step=trainer.batch_size * config.data.max_length,
-        flops_per_token=model.flops_per_token(config.data.max_length),
-        peak_flops=device.peak_flops(strategy.device),
-        learning_rate=config.optimizer.lr,
-    )
-    metrics.restore(state, forget_skipped=trainer.resume_override)
-    return metrics
-
-
-def describe(
-    config: Config,
-    strategy: Strategy,
-    data: LoadedData,
-    model: GPT,
-    evaluator: Evaluator,
-    is_compiled: bool,
-) -> list[str]:
-    """Returns lines about model, data and batch size, which are printed before the first step."""
-    trainer, world = config.trainer, strategy.world_size
-    compiled = ", compiled" if is_compiled else ""
-    extra = ", activation checkpointing" if trainer.activation_checkpointing else ""
-    val, validation = len(data.val or ()), evaluator.validation
-    used = len(validation.windows) if validation else 0
-    evaluated = f"; each evaluation uses {used:,}" if used < val else ""
-    per_rank, size = trainer.batch_size // world, evaluator.batch_size
-    ranks = f", {per_rank} on each of {world} ranks" if world > 1 else ""
-    micro = f", in micro-batches of {size}" if size < per_rank else ""
-    return [
-        f"model: {model.num_parameters():,} parameters {strategy.describe()}{compiled}{extra}",
-        f"training data: {len(data.train):,} windows of {config.data.max_length} tokens",
-        f"validation data: {val:,} windows{evaluated}",
-        f"batch size: {trainer.batch_size} windows per step{ranks}{micro}",
-    ]
-
-
-def micro_batch(config: Config, strategy: Strategy) -> int:
-    """Returns the number of windows that a rank computes at once."""
-    per_rank = config.trainer.batch_size // strategy.world_size
-    return min(per_rank, config.trainer.micro_batch_size or per_rank)
-
-
-def build_evaluator(config: Config, strategy: Strategy, data: LoadedData) -> Evaluator:
-    tokenizer, validation = get_tokenizer(config.data.tokenizer), None
-    if data.val:
-        windows = evenly_spaced_windows(data.val, config.trainer.eval_windows)
-        lengths = None if config.data.synthetic else token_byte_lengths(tokenizer.name)
-        validation = Validation(data.val, windows, lengths)
-    return Evaluator(config, strategy, validation, tokenizer, micro_batch(config, strategy))
+    def describe(self) -> list[str]:
+        """Returns lines about model, data and batch size, which are printed before the first
+        step."""
+        trainer, world, data = self.config.trainer, self.strategy.world_size, self.data
+        compiled = ", compiled" if self.is_compiled else ""
+        extra = ", activation checkpointing" if trainer.activation_checkpointing else ""
+        val, validation = len(data.val or ()), self.evaluator.validation
+        used = len(validation.windows) if validation else 0
+        evaluated = f"; each evaluation uses {used:,}" if used < val else ""
+        per_rank, size = trainer.batch_size // world, self.micro_batch()
+        ranks = f", {per_rank} on each of {world} ranks" if world > 1 else ""
+        micro = f", in micro-batches of {size}" if size < per_rank else ""
+        parameters, where = self.model.num_parameters(), self.strategy.describe()
+        return [
+            f"model: {parameters:,} parameters {where}{compiled}{extra}",
+            f"training data: {len(data.train):,} windows of {self.config.data.max_length} tokens",
+            f"validation data: {val:,} windows{evaluated}",
+            f"batch size: {trainer.batch_size} windows per step{ranks}{micro}",
+        ]

@@ -8,20 +8,17 @@ Shapes: B batch, T positions, V vocabulary.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import tiktoken
 import torch
 
+from clearhead.config.schema import Config
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DIVERGENCE_HINT, DivergedError
 from clearhead.inference.decoding import Sampling, generate
 from clearhead.inference.perplexity import text_metrics
 from model import GPT
-
-if TYPE_CHECKING:
-    from clearhead.config.schema import Config
 
 
 class Validation:
@@ -74,7 +71,7 @@ class Validation:
 class Evaluator:
     """Validates the model and samples text from it."""
 
-    config: "Config"
+    config: Config
     strategy: Strategy
     validation: Validation | None  # None without validation data
     tokenizer: tiktoken.Encoding

@@ -1,30 +1,25 @@
 """Initial weights of a new run from a trained model: `trainer.init_from`."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from clearhead.config.schema import Config
 from clearhead.errors import Problem, as_yaml, refuse
 from clearhead.interop.pretrained import load_pretrained
 from model import GPT, ModelConfig, model_without_values
-
-if TYPE_CHECKING:
-    from clearhead.config.schema import Config
 
 # Settings that must equal those of the weights. For the context length see `positions`.
 SHAPE = ("vocab_size", "emb_dim", "num_heads", "num_layers", "qkv_bias")
 
 
-def initial_weights(settings: "Config", notes: list[str]) -> GPT:
+def initial_weights(config: Config, notes: list[str]) -> GPT:
     """Returns a model with the weights of trainer.init_from. Raises ConfigError if they do not fit.
 
     Dropout and the attention kernel may differ. Missing biases of queries, keys and values start as
-    zeros; for positions see `positions`. Appends the notes of
-    `positions` to `notes`.
+    zeros. Appends notes about unused or untrained positions to `notes`.
     """
-    source = settings.trainer.init_from
+    source = config.trainer.init_from
     assert source is not None
-    wanted = ModelConfig(**settings.model.model_dump())
+    wanted = ModelConfig(**config.model.model_dump())
     pretrained = load_pretrained(source, "trainer.init_from")
     given, theirs = pretrained.model.config, f"the weights of trainer.init_from={source}"
     problems = []
@@ -33,12 +28,12 @@ def initial_weights(settings: "Config", notes: list[str]) -> GPT:
         if have != want and not (key == "qkv_bias" and want):
             hint = f"use model.{key}={as_yaml(have)}"
             problems.append(Problem(f"model.{key}", want, f"{theirs} have {as_yaml(have)}", hint))
-    if (name := settings.data.tokenizer) != (needed := pretrained.tokenizer_name):
+    if (name := config.data.tokenizer) != (needed := pretrained.tokenizer_name):
         reason = f"{theirs} were trained with {needed}"
         problems.append(Problem("data.tokenizer", name, reason, f"use data.tokenizer={needed}"))
     refuse(problems)
     weights = pretrained.model.state_dict()
-    sizes = (pretrained.window, wanted.context_length, settings.data.max_length)
+    sizes = (pretrained.window, wanted.context_length, config.data.max_length)
     weights["pos_emb.weight"], more = positions(weights["pos_emb.weight"], *sizes)
     notes.extend(more)
     fresh = model_without_values(wanted)

@@ -67,7 +67,7 @@ class LensRunner:
                 return self.ablate(model, groups)
             return None  # after an error
 
-        snapshot, failed = None, True
+        snapshot, failed, log = None, True, self.directory / "metrics.jsonl"
         with best_effort(FAILED, self.debug, self.strategy.label):
             snapshot = self.lens.snapshot(
                 capture_attention,
@@ -76,16 +76,13 @@ class LensRunner:
                 self.directory / "attention",
                 run_name=self.directory.name,
                 write=self.strategy.is_rank_0,
-                curves=lambda: curves([*self._rows(), {"step": step, **row}]),
+                curves=lambda: curves([*read_rows(log), {"step": step, **row}]),
                 ablate=ablate if self.ablate else None,
             )
             failed = False
         if self.strategy.all_reduce_max(failed):
             self.lens = None
         return snapshot
-
-    def _rows(self) -> list[dict]:
-        return read_rows(self.directory / "metrics.jsonl")
 
     def summary(self) -> list[str]:
         """Returns lines about the heads, for the summary at the end of a run."""

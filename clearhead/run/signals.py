@@ -10,9 +10,9 @@ from clearhead.distributed.launch import launched
 STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)
 )
-# At the start of the process: train.py imports this file before torch.
 PARENT_PID = os.getppid()
-STARTED = time.monotonic()
+# The start of the process: until now it has computed all the time, mostly imports.
+STARTED = time.monotonic() - time.process_time()
 
 
 def exit_code(number: int) -> int:

@@ -3,20 +3,17 @@
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from clearhead.checkpoint.checkpointer import Checkpointer
+from clearhead.config.schema import Config
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DivergedError, NotSavedError, RankLostError
 from clearhead.planning.micro_batch import is_out_of_memory, out_of_memory_error
 
-if TYPE_CHECKING:
-    from clearhead.config.schema import Config
-
 
 @contextlib.contextmanager
 def translate_errors(
-    config: "Config",
+    config: Config,
     strategy: Strategy,
     checkpointer: Checkpointer | None = None,
     micro_batch_size: int | None = None,

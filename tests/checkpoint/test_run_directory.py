@@ -202,7 +202,6 @@ STATES = {
     "scaler": [5, {"scale": "x"}],
     "settings": [5, {}],
     "settings.lens": [5],
-    "settings.trainer.log_every": [0],
     "format": [2, 99],
     "other": [1],
 }

@@ -74,7 +74,6 @@ def check_refused(error: ClearheadError | None, kind: type, folder, what: str) -
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
 def test_a_truncated_header_is_refused_without_checksums(saved, name):
-    """As in checkpoints of older formats."""
     folder, whole = saved
     raw = whole[name]
     sizes = range(0, 8 + struct.unpack("<Q", raw[:8])[0], campaign("CAMPAIGN_CUTS_APART", 64, 1))

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import train
+from clearhead.checkpoint import checkpointer
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import saver as saving
-from clearhead.distributed import device_memory
 from clearhead.run import time_limit
 from clearhead.run.run import Run
 
@@ -335,7 +335,7 @@ def wait_at(step: int, file: str) -> None:
 
 def slow(seconds: float) -> None:
     """Delays everything on this rank except training steps."""
-    parts = ["run.run.Run.evaluate", "run.run.Run.sample", "run.build.open_directory"]
+    parts = ["run.run.Run.evaluate", "run.run.Run.sample", "run.build.Builder.open_directory"]
     parts += [
         "run.build.load_parameters",
         "checkpoint.format.write",
@@ -354,7 +354,7 @@ def compiler(backend: str) -> None:
 
 def no_memory() -> None:
     """Simulates that this rank has no memory for the copy of a checkpoint."""
-    replace(device_memory, "available_memory", lambda _: lambda: 0)
+    replace(checkpointer, "available_memory", lambda _: lambda: 0)
 
 
 FUNCTIONS = (failing, file_size_limit, full_disk, interrupt, infinite_loss, watch_parameters)

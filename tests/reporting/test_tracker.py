@@ -32,7 +32,6 @@ from clearhead.lens.statistics import STATISTICS
 from clearhead.reporting.machine import environment, git
 from clearhead.reporting.report import sample_page
 from clearhead.reporting.tracker import MAX_SAMPLES, NoTracker, Tracker
-from clearhead.reporting.wandb_process import invalid_variables
 from clearhead.reporting.watch import histogram, histograms, watch
 
 OFFLINE = WandbConfig.with_defaults(mode="offline")
@@ -139,14 +138,6 @@ def test_settings_have_priority_over_variables(tmp_path, recorded, monkeypatch):
     recorded.init.side_effect = lambda **_: seen.append(os.environ.get("WANDB_RUN_GROUP"))
     Tracker(WandbConfig.with_defaults(mode="offline", group=None), tmp_path, {}).finish()
     assert (seen, os.environ["WANDB_RUN_GROUP"]) == ([None], "from outside")
-
-
-def test_variables_that_wandb_rejects(monkeypatch):
-    monkeypatch.setenv("WANDB_RESUME", "banana")
-    monkeypatch.setenv("WANDB_QUIET", "")  # counts as unset
-    (problem,) = invalid_variables(OFFLINE)
-    assert (problem.key, problem.value) == ("WANDB_RESUME", "banana")
-    assert invalid_variables(WandbConfig.with_defaults(mode="disabled")) == []
 
 
 WATCHED = ("name=watched", "lens=default", "lens.every=2")

@@ -47,7 +47,6 @@ SHORT = {
 # Not executed: they need other projects, minutes, hours, the network or an account.
 ELSEWHERE = {"benchmarks.training", "benchmarks.data", "benchmarks.generate", "benchmarks.gpu"}
 ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval", "scripts.wandb_workspace"}
-REFUSED = re.compile(r"modle=|num_heads=5$|optuna")  # see test_readme.py, campaign/extras.py
 
 # Values for placeholders in the pages.
 PLACEHOLDERS = {
