@@ -35,14 +35,19 @@ assert sitecustomize.BLOCKED
 from helpers import NO_NETWORK, REPOSITORY, TEXT, TIMEOUT, TINY  # noqa: E402
 
 PAGE_TIMEOUT = 120_000  # milliseconds that a test of a page waits at most
-# The slowest files run first, so that no process is left with a long one at the end.
-SLOWEST = ["ranks", "kills", "ranks_lost", "wandb_faults", "wandb_pictures", "tutorial", "sweep"]
-SLOWEST += ["contributing", "page", "page_use", "page_reading", "page_story", "train"]
+# Groups of files whose tests run in the same process, because they share a fork server. The slowest
+# files run first, so that no process is left with a long one at the end.
+GROUPS = {"ranks": "ranks", "ranks_lost": "ranks"}
+GROUPS |= dict.fromkeys(("kills", "wandb_faults", "wandb_pictures"), "faults")
+SLOWEST = [*GROUPS, "tutorial", "sweep", "contributing", "page", "page_use", "page_story", "train"]
 
 
 def pytest_collection_modifyitems(items):
-    order = {f"test_{name}.py": place for place, name in enumerate(SLOWEST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(SLOWEST)))
+    order = {name: place for place, name in enumerate(SLOWEST)}
+    name_of = lambda item: item.path.stem.removeprefix("test_")  # noqa: E731
+    items.sort(key=lambda item: order.get(name_of(item), len(SLOWEST)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(GROUPS.get(name_of(item), str(item.path))))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,56 +1,20 @@
 """Applies the examples of CONTRIBUTING.md to a copy of the repository and runs their commands."""
 
-import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 
-import pytest
-from helpers import REPOSITORY
+from helpers import REPOSITORY, TIMEOUT
 
 TEXT = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"^### (Add .*?)\n(.*?)(?=^##|\Z)", TEXT, re.MULTILINE | re.DOTALL))
-# A code block: a patch, a new file (its path is at the end of the paragraph before), or commands.
+# A code block: a patch, a new file (its path is at the end of the paragraph before), or a command.
 BLOCK = re.compile(r"(?:`([^`\n]+)`:\n\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_COPIED = shutil.ignore_patterns(
     ".*", "__pycache__", "runs", "results", "*.png", "*.webp", "*.ipynb"
 )
-# Each line of stdin is (folder, arguments of python). Runs it in a fork, because the imports of
-# other projects take seconds, and prints its exit code.
-RUNNER = """
-import json, os, runpy, sys
-import hydra.main, hypothesis, matplotlib.figure, pyarrow.parquet, pytest, safetensors.torch, torch
-
-for line in sys.stdin:
-    if (pid := os.fork()) == 0:
-        folder, *words = json.loads(line)
-        os.chdir(folder)
-        os.dup2(2, 1)
-        run = runpy.run_path if words[0] != "-m" else runpy.run_module
-        sys.argv = words[words[0] == "-m":]
-        sys.path[0] = folder
-        run(sys.argv[0], run_name="__main__")
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def python():
-    """python(folder, *arguments) -> the exit code of this command in the folder."""
-    command = [sys.executable, "-c", RUNNER]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as runner:
-
-        def run(*line: str) -> int:
-            runner.stdin.write(json.dumps(line) + "\n")
-            runner.stdin.flush()
-            return int(runner.stdout.readline())
-
-        yield run
-        runner.stdin.close()
 
 
 def patch(folder, text):
@@ -66,23 +30,29 @@ def patch(folder, text):
         (folder / name).write_text(code, encoding="utf-8")
 
 
-@pytest.mark.parametrize("title", EXAMPLES)
-def test_example(title, tmp_path, python):
+def test_examples(tmp_path):
+    """All in one copy; their tests run in one process, because imports take seconds."""
     copy = shutil.copytree(REPOSITORY, tmp_path / "copy", ignore=NOT_COPIED)
-    commands = 0
-    for path, language, text in BLOCK.findall(EXAMPLES[title]):
-        if language == "diff":
-            patch(copy, text)
-        elif path:
-            (copy / path).write_text(text, encoding="utf-8")
-        else:
-            for line in text.splitlines():
-                program, *arguments = shlex.split(line)
-                assert program == "python"
-                assert python(str(copy), *arguments) == 0, line
-                commands += 1
-    assert commands
-
-
-def test_there_are_five_examples():
-    assert len(EXAMPLES) == 5
+    commands, files, names = [], [], []
+    for example in EXAMPLES.values():
+        for path, language, text in BLOCK.findall(example):
+            if language == "diff":
+                patch(copy, text)
+            elif path:
+                (copy / path).write_text(text, encoding="utf-8")
+            elif found := re.fullmatch(r"python -m pytest (\S+) -k (\w+)\n", text):
+                files.append(found[1])
+                names.append(found[2])
+            else:
+                commands.append(shlex.split(text))
+    tests = ["python", "-m", "pytest", "-rp", *files, "-k", " or ".join(names)]
+    for program, *arguments in [tests, *commands]:
+        assert program == "python"
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=TIMEOUT)
+        assert done.returncode == 0, (arguments, done.stdout, done.stderr)
+        if arguments == tests[1:]:
+            passed = re.findall(r"^PASSED (\S+)::(.+)", done.stdout, re.M)
+            for file, name in zip(files, names, strict=True):
+                assert any(file == of and name in test for of, test in passed), name
+    assert len(EXAMPLES) == len(files) + len(commands) == 5
