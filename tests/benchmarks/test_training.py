@@ -17,11 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import comparison, training
 from benchmarks.equivalence import (
     NotEquivalent,
-    check_first_step,
     check_implementations,
-    first_step,
 )
-from benchmarks.implementations import NanoGPT, Ours, Variant, pad_vocabulary
+from benchmarks.implementations import NanoGPT, Ours, Variant
 from benchmarks.settings import TrainingBenchmark
 from benchmarks.timing import interleave, speedup
 from clearhead.config import compose
@@ -110,20 +108,6 @@ def test_all_implementations_in_both_tables(bench, nanogpt, tmp_path):
         assert ("of_products_alone" in row) == (row["precision"] == "fp32")
 
 
-def test_which_rows_are_compiled(bench, nanogpt, tmp_path, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
-    assert bench(f"nanogpt={nanogpt()}", "compile=true", "rounds=1", "out=c.json")[::2] == (0, "")
-    tables = json.loads((tmp_path / "c.json").read_text())["tables"]
-    rows = [{r["name"]: r["compiled"] for r in tables[name]["rows"]} for name in tables]
-    # nanoGPT is not compiled on a CPU, as its README says.
-    eager = {"ours": False, "nanoGPT": False, "transformers": False}
-    assert rows[0] == eager | {"ours, compiled": True}
-    assert all(rows[1].values())
-    # Our four blocks, in two rows; the complete models of the others.
-    assert len(compiled) == 4 + 4 + 2 + 1
-
-
 FAULTS = {
     "not causal": ("is_causal=True", "is_causal=False"),
     "no second norm": ("self.mlp(self.ln_2(x))", "self.mlp(x)"),
@@ -148,27 +132,6 @@ def test_another_computation_is_not_timed(bench, nanogpt, monkeypatch):
     monkeypatch.setattr(comparison, "interleave", None)
     code, _, err = bench(f"nanogpt={nanogpt(*FAULTS['not causal'])}")
     assert (code, printed_keys(err)) == (4, ["implementations"])
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 5e-3)])
-def test_the_first_step_of_a_row_is_checked(strategy, dtype, tolerance):
-    ours = Ours(Variant("ours", "ours", dtype), tiny_model(std=None), OPTIMIZER, strategy)
-    loss, norm = first_step(ours, batch())
-    check_first_step(ours, (loss, norm), batch())
-    for wrong in ((loss * 1.01, norm), (loss, norm * (1 + 2 * tolerance)), (loss, float("nan"))):
-        with refused(NotEquivalent, "implementations", "ours"):
-            check_first_step(ours, wrong, batch())
-
-
-def test_padding_the_vocabulary_keeps_the_logits():
-    weights = tiny_model()
-    larger = pad_vocabulary(weights)
-    assert larger.config.vocab_size == 64
-    inputs, _ = batch()
-    with torch.no_grad():
-        logits, more = weights(inputs)[0], larger(inputs)[0]
-    torch.testing.assert_close(more[..., :23], logits)
-    assert more[..., 23:].count_nonzero() == 0
 
 
 def test_our_step_is_that_of_training_bit_for_bit(make_run):

@@ -149,8 +149,6 @@ def sections_of(view: dict) -> list[dict]:
     [
         ([SUMMARY], "", "", 2, "W&B"),
         ([], "", KEY, 4, "project"),
-        ([{"train/loss": 1.0}], "", KEY, 2, "project"),
-        ([SUMMARY], "error", KEY, 4, "project"),
         ([SUMMARY], "hangs", KEY, 4, "project"),
     ],
 )
@@ -161,13 +159,6 @@ def test_a_failure_is_one_line(monkeypatch, call, summaries, fault, key, code, p
         found, out, err = call(server, key=key)
         assert server.views == {}
     assert (found, out, printed_keys(err)) == (code, "", [printed])
-
-
-def test_a_missing_package_is_one_line(monkeypatch, call):
-    forget_package(monkeypatch)
-    with Server(SUMMARY) as server:
-        code, _, err = call(server)
-    assert (code, printed_keys(err), len(server.requests)) == (2, ["W&B"], 0)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """tokens/shards.py: token files in the formats of llm.c and nanoGPT, manifests, damaged files.
 
-Damage at random positions: tests/faults/test_damage.py and test_fuzz.py.
+Damage at random positions: tests/faults/test_fuzz.py.
 """
 
 import contextlib
