@@ -6,8 +6,8 @@ ARGS ?=
 # --no-compile: Python compiles the modules that are imported; all modules of torch take a minute.
 PIP_OPTIONS := -q --disable-pip-version-check --no-compile
 # Three processes, because tests also wait: for W&B, a browser, a timeout. All tests of a file run in
-# the same process, so that shared fixtures are built once (conftest.py).
-PARALLEL := -n 3 --dist loadgroup --no-loadscope-reorder
+# the same process, so that shared fixtures are built once.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # The tests whose results benchmarks/results/faults.md reports.
 FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.py)) \
     tests/config/test_problems.py tests/reporting/test_rows.py

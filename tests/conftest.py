@@ -35,19 +35,15 @@ assert sitecustomize.BLOCKED
 from helpers import NO_NETWORK, REPOSITORY, TEXT, TIMEOUT, TINY  # noqa: E402
 
 PAGE_TIMEOUT = 120_000  # milliseconds that a test of a page waits at most
-# Groups of files whose tests run in the same process, because they share a fork server. The slowest
-# files run first, so that no process is left with a long one at the end.
-GROUPS = {"ranks": "ranks", "ranks_lost": "ranks"}
-GROUPS |= dict.fromkeys(("kills", "wandb_faults", "wandb_pictures"), "faults")
-SLOWEST = [*GROUPS, "tutorial", "sweep", "contributing", "page", "page_use", "page_story", "train"]
+# The slowest files run first, so that no process is left with a long one at the end. xdist gives
+# three processes these files in turn, so that two of them start a fork server.
+SLOWEST = ["ranks", "wandb_faults", "sweep", "ranks_lost", "wandb_pictures", "contributing", "kills"]
+SLOWEST += ["tutorial", "page", "page_use", "page_reading", "page_story", "train"]
 
 
 def pytest_collection_modifyitems(items):
-    order = {name: place for place, name in enumerate(SLOWEST)}
-    name_of = lambda item: item.path.stem.removeprefix("test_")  # noqa: E731
-    items.sort(key=lambda item: order.get(name_of(item), len(SLOWEST)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(GROUPS.get(name_of(item), str(item.path))))
+    order = {f"test_{name}.py": place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(SLOWEST)))
 
 
 @pytest.fixture(scope="session", autouse=True)
