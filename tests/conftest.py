@@ -37,8 +37,8 @@ from helpers import NO_NETWORK, REPOSITORY, TEXT, TIMEOUT, TINY  # noqa: E402
 PAGE_TIMEOUT = 120_000  # milliseconds that a test of a page waits at most
 # The slowest files run first, so that no process is left with a long one at the end. xdist gives
 # three processes these files in turn, so that two of them start a fork server.
-SLOWEST = ["ranks", "wandb_faults", "sweep", "ranks_lost", "wandb_pictures", "contributing", "kills"]
-SLOWEST += ["tutorial", "page", "page_use", "page_reading", "page_story", "train"]
+SLOWEST = ["ranks", "wandb_faults", "sweep", "ranks_lost", "wandb_pictures", "contributing"]
+SLOWEST += ["kills", "tutorial", "page", "page_use", "page_reading", "page_story", "train"]
 
 
 def pytest_collection_modifyitems(items):
@@ -132,9 +132,11 @@ def browser():
     """A Chromium that is installed on the machine; nothing is downloaded."""
     from playwright.sync_api import expect, sync_playwright
 
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    # The shell has no window, and takes half the time.
+    names = ("chromium-headless-shell", "chromium", "google-chrome")
+    chromium = next(filter(None, map(shutil.which, names)), None)
     if chromium is None and not os.environ.get("CI"):
-        pytest.skip("this machine has no Chromium; on Debian: apt install chromium")
+        pytest.skip("this machine has no Chromium; on Debian: apt install chromium-headless-shell")
     quiet = ["--no-sandbox", "--disable-background-networking", "--disable-component-update"]
     expect.set_options(timeout=PAGE_TIMEOUT)
     with sync_playwright() as started:
