@@ -145,10 +145,9 @@ def test_the_first_failure_gives_the_exit_code(tmp_path):
 
 
 def test_values_that_do_not_fit_together_fail_their_job_alone(tmp_path):
-    """Each value is valid with the first value of the other setting, so the sweep starts."""
-    code, *_ = sweep_in(tmp_path, log, "model.emb_dim=128,96", "model.num_heads=4,64")
+    code, *_ = sweep_in(tmp_path, log, "model.emb_dim=128,96", "model.num_heads=64")
     jobs = results_of(tmp_path)[1]["jobs"]
-    assert (code, [job["exit_code"] for job in jobs]) == (2, [0, 0, 0, 2])
+    assert (code, [job["exit_code"] for job in jobs]) == (2, [0, 2])
 
 
 def test_without_validation_the_training_loss_is_compared(tmp_path, monkeypatch):
