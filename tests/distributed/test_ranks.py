@@ -306,11 +306,8 @@ def test_a_run_of_damaged_checkpoints_ends_all_ranks(place):
 
 @pytest.mark.parametrize(
     ("key", "given"),
-    [
-        ("optimizer.lr", ("0.001", "0.002")),
-        ("parallel.strategy", ("ddp", "fsdp")),
-        ("trainer.resume", ("runs/alone", "auto")),
-    ],
+    [("trainer.resume", ("runs/alone", "auto"))]
+    + [("optimizer.lr", ("0.001", "0.002")), ("parallel.strategy", ("ddp", "fsdp"))] * CAMPAIGN,
 )
 def test_ranks_with_different_settings_do_not_train(place, key, given):
     folder = write_texts(place.folder / f"different_{key}")
