@@ -11,9 +11,7 @@ Reads run.json and metrics.jsonl of each run.
 """
 
 import datetime
-import glob
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -90,11 +88,8 @@ def found(settings: CompareConfig) -> list[results.ComparedRun]:
     patterns = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     folders: dict[Path, None] = {}
     for pattern in patterns:
-        # The name of a directory may contain characters such as * or [.
-        paths = [pattern] if os.path.isdir(pattern) else sorted(glob.glob(pattern))
-        matches = [folder for folder in map(Path, paths) if folder.is_dir()]
-        for folder in matches:
-            folders |= dict.fromkeys(results.runs_of_sweep(folder) or [folder])
+        matches = [path for path in results.matching_paths(pattern) if path.is_dir()]
+        folders |= dict.fromkeys(matches)
         if not matches:
             say(f"{pattern}: directory not found")
     runs: list[results.ComparedRun] = []

@@ -8,10 +8,8 @@ are matched by the similarity of their attention maps, on the prompts that all r
 (docs/lens.md). Writes a page, and a table of all heads as CSV.
 """
 
-import glob
 import itertools
 import operator
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from pydantic import Field
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Paths
 from clearhead.errors import DataError, refuse, sanitize
-from clearhead.reporting.comparison import markdown_table, runs_of_sweep
+from clearhead.reporting.comparison import markdown_table, matching_paths
 
 MAX_ROWS = 40  # of the printed table
 HINT = "python -m scripts.inspect_attention checkpoint=MODEL out=FILE.npz writes one"
@@ -68,13 +66,7 @@ def main(settings: CompareHeadsConfig) -> None:
 def paths_of(items: Sequence[str]) -> list[Path]:
     """Returns all runs and snapshot files. An item may be a glob pattern or the directory of a
     sweep."""
-    found = []
-    for item in items:
-        # The name of a directory may contain characters such as * or [.
-        matches = [item] if os.path.exists(item) else sorted(glob.glob(item)) or [item]
-        for path in map(Path, matches):
-            found += runs_of_sweep(path) or [path]
-    return found
+    return [path for item in items for path in matching_paths(item) or [Path(item)]]
 
 
 def data_of(path: Path) -> Path:

@@ -115,6 +115,10 @@ def main(settings: InspectConfig) -> None:
     from clearhead.run.lens_runner import lens_of
 
     refuse(check(settings.device))
+    out = settings.out if settings.out or settings.figure else "attention.html"
+    is_data = out is not None and out.lower().endswith(".npz")
+    if is_data and settings.compare:
+        refuse([Problem("compare", settings.compare, "an .npz file has one model", "use .html")])
     device = prepare(settings.device, seed=0)
     runs, settled = [], None
     for key in ("checkpoint", "compare"):
@@ -133,8 +137,7 @@ def main(settings: InspectConfig) -> None:
             runs.append(inspect(path, trained, lens, settings, device))
             if settings.figure and len(runs) == 1:
                 draw(runs[0], settings)
-    out = settings.out if settings.out or settings.figure else "attention.html"
-    if out and out.lower().endswith(".npz"):
+    if is_data:
         write_out(out, snapshot_bytes(runs[0]))
     elif out:
         datas = [run_data([run]) for run in runs]

@@ -11,9 +11,11 @@ The columns of a table are the settings that differ between its rows. Used by sw
 
 import contextlib
 import functools
+import glob
 import itertools
 import json
 import math
+import os
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,6 +143,13 @@ def runs_of_sweep(folder: Path) -> list[Path]:
     """Returns the run directories of the jobs of a sweep; [] if `folder` is not a sweep's."""
     runs = [value_in(path, "run") for path in sorted(folder.glob("*/result.json"))]
     return [Path(run) for run in runs if isinstance(run, str)]
+
+
+def matching_paths(pattern: str) -> list[Path]:
+    """Returns the paths that a pattern matches. The directory of a sweep stands for its runs."""
+    # The name of a directory may contain characters such as * or [.
+    found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
+    return [run for path in map(Path, found) for run in runs_of_sweep(path) or [path]]
 
 
 def value_in(path: Path, key: str) -> object:
