@@ -145,6 +145,7 @@ KERNELS: dict[str, AttentionKernel] = {
     "per_head": per_head,
     "flex": flex,
 }
+NO_DROPOUT: tuple[str, ...] = ("flex",)  # these kernels need dropout=0
 
 
 class MultiHeadAttention(nn.Module):

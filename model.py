@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from attention import KERNELS, AttentionKernel, MultiHeadAttention, causal_attn_scores
+from attention import KERNELS, NO_DROPOUT, AttentionKernel, MultiHeadAttention, causal_attn_scores
 
 # An attention kernel (attention.py) that also gets the index of the layer that calls it:
 # layer_kernel(layer, queries, keys, values, dropout_p) -> context_vec.
@@ -54,8 +54,8 @@ class ModelConfig:
             raise ValueError(f"{self}: sizes must be at least 1, emb_dim a multiple of num_heads")
         if self.attention not in KERNELS or not 0 <= self.dropout < 1:
             raise ValueError(f"{self}: attention must be one of {list(KERNELS)}, dropout below 1")
-        if self.attention == "flex" and self.dropout > 0:
-            raise ValueError("attention='flex' has no dropout; use dropout=0")
+        if self.attention in NO_DROPOUT and self.dropout > 0:
+            raise ValueError(f"attention={self.attention!r} has no dropout; use dropout=0")
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import KERNELS, MultiHeadAttention, causal_attn_weights, explicit
+from attention import KERNELS, NO_DROPOUT, MultiHeadAttention, causal_attn_weights, explicit
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 each_kernel = pytest.mark.parametrize("name", KERNELS)
@@ -93,14 +93,14 @@ def test_dropout_in_training_only(name):
     expected = multi_head(name)(x)
     torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=0)
     module.train()
-    if name == "flex":  # has no dropout
+    if name in NO_DROPOUT:
         with pytest.raises(ValueError):  # noqa: PT011
             module(x)
     else:
         assert (module(x) - expected).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS.keys() - {"flex"}))
+@pytest.mark.parametrize("name", sorted(KERNELS.keys() - NO_DROPOUT))
 def test_dropout_rate_and_expectation(name):
     # With the identity matrix as values, the context vectors are the weights after dropout.
     T, rate = 48, 0.3

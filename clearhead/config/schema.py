@@ -4,7 +4,6 @@ There is one pydantic model per group of configs/. The YAML files have the defau
 descriptions. config/validation.py checks values with this schema.
 """
 
-import ast
 import os
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
@@ -20,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from clearhead.config.kernels import KERNEL_NAMES, NO_DROPOUT
 from clearhead.config.validation import (
     FOLDER_NAME,
     NO_SEPARATORS,
@@ -30,7 +30,6 @@ from clearhead.config.validation import (
 )
 from clearhead.config.yaml_files import default_values, nested
 from clearhead.errors import refuse
-from clearhead.files import REPOSITORY
 from clearhead.tokens import VOCABULARIES, TokenizerName
 
 UNLIMITED = 10**15  # trainer.max_steps if only trainer.max_minutes limits a run
@@ -103,21 +102,12 @@ def _divides_width(heads: int, others: dict) -> None:
 
 @rule
 def _has_dropout(kernel: str, others: dict) -> None:
-    if kernel == "flex" and others.get("dropout", 0) > 0:
+    if kernel in NO_DROPOUT and others.get("dropout", 0) > 0:
         hint = "set model.dropout=0 or use model.attention=sdpa"
         raise rejected("does not support dropout on attention weights", hint)
 
 
-def _kernel_names() -> tuple[str, ...]:
-    """Returns the keys of attention.KERNELS. Importing attention.py would import torch, which takes
-    a second."""
-    tree = ast.parse((REPOSITORY / "attention.py").read_text(encoding="utf-8"))
-    assigned = [node for node in tree.body if isinstance(node, ast.AnnAssign)]
-    (kernels,) = [node.value for node in assigned if node.target.id == "KERNELS"]
-    return tuple(key.value for key in kernels.keys)
-
-
-KernelName = Literal[_kernel_names()]  # pyrefly: ignore
+KernelName = Literal[KERNEL_NAMES]  # pyrefly: ignore
 
 
 class ModelSettings(Settings):

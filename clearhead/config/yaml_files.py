@@ -9,6 +9,7 @@ import omegaconf
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from clearhead.config.kernels import KERNEL_NAMES
 from clearhead.errors import as_yaml
 from clearhead.files import REPOSITORY
 
@@ -33,7 +34,8 @@ def defaults_and_meanings() -> dict[str, tuple[object, str]]:
             match = SETTING.match(line)
             if match and match[1] not in ("defaults", "hydra"):
                 key = f"{group}.{match[1]}" if group else match[1]
-                found[key] = values[match[1]], match[2] or ""
+                meaning = (match[2] or "").replace("{kernels}", " | ".join(KERNEL_NAMES))
+                found[key] = values[match[1]], meaning
     return found
 
 
