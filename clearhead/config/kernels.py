@@ -8,12 +8,8 @@ from clearhead.files import REPOSITORY
 def _assigned(name: str) -> ast.expr:
     """Returns the expression that attention.py assigns to a name."""
     tree = ast.parse((REPOSITORY / "attention.py").read_text(encoding="utf-8"))
-    (value,) = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.AnnAssign) and node.target.id == name
-    ]
-    return value
+    assigned = [node for node in tree.body if isinstance(node, ast.AnnAssign)]
+    return next(node.value for node in assigned if node.target.id == name)
 
 
 KERNEL_NAMES = tuple(key.value for key in _assigned("KERNELS").keys)
