@@ -19,7 +19,10 @@ MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/i
 # The type checker checks the model and the library with its preset `default`, all others with `basic`.
 STRICT := attention.py model.py clearhead/lens
 
-.PHONY: train test campaign gpu-check matrix extras audit lint format clean
+.PHONY: help train test campaign gpu-check matrix extras audit lint format clean
+
+help:  ## this list
+	@sed -n "s/^\([a-z-]*\):.*  ## /make \1: /p" Makefile
 
 train: $(VENV)/train  ## train GPT-2 small on the sample story; with other settings: make train ARGS="seed=1"
 	$(VENV)/bin/python train.py model=gpt2-small $(ARGS)

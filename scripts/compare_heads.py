@@ -21,7 +21,8 @@ from clearhead.errors import DataError, refuse, sanitize
 from clearhead.reporting.comparison import markdown_table, matching_paths
 
 MAX_ROWS = 40  # of the printed table
-HINT = "python -m scripts.inspect_attention checkpoint=MODEL out=FILE.npz writes one"
+HINT = "give runs of one shape with the same prompts; to compare other models, write snapshots "
+HINT += "with python -m scripts.inspect_attention checkpoint=MODEL out=FILE.npz"
 
 
 class CompareHeadsConfig(ScriptConfig):
@@ -90,7 +91,7 @@ def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
     in_all = sum(len(group) == len(names) for group in groups)
     alone = len(groups) - len(matched)
     lines.append(
-        f"{in_all} heads occur in each of the {len(names)} runs; {alone} heads have no match"
+        f"heads that occur in each of the {len(names)} runs: {in_all}; without a match: {alone}"
     )
     if any(row["interchangeable"] for row in rows):
         lines.append(

@@ -77,6 +77,10 @@ def problems_of(error: Exception, arguments: Sequence[str]) -> list[Problem]:
             if key == unknown[1]
             or (key.partition(".")[0] in GROUPS and key not in known_settings())
         ] or [unknown_key(unknown[1], NO_VALUE, known_settings())]
+    if found := re.match(r"Ambiguous value for argument '(.*)'\n", said):
+        reason = "several values are a sweep, which needs -m"
+        key, _, value = found[1].partition("=")
+        return [Problem(key, value, reason, quoting(found[1]))]
     first, *more = [line.strip() for line in said.splitlines()]
     if first.endswith(":") and more:
         first = f"{first} {more.pop(0)}"
