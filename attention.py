@@ -3,7 +3,8 @@
 Split-weight: queries, keys and values have separate linear layers, and each head uses D output
 features of each. A *kernel* is a function of (queries, keys, values) that computes attention.
 It has no parameters, so every kernel works with every checkpoint. `explicit` is the formula, line
-by line; the other kernels return the same values and are tested against it.
+by line; the other kernels return the same values and are tested against it. A kernel with another
+formula, for example a sliding window, declares its scores in SCORES.
 
     Attention(Q, K, V) = softmax(mask(Q K^T / sqrt(D))) V        (Vaswani et al. 2017, eq. 1)
 
@@ -146,6 +147,31 @@ KERNELS: dict[str, AttentionKernel] = {
     "flex": flex,
 }
 NO_DROPOUT: tuple[str, ...] = ("flex",)  # these kernels need dropout=0
+# Attention weights are the softmax of attention scores, by default causal_attn_scores. A kernel
+# with other scores has its function of queries (B, H, T, D) and keys (B, H, S, D) here. It returns
+# fp32 scores (B, H, T, S), -inf for every key after the query. The lens and the cache rely on it.
+AttentionScores = Callable[[Tensor, Tensor], Tensor]
+SCORES: dict[str, AttentionScores] = {}
+
+
+@torch.no_grad()
+def computes_its_scores(name: str, num_tokens: int, head_dim: int, **options) -> bool:
+    """Returns whether a kernel computes softmax(scores) V, where the scores are those in SCORES.
+
+    Compares them on random queries, keys and values of T = num_tokens, for all queries and for the
+    last one. options: their dtype and device.
+    """
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(3, 1, 1, num_tokens, head_dim, generator=generator)
+    queries, keys, values = random.to(**options)
+    attn_scores = SCORES.get(name, causal_attn_scores)(queries, keys)
+    expected = attn_scores.softmax(dim=-1) @ values.float()
+    kernel = KERNELS[name]
+    is_equal = torch.isclose(kernel(queries, keys, values, 0.0).float(), expected, atol=0.05).all()
+    last = kernel(queries[:, :, -1:], keys, values, 0.0).float()
+    is_equal &= torch.isclose(last, expected[:, :, -1:], atol=0.05).all()
+    later = ~causal_mask(num_tokens, num_tokens, keys.device)
+    return bool(is_equal & attn_scores[:, :, later].isneginf().all())
 
 
 class MultiHeadAttention(nn.Module):
@@ -179,6 +205,7 @@ class MultiHeadAttention(nn.Module):
         self.num_heads = num_heads
         self.head_dim = d_out // num_heads
         self.kernel = KERNELS[attention]
+        self.attn_scores = SCORES.get(attention, causal_attn_scores)
         # Do not change the order of these lines: the initial weights for a seed depend on it.
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)

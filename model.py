@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from attention import KERNELS, NO_DROPOUT, AttentionKernel, MultiHeadAttention, causal_attn_scores
+from attention import KERNELS, NO_DROPOUT, AttentionKernel, MultiHeadAttention
 
 # An attention kernel (attention.py) that also gets the index of the layer that calls it:
 # layer_kernel(layer, queries, keys, values, dropout_p) -> context_vec.
@@ -238,9 +238,9 @@ class GPT(nn.Module):
         inputs: list[Tensor] = []  # of each layer, (B, T, C)
 
         def capturing(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _) -> Tensor:
-            attn_scores = causal_attn_scores(queries, keys)  # (B, H, T, T)
-            attn_weights = attn_scores.softmax(dim=-1)  # (B, H, T, T)
             attn = cast(MultiHeadAttention, self.blocks[layer].attn)
+            attn_scores = attn.attn_scores(queries, keys)  # (B, H, T, T)
+            attn_weights = attn_scores.softmax(dim=-1)  # (B, H, T, T)
             value_norms = attn.value_norms(values)  # (B, H, T)
             logits = self.logits(self.final_norm(inputs[layer])) if logit_lens else None
             callback(layer, attn_weights, attn_scores, value_norms, logits)

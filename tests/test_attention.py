@@ -9,12 +9,24 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.kernels import add_window
 from torch import nn
 
-from attention import KERNELS, NO_DROPOUT, MultiHeadAttention, causal_attn_weights, explicit
+from attention import (
+    KERNELS,
+    NO_DROPOUT,
+    SCORES,
+    MultiHeadAttention,
+    causal_attn_scores,
+    causal_attn_weights,
+    computes_its_scores,
+    explicit,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 each_kernel = pytest.mark.parametrize("name", KERNELS)
+# Kernels of the formula. Others are compared with the scores that they declare.
+each_of_the_formula = pytest.mark.parametrize("name", [n for n in KERNELS if n not in SCORES])
 
 
 def random_heads(num_queries, num_keys, B=2, H=3, D=4, requires_grad=False):
@@ -64,12 +76,18 @@ def test_attention_weights_are_the_definition():
         torch.testing.assert_close(attn_weights.sum(-1), torch.ones(2, 3, 7))
 
 
+def by_scores(name, queries, keys, values):
+    """The context vectors by the scores of a kernel."""
+    attn_scores = SCORES.get(name, causal_attn_scores)(queries, keys)
+    return attn_scores.softmax(-1).to(values.dtype) @ values
+
+
 @each_kernel
 def test_kernel_is_the_definition_for_all_and_for_the_last_queries(name):
     kernel = KERNELS[name]
     for T, S in [(9, 9), (3, 9), (1, 9), (1, 1)]:
         inputs = random_heads(T, S, requires_grad=True)
-        expected, context_vec = explicit(*inputs), kernel(*inputs)
+        expected, context_vec = by_scores(name, *inputs), kernel(*inputs)
         torch.testing.assert_close(context_vec, expected, atol=1e-5, rtol=0)
         without_grad = kernel(*(x.detach() for x in inputs))
         torch.testing.assert_close(without_grad, expected, atol=1e-5, rtol=0)
@@ -77,14 +95,28 @@ def test_kernel_is_the_definition_for_all_and_for_the_last_queries(name):
         grads = torch.autograd.grad(context_vec, inputs, grad)
         expected_grads = torch.autograd.grad(expected, inputs, grad)
         torch.testing.assert_close(grads, expected_grads, atol=1e-5, rtol=0)
-    queries, keys, values = inputs = random_heads(9, 9)
-    expected = weights_by_definition(queries, keys) @ values
-    torch.testing.assert_close(kernel(*inputs), expected, atol=1e-5, rtol=0)
+    inputs = random_heads(9, 9)
     in_bf16 = kernel(*(x.bfloat16() for x in inputs))
     assert in_bf16.dtype == torch.bfloat16
-    torch.testing.assert_close(in_bf16.float(), explicit(*inputs), atol=0.05, rtol=0)
+    torch.testing.assert_close(in_bf16.float(), by_scores(name, *inputs), atol=0.05, rtol=0)
     with pytest.raises(ValueError):  # noqa: PT011
         kernel(*random_heads(5, 3))
+    assert computes_its_scores(name, 40, 8, dtype=torch.float32)
+
+
+def test_a_kernel_with_undeclared_or_non_causal_scores_is_noticed(monkeypatch):
+    add_window(monkeypatch)
+    options = {"num_tokens": 40, "head_dim": 8, "dtype": torch.float32}
+    assert computes_its_scores("window", **options)
+    del SCORES["window"]
+    assert not computes_its_scores("window", **options)
+    for name, scores in {
+        "two-sided": lambda q, k: q @ k.transpose(-2, -1),
+        "not for the last query": lambda q, k: causal_attn_scores(q, k) / k.shape[-2] * q.shape[-2],
+    }.items():
+        monkeypatch.setitem(SCORES, name, scores)
+        monkeypatch.setitem(KERNELS, name, lambda q, k, v, _, s=scores: s(q, k).softmax(-1) @ v)
+        assert not computes_its_scores(name, **options), name
 
 
 @each_kernel
@@ -107,7 +139,7 @@ def test_dropout_rate_and_expectation(name):
     queries, keys, _ = random_heads(T, T, B=4, H=8)
     torch.manual_seed(0)
     dropped = KERNELS[name](queries, keys, torch.eye(T).expand(4, 8, T, T), rate)
-    attn_weights = causal_attn_weights(queries, keys)
+    attn_weights = SCORES.get(name, causal_attn_scores)(queries, keys).softmax(-1)
     kept = dropped != 0
     # The remaining weights are scaled by 1 / (1 - p), so that the expectation does not change.
     torch.testing.assert_close(dropped[kept], attn_weights[kept] / (1 - rate))
@@ -129,7 +161,7 @@ FIGURES = ["0.3190 0.4858", "0.2943 0.3897", "0.2856 0.3593"]
 FIGURES += ["0.2693 0.3873", "0.2639 0.3928", "0.2575 0.4028"]
 
 
-@each_kernel
+@each_of_the_formula
 def test_figures_of_the_book(name):
     """S. Raschka, Build a Large Language Model (From Scratch), the output of its
     MultiHeadAttention on six tokens: seed 123, two heads of one dimension."""
@@ -158,7 +190,7 @@ def by_hand(module, x):
     return module.out_proj(torch.cat(heads, dim=-1)), torch.stack(head_weights, dim=1)
 
 
-@each_kernel
+@each_of_the_formula
 def test_module_equals_separate_heads(name):
     """Output and gradients."""
     for qkv_bias in (False, True):

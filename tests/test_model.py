@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import REPOSITORY
+from helpers.kernels import WIDTH, add_window
 from helpers.models import TINY_MODEL, random_ids, tiny_model
 
 from attention import KERNELS
@@ -207,6 +208,17 @@ def test_attention_is_captured_in_every_layer(name):
     for weights, again, (_, captured, *_) in zip(given, expected, found, strict=True):
         assert torch.equal(weights, captured)
         torch.testing.assert_close(weights, again)
+
+
+def test_capture_uses_the_scores_that_a_kernel_declares(monkeypatch):
+    add_window(monkeypatch)
+    model, ids = tiny_model(attention="window"), random_ids()
+    found = []
+    logits = model.capture_attention(ids, lambda _, weights, *__: found.append(weights))
+    torch.testing.assert_close(logits, model(ids)[0])
+    assert (logits - tiny_model()(ids)[0]).abs().max() > 1e-3
+    inside = torch.ones(9, 9).tril().triu(1 - WIDTH).bool()
+    assert all(torch.equal(weights > 0, inside.expand(2, 4, 9, 9)) for weights in found)
 
 
 def test_attn_weights_leave_no_trace():

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from helpers import NO_NETWORK, REPOSITORY, TIMEOUT, TINY
+from helpers.kernels import add_window
 from helpers.refusals import printed_keys, refused
 from helpers.runs import (
     assert_same,
@@ -29,6 +30,7 @@ from helpers.runs import (
 )
 
 import train
+from attention import KERNELS, SCORES
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing
 from clearhead.checkpoint.resume import changed_settings
@@ -36,6 +38,8 @@ from clearhead.checkpoint.tensors import load_model
 from clearhead.config.schema import TrainerConfig
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedError
+from clearhead.interop.huggingface import to_hf
+from clearhead.interop.pretrained import load_pretrained
 from clearhead.optim.optimizers import NonFiniteCheck
 from data import load_datasets
 from train import fit, save, train_step
@@ -393,6 +397,25 @@ def test_settings_that_change_what_is_computed_are_not_free(run, resumed):
     assert {problem.key for problem in problems} == {f"trainer.{key}" for key in different}
     with refused(ConfigError, "optimizer.name", "muon"):
         resumed(f"trainer.resume={run}", "trainer.max_steps=8", "optimizer=muon")
+
+
+def test_a_kernel_with_other_scores_is_another_model(run, resumed, make_run, monkeypatch):
+    kernel = {"model.attention": "explicit"}
+    assert not changed_settings({"model.attention": "sdpa"}, kernel, run)
+    add_window(monkeypatch)
+    assert changed_settings({"model.attention": "window"}, kernel, run)
+    monkeypatch.setitem(KERNELS, "explicit", KERNELS["window"])
+    with refused(ConfigError, "model.attention", "explicit"):  # it does not declare its scores
+        make_run(*OWN, "model.attention=explicit")
+    monkeypatch.setitem(SCORES, "explicit", SCORES["window"])
+    with refused(ConfigError, "model.attention", "explicit"):
+        resumed(f"trainer.resume={run}", "trainer.max_steps=8", "model.attention=explicit")
+    with refused(ConfigError, "model.attention", "explicit"):
+        make_run(*OWN, "model.attention=explicit", f"trainer.init_from={run}")
+    fit(make_run(*OWN, "name=window", "model.attention=explicit", "trainer.max_steps=2"))
+    with pytest.raises(CheckpointError):
+        to_hf(load_pretrained("runs/window").model, "exported")
+    assert not Path("exported").exists()
 
 
 def test_override_accepts_changed_settings_and_data(run, resumed):

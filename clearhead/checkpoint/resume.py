@@ -14,6 +14,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from attention import SCORES
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing
 from clearhead.checkpoint.format import State
@@ -262,10 +263,13 @@ def check_directory(run: Path, config: Config) -> None:
 
 def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     """Returns a problem for each setting that must not differ from the saved one."""
-    saved = flat(saved)
+    saved, now = flat(saved), flat(now)
+    free = set(FREE_TO_CHANGE)
+    if {saved.get("model.attention"), now["model.attention"]} & SCORES.keys():
+        free.remove("model.attention")  # a kernel with another formula
     # A setting that is not in the checkpoint was added later; it is not compared.
-    changed = {key: value for key, value in flat(now).items() if value != saved.get(key, value)}
-    changed = {k: v for k, v in changed.items() if not FREE_TO_CHANGE & {k, k.partition(".")[0]}}
+    changed = {key: value for key, value in now.items() if value != saved.get(key, value)}
+    changed = {k: v for k, v in changed.items() if not free & {k, k.partition(".")[0]}}
     other = "or start a new run with another name"
     if not FIXED_BY_WEIGHTS & changed.keys():
         other += ", or trainer.resume_override=true to resume anyway"

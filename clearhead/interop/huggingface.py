@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from attention import SCORES
 from clearhead.checkpoint.format import MAX_STATE_BYTES
 from clearhead.checkpoint.tensors import model_from_tensors, pickle_error, read_tensors
 from clearhead.config.schema import ModelSettings
@@ -97,6 +98,10 @@ def to_hf(
 
     tokenizer, window: the tokenizer's name and the number of trained positions.
     """
+    if (kernel := model.config.attention) in SCORES:
+        reason = f"model.attention={kernel} has other scores than Hugging Face's GPT-2"
+        hint = "export a model with another kernel"
+        raise CheckpointError("checkpoint", folder, reason, hint)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     theirs = {name: value.contiguous() for name, value in hf_tensors(model).items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from attention import computes_its_scores
 from clearhead.checkpoint import run_directory
 from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.checkpoint.format import State
@@ -197,6 +198,14 @@ class Builder:
     def build_model(self) -> GPT:
         """Builds the model on its device: from a checkpoint, from trainer.init_from, or new."""
         shape = ModelConfig(**self.config.model.model_dump())
+        length, head_dim = self.config.data.max_length, shape.emb_dim // shape.num_heads
+        options = {"dtype": self.strategy.dtype, "device": self.strategy.device}
+        if not computes_its_scores(shape.attention, length, head_dim, **options):
+            reason = "computes other attention scores than it declares"
+            hint = (
+                "add its scores to SCORES in attention.py; attention pages and generate.py use them"
+            )
+            refuse([("model.attention", shape.attention, reason, hint)])
 
         def build() -> GPT:
             if self.start.checkpoint:

@@ -2,6 +2,7 @@
 
 import torch
 
+from attention import SCORES
 from clearhead.config.schema import Config
 from clearhead.errors import Problem, as_yaml, refuse
 from clearhead.interop.pretrained import load_pretrained
@@ -14,8 +15,9 @@ SHAPE = ("vocab_size", "emb_dim", "num_heads", "num_layers", "qkv_bias")
 def initial_weights(config: Config, notes: list[str]) -> GPT:
     """Returns a model with the weights of trainer.init_from. Raises ConfigError if they do not fit.
 
-    Dropout and the attention kernel may differ. Missing biases of queries, keys and values start as
-    zeros. Appends notes about unused or untrained positions to `notes`.
+    Dropout may differ, and the attention kernel if both have the same scores. Missing biases of
+    queries, keys and values start as zeros. Appends notes about unused or untrained positions to
+    `notes`.
     """
     source = config.trainer.init_from
     assert source is not None
@@ -28,6 +30,9 @@ def initial_weights(config: Config, notes: list[str]) -> GPT:
         if have != want and not (key == "qkv_bias" and want):
             hint = f"use model.{key}={as_yaml(have)}"
             problems.append(Problem(f"model.{key}", want, f"{theirs} have {as_yaml(have)}", hint))
+    if SCORES.get(given.attention) is not SCORES.get(wanted.attention):
+        reason, hint = f"{theirs} were trained with another formula", f"use {given.attention}"
+        problems.append(Problem("model.attention", wanted.attention, reason, hint))
     if (name := config.data.tokenizer) != (needed := pretrained.tokenizer_name):
         reason = f"{theirs} were trained with {needed}"
         problems.append(Problem("data.tokenizer", name, reason, f"use data.tokenizer={needed}"))

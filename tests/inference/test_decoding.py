@@ -10,6 +10,7 @@ import os
 import pytest
 import torch
 from helpers.greedy import GREEDY, PROMPTS, generated_ids
+from helpers.kernels import add_window
 from helpers.models import tiny_model as tiny
 
 from clearhead.inference.cache import KVCache
@@ -39,10 +40,11 @@ def test_a_full_window_drops_a_quarter():
         assert set(moves) == {max(window // 4, 1)}
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "explicit"])
-def test_text_with_a_cache_equals_text_without(kernel):
+@pytest.mark.parametrize("kernel", ["sdpa", "explicit", "window"])
+def test_text_with_a_cache_equals_text_without(kernel, monkeypatch):
     """60 tokens with a context of 12, for the prompts in one batch and separately."""
-    model = tiny(attention=kernel)
+    add_window(monkeypatch)
+    model = tiny(seed=7, attention=kernel)
     for window in (None, 5):
         expected = [without_cache(model, prompt, 60, window or 12) for prompt in PROMPTS]
         assert generated_ids(model, PROMPTS, 60, window=window) == expected
