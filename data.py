@@ -20,14 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import tiktoken
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from clearhead.config.schema import DataConfig
 from clearhead.errors import ConfigError, DataError, sanitize
-from clearhead.tokens.encoding import StreamEncoder, concatenate, encode_text
+from clearhead.tokens.encoding import StreamEncoder, Tokenizer, concatenate, encode_text
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.readers import FilePart, encode_part
 from clearhead.tokens.sampler import WindowOrder, integer_weights
@@ -70,19 +69,22 @@ class GPTDatasetV1(WindowDataset):
 
     Target i is the token after input i. T is max_length. The windows are the same as those of the
     book's GPTDatasetV1 (Raschka 2024), but are read on access and not stored as lists of tensors.
-    txt may also be tokens (TokenStream), in memory or memory-mapped; tokenizer is then not used.
-    Raises DataError if the text is too short for one window.
+    tokenizer: a tiktoken encoding, or any object with encode(txt, allowed_special=...). txt may
+    also be tokens (TokenStream), in memory or memory-mapped; tokenizer is then not used. Raises
+    DataError if the text is too short for one window.
     """
 
     def __init__(
         self,
         txt: str | TokenStream,
-        tokenizer: tiktoken.Encoding | None,
+        tokenizer: Tokenizer | None,
         max_length: int,
         stride: int,
     ):
         if isinstance(txt, str):  # these windows do not need the end-of-text token
-            txt = TokenStream([encode_text(txt, tokenizer)], tokenizer.n_vocab, end_of_text=-1)
+            ids = encode_text(txt, tokenizer)
+            vocab_size = getattr(tokenizer, "n_vocab", 1 + int(ids.max(initial=0)))
+            txt = TokenStream([ids], vocab_size, end_of_text=-1)
         if max_length < 1 or stride < 1:
             raise ValueError(f"max_length={max_length} and stride={stride} must be at least 1")
         if len(txt) < max_length + 1:
@@ -90,8 +92,11 @@ class GPTDatasetV1(WindowDataset):
             hint = "use a longer text or a smaller data.max_length"
             raise DataError("data.max_length", max_length, reason, hint)
         self.tokens = txt
+        self.tokenizer = tokenizer
         self.max_length = max_length
         self.stride = stride
+        self.input_ids = _Windows(self, 0)  # input_ids[i] and target_ids[i] are (T,)
+        self.target_ids = _Windows(self, 1)
 
     def __len__(self) -> int:
         return len(range(0, len(self.tokens) - self.max_length, self.stride))
@@ -111,6 +116,19 @@ class GPTDatasetV1(WindowDataset):
         return ids[np.argsort(-counts, kind="stable")][:limit]
 
 
+class _Windows(Sequence):
+    """The inputs (part 0) or the targets (part 1) of all windows, read on access."""
+
+    def __init__(self, dataset: WindowDataset, part: int):
+        self.dataset, self.part = dataset, part
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.dataset[index][self.part]
+
+
 class DocumentWindows(GPTDatasetV1):
     """Windows that do not cross document boundaries.
 
@@ -119,9 +137,7 @@ class DocumentWindows(GPTDatasetV1):
     targets. So every token of every document is predicted. Needs 16 bytes of memory per document.
     """
 
-    def __init__(
-        self, txt: TokenStream, tokenizer: tiktoken.Encoding | None, max_length: int, stride: int
-    ):
+    def __init__(self, txt: TokenStream, tokenizer: Tokenizer | None, max_length: int, stride: int):
         super().__init__(txt, tokenizer, max_length, stride)
         # Document i has the tokens from bounds[i] to bounds[i + 1], both included.
         self.bounds = np.append(txt.document_starts(), len(txt) - 1)
@@ -161,8 +177,9 @@ def create_dataloader(
 ) -> DataLoader:
     """Creates a DataLoader for the windows of a text, tokenized for GPT-2, or of a dataset.
 
-    Its batches are [input_ids (B, T), target_ids (B, T)], int64. train.py uses training_batches,
-    whose order can be continued at any step.
+    Its batches are [input_ids (B, T), target_ids (B, T)], int64. drop_last: skips a smaller last
+    batch, whose tokens would have a larger weight. train.py uses training_batches, whose order can
+    be continued at any step.
     """
     if dataset is None:
         dataset = GPTDatasetV1(txt, get_tokenizer("gpt2"), max_length, stride)

@@ -92,9 +92,26 @@ def test_dataset_equals_the_classic_one(text, max_length, stride):
         dataset = GPTDatasetV1(text, tokenizer, max_length, stride)
         assert as_pairs(dataset) == pairs_of(dataset) == expected
         assert as_pairs(dataset[n] for n in range(-len(expected), 0)) == expected
+        assert as_pairs(zip(dataset.input_ids, dataset.target_ids, strict=True)) == expected
         for index in (len(expected), -len(expected) - 1):
             with pytest.raises(IndexError):
                 dataset[index]
+
+
+class Characters:
+    """A tokenizer of another library: the ids are code points."""
+
+    def encode(self, text, allowed_special):
+        assert allowed_special == {"<|endoftext|>"}
+        return [ord(character) for character in text]
+
+
+def test_any_tokenizer_with_encode():
+    for text in ("short", "a \U0001f600 b"):
+        dataset = GPTDatasetV1(text, Characters(), 3, 1)
+        assert dataset.tokenizer.encode(text, {"<|endoftext|>"}) == [*map(ord, text)]
+        assert [window.tolist() for window in dataset.input_ids][-1] == [*map(ord, text[-4:-1])]
+        assert "".join(map(chr, dataset.target_ids[0].tolist())) == text[1:4]
 
 
 def test_windows_have_any_id():

@@ -27,7 +27,8 @@ import functools
 import itertools
 import mmap
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import tiktoken
@@ -198,13 +199,21 @@ class StreamEncoder:
         return ids
 
 
-def encode_text(txt: str, tokenizer: tiktoken.Encoding) -> np.ndarray:
-    """Returns the ids of a text. tokenizer: any tiktoken encoding; GPT-2's is the fastest."""
-    if tokenizer.name in VOCABULARIES:
+class Tokenizer(Protocol):
+    """An object that can be the tokenizer of GPTDatasetV1, as tiktoken's encodings."""
+
+    def encode(self, text: str, *, allowed_special: set[str]) -> Sequence[int]: ...
+
+
+def encode_text(txt: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the ids of a text. GPT-2's tiktoken encoding is the fastest tokenizer."""
+    is_tiktoken = isinstance(tokenizer, tiktoken.Encoding)
+    if is_tiktoken and tokenizer.name in VOCABULARIES:
         return concatenate(StreamEncoder(tokenizer.name).encode(utf8_blocks(txt)))
     txt = b"".join(utf8_blocks(txt)).decode()  # without lone surrogates
-    ids = tokenizer.encode_to_numpy(txt, allowed_special={END_OF_TEXT}, disallowed_special=())
-    return ids.astype(np.uint16) if tokenizer.n_vocab <= 2**16 else ids
+    options = {"disallowed_special": ()} if is_tiktoken else {}
+    ids = np.array(tokenizer.encode(txt, allowed_special={END_OF_TEXT}, **options), np.uint32)
+    return ids.astype(np.uint16) if ids.max(initial=0) < 2**16 else ids
 
 
 def concatenate(arrays: Iterable[np.ndarray]) -> np.ndarray:
