@@ -99,9 +99,9 @@ def to_hf(
     tokenizer, window: the tokenizer's name and the number of trained positions.
     """
     if (kernel := model.config.attention) in SCORES:
-        reason = f"model.attention={kernel} has other scores than Hugging Face's GPT-2"
+        reason = "the kernel has other attention scores than GPT-2 in transformers"
         hint = "export a model with another kernel"
-        raise CheckpointError("checkpoint", folder, reason, hint)
+        raise CheckpointError("model.attention", kernel, reason, hint)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     theirs = {name: value.contiguous() for name, value in hf_tensors(model).items()}
