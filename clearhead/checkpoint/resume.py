@@ -265,7 +265,7 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     """Returns a problem for each setting that must not differ from the saved one."""
     saved, now = flat(saved), flat(now)
     free = set(FREE_TO_CHANGE)
-    if {saved.get("model.attention"), now["model.attention"]} & SCORES.keys():
+    if {saved.get("model.attention"), now.get("model.attention")} & SCORES.keys():
         free.remove("model.attention")  # a kernel with another formula
     # A setting that is not in the checkpoint was added later; it is not compared.
     changed = {key: value for key, value in now.items() if value != saved.get(key, value)}
