@@ -15,6 +15,7 @@ Needs torch, numpy and tiktoken. Shapes: B batch, T positions in a window.
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from clearhead.tokens.encoding import StreamEncoder, Tokenizer, concatenate, enc
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.readers import FilePart, encode_part
 from clearhead.tokens.sampler import WindowOrder, integer_weights
-from clearhead.tokens.shards import is_shards, open_shards
+from clearhead.tokens.shards import is_shards, open_shards, shard_files
 from clearhead.tokens.stream import Checksums, TokenStream
 from clearhead.tokens.synthetic import CycleWalks, RepeatedSequences
 from clearhead.tokens.tokenizers import get_tokenizer
@@ -47,16 +48,22 @@ __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get
 # ------------------------------------------------------------------------------ text -> tokens
 
 
-def load_streams(config: DataConfig, path: str | list[str]) -> dict[str, TokenStream]:
-    """Returns {"train": stream}; also "val" if some, not all, token files are named val."""
+def load_streams(
+    config: DataConfig, path: str | list[str], notes: list[str]
+) -> dict[str, TokenStream]:
+    """Returns {"train": stream}; also "val" if some, not all, token files are named val. Appends
+    notes about skipped files and texts."""
     if is_shards(path):
         return open_shards(path, config.tokenizer, config.verify)
-    files = find_files(path)
+    files = find_files(path, notes)
     encoder = StreamEncoder(config.tokenizer, config.endoftext)
-    parts = [FilePart(file, text_key=config.text_key) for file in files]
+    options = {"text_key": config.text_key, "encoding": config.encoding}
+    parts = [FilePart(file, **options) for file in files]
     tokens = concatenate(itertools.chain.from_iterable(encode_part(p, encoder) for p in parts))
     if not len(tokens):
         raise DataError("data.path", path, "the files contain no text", "use other files")
+    if encoder.empty_documents:
+        notes.append(f"data.path: {encoder.empty_documents:,} empty texts skipped")
     tokenizer = encoder.tokenizer
     return {"train": TokenStream([tokens], tokenizer.n_vocab, tokenizer.eot_token)}
 
@@ -268,7 +275,9 @@ def load_datasets(config: DataConfig) -> LoadedData:
         length = config.max_length
         return LoadedData(CycleWalks(length), RepeatedSequences(length), [], [])
     if not config.weights or isinstance(config.path, str):
-        return _load_source(config, config.path)
+        source = _load_source(config, config.path)
+        source.notes.extend(notes_about_repeated_files(config))
+        return source
     try:
         integer_weights(config.weights)
     except ValueError as error:
@@ -284,19 +293,32 @@ def load_datasets(config: DataConfig) -> LoadedData:
         MixedDataset([source.train for source in sources], config.weights),
         val_set,
         [pair for source in sources for pair in source.checksums],
-        [note for source in sources for note in source.notes],
+        [note for source in sources for note in source.notes] + notes_about_repeated_files(config),
     )
+
+
+def notes_about_repeated_files(config: DataConfig) -> list[str]:
+    """Returns notes about files that are read more than once."""
+    train, val = (
+        [os.path.realpath(file) for file in shard_files(path) or find_files(path)] if path else []
+        for path in (config.path, config.val_path)
+    )
+    repeated = [file for file, count in Counter(train).items() if count > 1]
+    notes = [f"data.path: {file} is read more than once" for file in repeated[:3]]
+    if both := sorted({*train} & {*val}):
+        notes.append(f"data.val_path: {both[0]} is also in data.path, so training sees it")
+    return [sanitize(note, keep="") for note in notes]
 
 
 def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:
     """Builds the datasets of one entry of data.path."""
     notes: list[str] = []
-    streams = load_streams(config, path)
+    streams = load_streams(config, path, notes)
     train, val = streams["train"], streams.get("val")
     checksums = [pair for stream in streams.values() for pair in stream.checksums()]
     if config.val_path:
         try:
-            val_streams = load_streams(config, config.val_path)
+            val_streams = load_streams(config, config.val_path, notes)
         except DataError as error:
             if error.key == "data.path":
                 error.key = "data.val_path"

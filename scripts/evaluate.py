@@ -163,7 +163,7 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
     values |= settings.data.model_dump(exclude_none=True, exclude={"within_documents"})
     values |= {"tokenizer": pretrained.tokenizer_name, "max_length": 1}
     config, notes = DataConfig.with_defaults(**values), []
-    streams, split = load_streams(config, config.path), settings.split
+    streams, split = load_streams(config, config.path, notes), settings.split
     if "val" in streams:
         split = "val" if split == "auto" else split
         tokens, what = streams[split], f"the {split} files"

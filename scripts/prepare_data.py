@@ -27,7 +27,7 @@ from rich.progress import (
 )
 
 from clearhead.config.command_line import ScriptConfig, ScriptGroup, settings_command
-from clearhead.config.schema import Count, Name, Paths, Positive, rejected
+from clearhead.config.schema import Count, Encoding, Name, Paths, Positive, rejected
 from clearhead.errors import ConfigError, sanitize
 from clearhead.reporting.console import rich_console
 from clearhead.tokens import TokenizerName
@@ -43,6 +43,7 @@ class SourceConfig(ScriptGroup):
     )
     tokenizer: TokenizerName = Field("gpt2", description="gpt2 | byte")
     text_key: Name = Field("text", description="JSON field or Parquet column that has the text")
+    encoding: Encoding = Field("utf-8", description="of text files, such as cp1252")
     endoftext: Literal["token", "text"] = Field(
         "token", description="read <|endoftext|> in the text as: token | text"
     )
@@ -75,10 +76,16 @@ class PrepareConfig(ScriptConfig):
 def main(settings: PrepareConfig) -> None:
     data = settings.data
     prepare_settings = PrepareSettings(
-        data.tokenizer, data.endoftext, settings.engine, settings.shard_tokens, data.text_key
+        data.tokenizer,
+        data.endoftext,
+        settings.engine,
+        settings.shard_tokens,
+        data.text_key,
+        data.encoding,
     )
     part, parts = map(int, settings.part.split("/"))
-    files = find_files(data.path)
+    files = find_files(data.path, notes := [])
+    print(*notes, sep="\n", end="\n" * bool(notes))
     preparation = Preparation(files, Path(settings.out), prepare_settings, (part, parts))
     try:
         preparation.start()
@@ -114,7 +121,9 @@ def report(manifest: dict, settings: PrepareConfig) -> None:
     counts = {"token": manifest["tokens"], "document": manifest["documents"]}
     counts["shard"] = len(manifest["shards"])
     counted = ", ".join(f"{count:,} {of}{'s' * (count != 1)}" for of, count in counts.items())
-    print(sanitize(f"{counted} in {settings.out}", keep=""))
+    empty = manifest["empty_documents"]
+    skipped = f"; {empty:,} empty texts skipped" if empty else ""
+    print(sanitize(f"{counted} in {settings.out}{skipped}", keep=""))
     name = settings.data.tokenizer
     tokenizer = "" if name == "gpt2" else f" data.tokenizer={name}"
     path = shlex.quote(f"data.path={settings.out}")

@@ -123,6 +123,17 @@ class ModelSettings(Settings):
     attention: Annotated[KernelName, _has_dropout]
 
 
+def _is_encoding(name: str) -> str:
+    try:
+        "".encode(name)
+    except LookupError as error:
+        raise rejected("no such text encoding", "for example utf-8, cp1252, shift_jis") from error
+    return name
+
+
+Encoding = Annotated[Name, AfterValidator(_is_encoding)]
+
+
 @rule
 def _one_source(path: object, others: dict) -> None:
     synthetic = others.get("synthetic")
@@ -157,6 +168,7 @@ class DataConfig(Settings):
     weights: Annotated[list[AboveZero] | None, _one_per_path]
     val_path: Paths | None
     text_key: Name
+    encoding: Encoding
     stride: Positive | None
     within_documents: bool
     val_fraction: Fractional

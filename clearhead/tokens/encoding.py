@@ -107,7 +107,7 @@ class StreamEncoder:
         self.tokenizer = get_tokenizer(tokenizer)
         self.chunk_bytes = max(chunk_bytes, 32)  # several times the longest character
         self.check_every = check_every
-        self.chunks = self.text_bytes = 0  # encoded so far
+        self.chunks = self.text_bytes = self.empty_documents = 0  # until now
         special = {END_OF_TEXT} if endoftext == "token" else set()
         self._reference = functools.partial(
             self.tokenizer.encode_to_numpy, allowed_special=special, disallowed_special=()

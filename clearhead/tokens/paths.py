@@ -3,23 +3,26 @@
 import contextlib
 import glob
 import os
+from collections import Counter
 from collections.abc import Iterator
+from os.path import isfile
 from pathlib import Path
 
-from clearhead.errors import DataError, message_of
+from clearhead.errors import DataError, message_of, sanitize
 
 HUB = "hub:"  # data.path=hub:NAME is a dataset on the Hugging Face hub
-COMPRESSED = (".gz", ".zst")
-# File extension (before .gz or .zst): format, a key of READERS in tokens/readers.py. In a folder,
-# files with these extensions are read.
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+# File extension (before one in COMPRESSED): format, a key of READERS in tokens/readers.py. In a
+# folder, files with these extensions are read.
 TEXT_EXTENSIONS = {
     ".txt": "text",
+    ".md": "text",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
 # The same for files that are named directly. Any other extension is read as plain text.
-EXTENSIONS = TEXT_EXTENSIONS | {".json": "jsonl"}
+EXTENSIONS = TEXT_EXTENSIONS | {".json": "json"}
 
 
 def format_of(path: str) -> str:
@@ -32,20 +35,26 @@ def _extension(path: str) -> str:
     return os.path.splitext(name)[1] if extension in COMPRESSED else extension
 
 
-def find_files(path: str | list[str]) -> list[str]:
+def find_files(path: str | list[str], notes: list[str] | None = None) -> list[str]:
     """Returns the files of data.path: a file, a folder (read recursively), a glob, or a list.
 
-    The files of each entry are sorted, so that a folder always gives the same tokens.
-    Raises DataError if an entry matches no file or a folder cannot be listed.
+    The files of each entry are sorted, so that a folder always gives the same tokens. Appends a
+    note for each folder with other files. Raises DataError if an entry matches no file or a folder
+    cannot be listed.
     """
     files: list[str] = []
     for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
         if entry.startswith(HUB):
             found = [entry]
         elif os.path.isdir(entry):
-            found = _text_files_in(entry)
+            found, others = _text_files_in(entry)
+            if others and notes is not None:
+                kinds = Counter(Path(name).suffix.lower() or "without extension" for name in others)
+                skipped = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(9))
+                read = f"{len(found)} file{'s' * (len(found) != 1)} read"
+                notes.append(sanitize(f"data.path={entry}: {read}; skipped: {skipped}", keep=""))
             if not found:
-                hint = "use a glob for files with another extension, such as FOLDER/*.md"
+                hint = "use a glob for files with another extension, such as FOLDER/*.html"
                 names = ", ".join(f"*{extension}" for extension in TEXT_EXTENSIONS)
                 raise DataError("data.path", entry, f"the folder contains no {names}", hint)
         elif os.path.exists(entry):
@@ -62,10 +71,10 @@ def find_files(path: str | list[str]) -> list[str]:
     return files
 
 
-def _text_files_in(folder: str) -> list[str]:
-    """Returns the text files in a folder and its subfolders, except hidden ones. Follows links,
-    but lists each folder and each file only once."""
-    found, seen = [], {*map(str, Path(os.path.realpath(folder)).parents)}
+def _text_files_in(folder: str) -> tuple[list[str], list[str]]:
+    """Returns the text files in a folder and its subfolders, and the names of its other files, both
+    without hidden ones. Follows links, but lists each folder and each file only once."""
+    found, others, seen = [], [], {*map(str, Path(os.path.realpath(folder)).parents)}
     for here, folders, names in os.walk(folder, onerror=_raise_read_error, followlinks=True):
         folders[:] = sorted(name for name in folders if name[0] != ".")
         if (real := os.path.realpath(here)) in seen:
@@ -73,12 +82,15 @@ def _text_files_in(folder: str) -> list[str]:
             continue
         seen.add(real)
         for name in sorted(names):
-            if name[0] != "." and _extension(name) in TEXT_EXTENSIONS:
-                path = str(Path(here, name))
-                if (real := os.path.realpath(path)) not in seen:
-                    seen.add(real)
-                    found.append(path)
-    return sorted(filter(os.path.isfile, found), key=Path)
+            path = str(Path(here, name))
+            if name[0] == "." or (real := os.path.realpath(path)) in seen or not isfile(path):
+                continue
+            seen.add(real)
+            if _extension(name) in TEXT_EXTENSIONS:
+                found.append(path)
+            else:
+                others.append(name)
+    return sorted(found, key=Path), others
 
 
 def _raise_read_error(error: OSError) -> None:
@@ -95,7 +107,9 @@ def translate_read_errors(path: str, *errors: type[Exception]) -> Iterator[None]
         raise
     except errors as error:
         reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
-        hint = "check its permissions, or create or download it again"
+        hint = "create or download it again; zstd without --long"
+        if isinstance(error, PermissionError):
+            hint = "check its permissions"
         if path.startswith(HUB):
             hint = "check NAME:CONFIG:SPLIT and the network connection"
         raise DataError("data.path", path, f"cannot be read ({reason})", hint) from error

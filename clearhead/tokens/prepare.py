@@ -55,6 +55,7 @@ class PrepareSettings:
     engine: str
     shard_tokens: int
     text_key: str
+    encoding: str = "utf-8"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class TaskRecord(BaseModel):
     plan: str  # Preparation.plan
     fingerprint: str  # of the files
     text_bytes: NonNegativeInt
+    empty_documents: NonNegativeInt = 0
     shards: list[ShardEntry]
 
 
@@ -99,16 +101,17 @@ def fingerprint_of(parts: Iterable[FilePart]) -> str:
     return hash_of(values)
 
 
-def make_tasks(files: list[str], text_key: str, shard_tokens: int) -> list[Task]:
+def make_tasks(files: list[str], shard_tokens: int, **options: str) -> list[Task]:
     """Divides files into tasks of similar size, in order.
 
     Large files are split and small ones combined. A task has at most about one shard of tokens.
+    options: text_key and encoding.
     """
     total = sum(os.path.getsize(file) for file in files if not file.startswith(HUB))
     task_bytes = min(max(MIN_TASK_BYTES, total // MIN_TASKS), 4 * shard_tokens)
     groups: list[list[FilePart]] = [[]]
     size = 0  # of the last group
-    for part in itertools.chain.from_iterable(split_file(f, task_bytes, text_key) for f in files):
+    for part in itertools.chain.from_iterable(split_file(f, task_bytes, **options) for f in files):
         if groups[-1] and (size + part.size > task_bytes or part.format == "hub"):
             groups.append([])
             size = 0
@@ -130,11 +133,12 @@ class Preparation:
         self.folder = folder
         self.settings = settings
         self.part, self.parts = part
-        self.tasks = make_tasks(files, settings.text_key, settings.shard_tokens)
+        options = {"text_key": settings.text_key, "encoding": settings.encoding}
+        self.tasks = make_tasks(files, settings.shard_tokens, **options)
         self.assigned = [task for task in self.tasks if task.number % self.parts == self.part - 1]
         # Identifies a preparation by file names and settings. Changed files are detected per task.
         names = [os.path.basename(file) for file in files]
-        values = [settings.tokenizer, settings.endoftext, settings.shard_tokens, settings.text_key]
+        values = [settings.tokenizer, settings.endoftext, settings.shard_tokens, *options.values()]
         self.plan = hash_of([names, values])
 
     def start(self) -> None:
@@ -220,6 +224,7 @@ class Preparation:
                 self.settings.tokenizer,
                 endoftext=self.settings.endoftext,
                 text_bytes=sum(record.text_bytes for record in records),
+                empty_documents=sum(record.empty_documents for record in records),
             )
 
 
@@ -282,7 +287,11 @@ def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> 
         if writer:
             writer.discard()
     record = TaskRecord(
-        plan=plan, fingerprint=task.fingerprint, text_bytes=encoder.text_bytes, shards=shards
+        plan=plan,
+        fingerprint=task.fingerprint,
+        text_bytes=encoder.text_bytes,
+        empty_documents=encoder.empty_documents,
+        shards=shards,
     )
     atomic_write(record_file, record.model_dump_json().encode())
     return task.size or encoder.text_bytes  # the size of a hub dataset is unknown

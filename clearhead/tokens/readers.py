@@ -6,14 +6,17 @@
                 ...
 
 The file extension selects the format (tokens/paths.py), and READERS contains a function for each
-format: plain text (one document per file), JSON lines (one JSON object per line), Parquet, and data
-sets on the Hugging Face hub. Text and JSON lines may be compressed (*.gz, *.zst). Parquet and zstd
-need the package pyarrow, the hub needs datasets; both are imported on first use.
+format: plain text (one document per file), JSON lines (one JSON object per line), a JSON array of
+objects, Parquet, and data sets on the Hugging Face hub. Text and JSON may be compressed (*.gz,
+*.xz, *.bz2, *.zst). Parquet and zstd need the package pyarrow, the hub needs datasets; both are
+imported on first use.
 
 An error in a file raises DataError with the byte or the row. A byte-order mark at the start of a
-file and empty texts are skipped. A lone surrogate in JSON becomes U+FFFD, as in tiktoken.
+file and empty texts are skipped, as is null in place of a text. A lone surrogate in JSON becomes
+U+FFFD, as in tiktoken.
 """
 
+import bz2
 import codecs
 import contextlib
 import gzip
@@ -21,12 +24,15 @@ import importlib
 import io
 import itertools
 import json
+import lzma
 import mmap
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import charset_normalizer
 import numpy as np
 
 from clearhead.errors import DataError, message_of
@@ -56,6 +62,7 @@ class FilePart:
     start: int = 0
     stop: int | None = None
     text_key: str = "text"  # key or column of the text in JSON and Parquet
+    encoding: str = "utf-8"  # of plain text
     size: int = 0  # approximate number of bytes to read; 0 for a hub dataset
 
     @property
@@ -64,17 +71,18 @@ class FilePart:
         return format_of(self.path)
 
 
-def split_file(path: str, max_bytes: int, text_key: str = "text") -> Iterator[FilePart]:
+def split_file(path: str, max_bytes: int, **options: str) -> Iterator[FilePart]:
     """Splits a file into parts of about `max_bytes` bytes, which have the same tokens as the file.
 
     Plain text is split at token boundaries (`find_boundary`), JSON lines between lines, Parquet
-    between row groups, a hub dataset as it is stored. Compressed files are not split.
+    between row groups, a hub dataset as it is stored. Compressed files, JSON arrays and text in
+    other encodings than UTF-8 are not split. options: text_key and encoding of the parts.
     """
     format = format_of(path)
     if format == "hub":
         count = load_hub_dataset(path).num_shards
         for number in range(count):
-            yield FilePart(path, number, count, text_key)
+            yield FilePart(path, number, count, **options)
     elif format == "parquet":
         with _open_parquet(path) as file:
             groups = range(file.num_row_groups)
@@ -83,15 +91,17 @@ def split_file(path: str, max_bytes: int, text_key: str = "text") -> Iterator[Fi
         for group in groups:
             size += sizes[group]
             if size >= max_bytes or group == groups[-1]:
-                yield FilePart(path, first, group + 1, text_key, size)
+                yield FilePart(path, first, group + 1, **options, size=size)
                 first, size = group + 1, 0
     else:
         size = os.path.getsize(path)
         can_split = format in ("text", "jsonl") and not path.lower().endswith(COMPRESSED)
+        can_split &= format == "jsonl" or is_utf8(options.get("encoding", "utf-8"))
         count = -(-size // max_bytes) if can_split else 1
         boundaries = _part_boundaries(path, format, count) if count > 1 else []
         for start, stop in itertools.pairwise([0, *boundaries, size]):
-            yield FilePart(path, start, None if stop == size else stop, text_key, stop - start)
+            end = None if stop == size else stop
+            yield FilePart(path, start, end, **options, size=stop - start)
 
 
 def _part_boundaries(path: str, format: str, count: int) -> list[int]:
@@ -121,14 +131,17 @@ def documents(part: FilePart) -> Iterator[Iterable[bytes]]:
 
 def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
     """Yields the token ids of a part, uint16. An end-of-text token is inserted before each document
-    that does not start with one. Empty documents are skipped."""
+    that does not start with one. Empty documents are skipped and counted by the encoder."""
     end_of_text = np.array([encoder.tokenizer.eot_token], np.uint16)
     offset = part.start if part.format == "text" else 0  # > 0: the part starts inside a document
     for blocks in documents(part):
-        for number, ids in enumerate(encoder.encode(blocks, part.path, offset)):
-            if number == 0 and not offset and ids[0] != end_of_text[0]:
+        is_empty = True
+        for ids in encoder.encode(blocks, part.path, offset):
+            if is_empty and not offset and ids[0] != end_of_text[0]:
                 yield end_of_text
+            is_empty = False
             yield ids
+        encoder.empty_documents += is_empty
 
 
 # ----------------------------------------------------------------------------------------- opening
@@ -136,12 +149,12 @@ def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
-    """Opens a file for reading; decompresses *.gz and *.zst. Read errors become DataError."""
+    """Opens a file for reading, and decompresses it. Read errors become DataError."""
     check_regular_file(path)
-    with translate_read_errors(path, OSError, EOFError, zlib.error):
+    with translate_read_errors(path, OSError, EOFError, zlib.error, lzma.LZMAError):
         file: io.BufferedIOBase
-        if path.lower().endswith(".gz"):
-            file = gzip.open(path)  # noqa: SIM115 closed below
+        if opener := OPENERS.get(os.path.splitext(path.lower())[1]):
+            file = opener(path)
         elif path.lower().endswith(".zst"):
             arrow = import_optional("pyarrow", path, "zstd", "pyarrow")
             file = io.BufferedReader(arrow.input_stream(path, compression="zstd"), BLOCK)
@@ -149,6 +162,9 @@ def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
             file = io.BufferedReader(io.FileIO(path), BLOCK)
         with file:
             yield file
+
+
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
 def import_optional(module: str, path: str, what: str, package: str):
@@ -167,9 +183,13 @@ def _plain_text(part: FilePart) -> Iterator[Iterable[bytes]]:
     yield _decoded_blocks(part)
 
 
+def is_utf8(encoding: str) -> bool:
+    return codecs.lookup(encoding).name == "utf-8"
+
+
 def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
     """Reads a text file as blocks of UTF-8, without changing line ends, and checks the encoding."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder(part.encoding)()
     offset, end = part.start, part.stop
     with open_decompressed(part.path) as file:
         if offset:
@@ -177,17 +197,21 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
         raw = b" "
         while raw:
             raw = file.read(BLOCK if end is None else min(BLOCK, end - offset))
-            if (zero := raw.find(b"\0")) >= 0:
+            if is_utf8(part.encoding) and (zero := raw.find(b"\0")) >= 0:
                 reason = f"binary (a zero byte at byte {offset + zero})"
-                hint = "decompress it (only *.gz and *.zst are supported) or convert it to UTF-8"
+                hint = (
+                    f"decompress it ({', '.join(COMPRESSED)} are supported) or convert it to UTF-8"
+                )
+                if offset == 0 and raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                    hint = "use data.encoding=utf-16"
                 raise DataError("data.path", part.path, reason, hint)
             carried = decoder.getstate()[0]  # first bytes of a character that continues here
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
-                byte = (carried + raw)[error.start]
-                reason = f"not UTF-8 (0x{byte:02x} at byte {offset - len(carried) + error.start})"
-                hint = "convert it: iconv -f LATIN1 -t UTF-8 FILE > utf8.txt"
+                text = carried + raw
+                reason = f"0x{text[error.start]:02x} at byte {offset - len(carried) + error.start}"
+                reason, hint = f"not {part.encoding} ({reason})", _encoding_hint(text, error.start)
                 raise DataError("data.path", part.path, reason, hint) from error
             if offset == 0:
                 text = text.removeprefix("\ufeff")
@@ -196,7 +220,25 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
                 yield text.encode()
 
 
-# ----------------------------------------------------------------------- JSON lines, Parquet, hub
+def _encoding_hint(text: bytes, position: int) -> str:
+    """Names the likely encodings of a text that is not valid at this byte position."""
+    near = text[max(0, position - 2**14) : position + 2**14]
+    if len(re.findall(rb"[\xc2-\xf4][\x80-\xbf]+", near)) > 9 * near.decode(errors="replace").count(
+        "\ufffd"
+    ):
+        return "most other characters are UTF-8: correct this one in an editor"
+    likely = [found.encoding for found in charset_normalizer.from_bytes(near)]
+    if "cp1252" in likely:  # by far the most frequent one
+        likely.sort(key="cp1252".__ne__)
+    lines = [
+        f"data.encoding={encoding} reads {shown!r}"
+        for encoding in likely[:3]
+        if (shown := text[max(0, position - 20) : position + 20].decode(encoding, "ignore"))
+    ]
+    return ", or ".join(lines) or "use a text file, and set data.encoding"
+
+
+# ---------------------------------------------------------------------------- JSON, Parquet, hub
 
 
 def _json_lines(part: FilePart) -> Iterator[Iterable[bytes]]:
@@ -218,15 +260,47 @@ def _json_lines(part: FilePart) -> Iterator[Iterable[bytes]]:
             offset += len(line)
 
 
+def _json_records(part: FilePart) -> Iterator[Iterable[bytes]]:
+    """Reads the text of each record of a JSON array. Other files are read as JSON lines."""
+    with open_decompressed(part.path) as file:
+        is_array = file.read(BLOCK).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    if not is_array:
+        yield from _json_lines(part)
+        return
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
+    with open_decompressed(part.path) as raw:
+        file = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape")
+        text, number = file.read(BLOCK), 0
+        position = text.index("[") + 1
+        while not text.startswith("]", position := between.match(text, position).end()):
+            where = f"record {number}"
+            try:
+                record, position = decoder.raw_decode(text, position)
+            except (ValueError, RecursionError) as error:
+                more = file.read(max(BLOCK, len(text) - position))
+                text, position = text[position:] + more, 0
+                if not more or len(text) > 2 * MAX_RECORD or isinstance(error, RecursionError):
+                    reason = f"{where} is not valid JSON ({message_of(error)})"
+                    raise DataError("data.path", part.path, reason, "correct it") from error
+                continue
+            yield utf8_blocks(_text_field(record, part, where), BLOCK)
+            number += 1
+
+
 def _text_field(record: object, part: FilePart, where: str) -> str:
-    """Returns the text of a record. Raises DataError if it has none. where: its position."""
-    text = record.get(part.text_key) if isinstance(record, dict) else None
+    """Returns the text of a record, "" for null. Raises DataError if it has none. where: its
+    position."""
+    keys, key = record if isinstance(record, dict) else {}, part.text_key
+    text = keys.get(key)
     if isinstance(text, str):
         _check_length(text, part, where)
         return text
-    keys = itertools.islice(record, 10) if isinstance(record, dict) else ()
-    names = ", ".join(f"{name!r:.60}" for name in keys) or "no keys"
-    reason = f"{where} has no text with the key {part.text_key!r} (its keys: {names})"
+    if key in keys and text is None:
+        return ""
+    names = ", ".join(f"{name!r:.60}" for name in itertools.islice(keys, 10)) or "no keys"
+    reason = f"{where} has no key {key!r} (its keys: {names})"
+    if key in keys:
+        reason = f"{where} has a {type(text).__name__} with the key {key!r}, not a text"
     raise DataError("data.path", part.path, reason, "set data.text_key, or correct the file")
 
 
@@ -285,6 +359,7 @@ def load_hub_dataset(path: str):
 READERS: dict[str, Callable[[FilePart], Iterator[Iterable[bytes]]]] = {
     "text": _plain_text,
     "jsonl": _json_lines,
+    "json": _json_records,
     "parquet": _parquet_rows,
     "hub": _hub_rows,
 }

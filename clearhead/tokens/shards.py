@@ -173,8 +173,13 @@ class ShardWriter:
 
 def is_shards(path: str | list[str] | None) -> bool:
     """Returns whether data.path names token files: *.bin, or a folder with a manifest or *.bin."""
-    entries = [path] if isinstance(path, str) else path or []
-    return any(_shard_files(os.path.expanduser(entry)) for entry in entries)
+    return bool(path and shard_files(path))
+
+
+def shard_files(path: str | list[str]) -> list[Path]:
+    """Returns the token files of data.path, in order; [] for text files."""
+    entries = [path] if isinstance(path, str) else path
+    return [file for entry in entries for file in _shard_files(os.path.expanduser(entry))]
 
 
 def _shard_files(entry: str) -> list[Path]:
@@ -303,6 +308,7 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
         first_byte, count = HEADER_BYTES, _count_in_header(path, header, size)
     else:
         # nanoGPT's format: ids without a header. A header has zeros after its three numbers.
+        _check_plain_ids(path, header)
         ids = np.frombuffer(header[: len(header) // 2 * 2], TOKEN_DTYPE)
         is_header = len(header) == HEADER_BYTES and not any(header[12:])
         if entry or is_header or size == 0 or size % 2 or ids.max() >= vocab_size:
@@ -321,6 +327,24 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
         hint = "raise the limit of open files: ulimit -n"
         raise _bad_file(path, f"cannot be memory-mapped ({error.strerror})", hint) from error
     return _Shard(path, size, first_byte, ids, vocab_size, entry, checksums)
+
+
+def _check_plain_ids(path: Path, start: bytes) -> None:
+    """Raises DataError if a file of ids without a header seems to have another vocabulary or width.
+    start: its first bytes."""
+    convert = f"numpy.fromfile({str(path)!r}, '%s').astype('<u2').tofile('ids.bin')"
+    if start.startswith(b"\x93NUMPY"):
+        hint = f"numpy.load({str(path)!r}).astype('<u2').tofile('ids.bin') writes the ids alone"
+        raise _bad_file(path, "a file of numpy.save, not plain ids", hint)
+    if (path.parent / "meta.pkl").exists():  # written by nanoGPT's character-level data
+        reason = "there is a meta.pkl: these are not ids of a tokenizer of this project"
+        raise _bad_file(path, reason, "train on the text: data.path=input.txt data.tokenizer=byte")
+    ids = np.frombuffer(start[: len(start) // 8 * 8], "<u2").reshape(-1, 4)
+    zeros = (ids == 0).mean(axis=0) > 0.9
+    if zeros[3] and not zeros[0]:
+        width = "<i8" if zeros[2] and zeros[1] else "<u4"
+        hint = f"{convert % width} writes 16-bit ids"
+        raise _bad_file(path, f"its ids have {8 * int(width[2])} bits instead of 16", hint)
 
 
 def _count_in_header(path: Path, header: bytes, size: int) -> int:

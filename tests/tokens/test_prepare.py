@@ -145,7 +145,7 @@ def test_parts_in_any_order_make_the_same_files(draw, collection, n, smallest):
         path = write_collection(Path(name) / "texts", collection)
         whole, shared = Path(name) / "whole", Path(name) / "shared"
         prepare(path, whole, shard_tokens=10_000)
-        count = len(make_tasks(find_files(str(path)), "text", 10_000))
+        count = len(make_tasks(find_files(str(path)), 10_000))
         needed = {number % n + 1 for number in range(count)}
         for place, i in enumerate(order):
             manifest = prepare(path, shared, i, n, shard_tokens=10_000)

@@ -100,6 +100,25 @@ def plain(ids: list[int]) -> bytes:
     return struct.pack(f"<{len(ids)}H", *ids)
 
 
+def test_ids_of_another_width_or_vocabulary_are_refused(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 60, 5000)
+    ids[::7] = 0
+    path = tmp_path / "a.bin"
+    for content in (ids.astype("<u4").tobytes(), ids.astype("<i8").tobytes()):
+        path.write_bytes(content)
+        with refuses(path, 8 * len(content) // len(ids)):
+            opened(path)
+    with open(path, "wb") as file:
+        np.save(file, ids.astype("<u2"))
+    with refuses(path):
+        opened(path)
+    path.write_bytes(ids.astype("<u2").tobytes())
+    assert read(path) == ids.tolist()
+    (tmp_path / "meta.pkl").write_bytes(b"the names of 60 characters")
+    with refuses(path):
+        opened(path)
+
+
 def test_format_is_frozen(tmp_path):
     """Later versions must read existing files and write the same bytes."""
     assert llm_c_bytes(HAND_MADE_IDS) == HAND_MADE
