@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from clearhead.interop.pretrained import PretrainedModel
     from clearhead.tokens.stream import TokenStream
 
-FROM_RUN = ("text_key", "endoftext", "val_fraction")  # default: the settings of the run
+FROM_RUN = ("text_key", "encoding", "endoftext", "val_fraction")  # default: the settings of the run
 
 
 class TextConfig(ScriptGroup):
