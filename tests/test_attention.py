@@ -70,10 +70,11 @@ def test_attention_weights_are_the_definition():
         torch.testing.assert_close(attn_weights, expected, atol=1e-6, rtol=1e-5)
         assert torch.equal(attn_weights > 0, expected > 0)  # exactly zero after the query
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        queries, keys, _ = (x.to(dtype) for x in random_heads(7, 7))
+        # Products of small integers are exact in 16 bits; divided by sqrt(5), they are not.
+        queries, keys, _ = (x.round().to(dtype) for x in random_heads(7, 7, D=5))
         attn_weights = causal_attn_weights(queries, keys)
         assert attn_weights.dtype == torch.float32
-        torch.testing.assert_close(attn_weights.sum(-1), torch.ones(2, 3, 7))
+        torch.testing.assert_close(attn_weights, weights_by_definition(queries, keys))
 
 
 def by_scores(name, queries, keys, values):
@@ -132,19 +133,21 @@ def test_dropout_in_training_only(name):
         assert (module(x) - expected).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("T", [48, 36])
 @pytest.mark.parametrize("name", sorted(KERNELS.keys() - NO_DROPOUT))
-def test_dropout_rate_and_expectation(name):
+def test_dropout_rate_and_expectation(name, T):
+    """For all and for the last queries."""
     # With the identity matrix as values, the context vectors are the weights after dropout.
-    T, rate = 48, 0.3
-    queries, keys, _ = random_heads(T, T, B=4, H=8)
+    S, rate = 48, 0.3
+    queries, keys, _ = random_heads(T, S, B=4, H=8)
     torch.manual_seed(0)
-    dropped = KERNELS[name](queries, keys, torch.eye(T).expand(4, 8, T, T), rate)
+    dropped = KERNELS[name](queries, keys, torch.eye(S).expand(4, 8, S, S), rate)
     attn_weights = SCORES.get(name, causal_attn_scores)(queries, keys).softmax(-1)
     kept = dropped != 0
     # The remaining weights are scaled by 1 / (1 - p), so that the expectation does not change.
     torch.testing.assert_close(dropped[kept], attn_weights[kept] / (1 - rate))
     share_dropped = 1 - kept.sum() / attn_weights.count_nonzero()
-    assert abs(share_dropped - rate) < 0.01  # 37,632 draws: four standard deviations
+    assert abs(share_dropped - rate) < 0.01  # 35,136 draws or more: four standard deviations
     assert abs(dropped.sum(-1).mean() - 1) < 0.02
     assert not torch.equal(kept[:, 0], kept[:, 1])  # each head has its own mask
     assert not torch.equal(kept[0], kept[1])  # and each sequence

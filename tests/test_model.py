@@ -12,7 +12,7 @@ from helpers.models import TINY_MODEL, random_ids, tiny_model
 
 from attention import KERNELS
 from clearhead.config import compose
-from model import GPT, ModelConfig, model_without_values
+from model import GPT, ModelConfig, gelu, model_without_values
 
 PRESETS = REPOSITORY / "configs" / "model"
 PUBLISHED = {  # Radford et al. 2019, counted from the released weights
@@ -146,6 +146,12 @@ def test_logits_are_gpt2s_with_its_epsilon(name):
         torch.testing.assert_close(model(ids)[0], logits_by_hand(model, ids), atol=atol, rtol=1e-4)
 
 
+def test_gelu_is_the_same_when_compiled(monkeypatch):
+    x = torch.linspace(-6, 6, 101)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(gelu(x), F.gelu(x, approximate="tanh"))
+
+
 def test_loss_is_the_cross_entropy_of_the_logits():
     model, ids = tiny_model(), random_ids(T=10)
     logits, no_loss = model(ids[:, :-1])
@@ -159,6 +165,10 @@ def test_loss_is_the_cross_entropy_of_the_logits():
     some_logits, _ = model(ids[:, :-1], logits_at=torch.tensor([8, 3]))
     assert some_logits.shape == (2, 1, TINY_MODEL["vocab_size"])
     torch.testing.assert_close(some_logits[:, 0], logits[[0, 1], [8, 3]])
+    # A head_loss that replaces it gets what these logits are computed from.
+    model.head_loss = lambda x, weight, target_ids: (x @ weight.T, target_ids)
+    flat = logits.flatten(0, 1), ids[:, 1:].flatten()
+    torch.testing.assert_close(model(ids[:, :-1], ids[:, 1:])[1], flat)
 
 
 def test_loss_is_fp32_in_bf16():
@@ -181,8 +191,10 @@ def test_too_long_an_input_is_refused_and_the_mode_is_restored():
 
 
 def test_dropout_only_in_training():
-    model, ids = tiny_model(dropout=0.5), random_ids()
+    model, ids, inputs = tiny_model(dropout=0.5), random_ids(), []
+    model.blocks[0].register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     assert not torch.equal(model(ids)[0], model(ids)[0])
+    assert 0.4 < (inputs[0] == 0).float().mean() < 0.6  # of the embeddings too
     model.eval()
     torch.testing.assert_close(model(ids)[0], tiny_model(dropout=0.0)(ids)[0])
 

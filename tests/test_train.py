@@ -177,7 +177,10 @@ def test_weights_depend_on_the_seed_and_not_on_evaluation(make_run):
 
 
 def test_bf16_keeps_weights_and_moments_in_fp32(make_run):
-    full, half = make_run("model.dropout=0"), make_run("model.dropout=0", "trainer.precision=bf16")
+    same = ("model.dropout=0", "lens=default")
+    full, half = make_run(*same), make_run(*same, "trainer.precision=bf16")
+    shots = [run.lens.snapshot(run.model, 0, 4, {}) for run in (full, half)]
+    assert shots[0].heads == shots[1].heads  # equal models, and the lens computes in fp32
     for _ in range(4):
         loss, half_loss = train_step(full)[0], train_step(half)[0]
         assert float(half_loss) == pytest.approx(float(loss), abs=0.02)
@@ -236,6 +239,8 @@ def test_run_directory(make_run, tmp_path):
     assert len(pictures) == 4
     assert all((folder / steps[1][key]).is_file() for key in pictures)
     assert [json.loads(s)["step"] for s in (folder / "samples.jsonl").open()] == [2, 4]
+    texts = {run.evaluator.sample(run.model, step)["text"] for step in (2, 4)}
+    assert len(texts) == 1  # the same random numbers at every step
 
     checkpoints = folder / "checkpoints"
     assert os.readlink(checkpoints / "last") == "step_00000004"
@@ -256,8 +261,15 @@ def test_newest_checkpoints_and_the_best_are_kept(make_run, monkeypatch):
     run = make_run("trainer.save_every=1", "trainer.keep=2", "trainer.max_steps=6")
     losses = iter([5.0, 0.0, 3.0, 4.0])  # at steps 0, 2, 4, 6
     monkeypatch.setattr(run, "evaluate", lambda: {"val/loss": next(losses)})
+    folder, rmtree = run.directory / "checkpoints", shutil.rmtree
+
+    def remove(path, **options):
+        if path.exists():  # a kill now leaves a link to the newest checkpoint
+            assert os.readlink(folder / "last") == listing.list_checkpoints(run.directory)[0].name
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
     fit(run)
-    folder = run.directory / "checkpoints"
     kept = sorted(p.name for p in folder.iterdir() if not p.is_symlink())
     assert kept == ["step_00000002", "step_00000005", "step_00000006"]
     assert os.readlink(folder / "best") == "step_00000002"

@@ -79,13 +79,11 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
         excluded.scatter_(-1, ranked.indices, before >= sampling.top_p)
         probabilities = probabilities.masked_fill(excluded, 0)
     # Inverse transform sampling: the first index whose cumulative probability is above a uniform
-    # random number.
+    # random number times the total. This product is less than the total also after rounding, as the
+    # number is at most 1 - 2^-53: so the id at the index has a probability above 0.
     uniform = torch.cat([torch.rand(1, generator=g, dtype=torch.double) for g in generators])
     cumulative = probabilities.cumsum(-1)  # (B, k or V)
     indices = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    # Rounding can give an index after the last id with a probability above 0: clamp it.
-    last = probabilities.shape[-1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1, keepdim=True)
-    indices = torch.minimum(indices, last)
     return (indices if ids is None else ids.cpu().gather(-1, indices)).flatten().tolist()
 
 

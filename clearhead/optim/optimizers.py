@@ -83,7 +83,7 @@ def learning_rate(
     max_steps: int,
     peak: float | None = None,
 ) -> float:
-    """Returns the learning rate of optimizer step `step`, 0 <= step < max_steps.
+    """Returns the learning rate of optimizer step `step`. After max_steps it does not change.
 
     peak: lr in the formulas; None: config.lr. During warmup_steps, the rate rises linearly to lr.
     Then, with r = min_lr_ratio and u from 0 to 1, the completed fraction of the remaining steps:

@@ -4,6 +4,7 @@ test_ranks.py starts real ranks."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.refusals import printed_keys
 
 import train
@@ -116,6 +117,15 @@ def test_errors_that_mean_a_lost_rank():
     locked = RunDirectoryError("name", "gloo", "is locked", "Timed out")
     assert not DDP.is_lost_rank(None, locked)
     assert not Strategy(torch.device("cpu"), torch.float32).is_lost_rank(RuntimeError("gloo"))
+
+
+def test_sums_over_ranks_are_exact():
+    """Also of numbers of tokens that fp32 does not represent."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert DDP(torch.device("cpu"), torch.float32).all_reduce_sum(2**24 + 1) == [2**24 + 1]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_random_numbers_are_a_function_of_seed_step_and_rank():

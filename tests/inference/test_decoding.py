@@ -44,11 +44,12 @@ def test_a_full_window_drops_a_quarter():
 def test_text_with_a_cache_equals_text_without(kernel, monkeypatch):
     """60 tokens with a context of 12, for the prompts in one batch and separately."""
     add_window(monkeypatch)
-    model = tiny(seed=7, attention=kernel)
+    model, cache = tiny(seed=7, attention=kernel), KVCache(12)
     for window in (None, 5):
         expected = [without_cache(model, prompt, 60, window or 12) for prompt in PROMPTS]
-        assert generated_ids(model, PROMPTS, 60, window=window) == expected
-        assert generated_ids(model, PROMPTS[3:4], 60, window=window) == expected[3:4]
+        for few in (slice(None), slice(3, 4)):  # the cache is used again for fewer prompts
+            texts = generated_ids(model, PROMPTS[few], 60, window=window, cache=cache)
+            assert texts == expected[few]
         assert all(len(set(row)) > 2 for row in expected)  # not constant
 
 
@@ -185,6 +186,16 @@ def test_samples_follow_their_distribution(what):
     if what == "temperature 2":  # a temperature of 1.8 would be detected
         colder = dataclasses.replace(sampling, temperature=1.8)
         assert chance_of(counts, expected_shares(LOGITS.tolist(), colder)) < 1e-5
+
+
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (1 - 2**-53, 2)])
+def test_samples_for_the_smallest_and_the_largest_random_number(monkeypatch, uniform, token):
+    """The first and the last id with a probability above 0. Of two equal ones, top_p=0.5 keeps the
+    first."""
+    monkeypatch.setattr(torch, "rand", lambda *_, dtype, **__: torch.tensor([uniform], dtype=dtype))
+    logits, half = torch.tensor([[-math.inf, 1.0, 1.0, -math.inf]]), Sampling(top_p=0.5)
+    assert sample(logits, Sampling(), [None]) == [token]
+    assert sample(logits, half, [None]) == [1]
 
 
 def chance_of(counts, shares):

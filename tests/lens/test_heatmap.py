@@ -40,8 +40,21 @@ def pixels_of(path):
 
 
 def drawn_grid(codes, path):
-    draw_grid(codes, prompt_of(codes), 0, path)
+    draw_grid(codes, prompt_of(codes), 1234, path)
     return pixels_of(path)
+
+
+@pytest.fixture
+def places(monkeypatch):
+    """The place, (x, y), of each text that is drawn."""
+    places, draw_text = {}, ImageDraw.ImageDraw.text
+
+    def text(self, place, text, *rest, **more):
+        places[text] = place
+        return draw_text(self, place, text, *rest, **more)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
+    return places
 
 
 def corners(pixels):
@@ -69,17 +82,11 @@ def shows(pixels, y, x, scale, square):
     return found.shape == expected.shape and np.abs(found - expected).max() <= EXACT
 
 
-def test_every_cell_and_label_of_the_grid(tmp_path, monkeypatch):
+def test_every_cell_and_label_of_the_grid(tmp_path, places):
     assert MASKED not in TABLE.min(-1)  # no weight has this grey
-    places, draw_text = {}, ImageDraw.ImageDraw.text
-
-    def text(self, place, text, *rest, **more):
-        places[text] = place
-        return draw_text(self, place, text, *rest, **more)
-
-    monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
     codes = random_codes(3, 4, 6)
     pixels = drawn_grid(codes, tmp_path / "grid.png")
+    assert any("1,234" in text for text in places)  # the step
     rows, columns = layout(pixels)
     assert (len(rows), len(columns)) == (3, 4)
     pitch = columns[1] - columns[0]
@@ -119,7 +126,7 @@ def test_images_of_any_shape_have_a_reasonable_size(tmp_path):
             assert (len(rows), len(columns)) == shape[:2]
 
 
-def test_panel_for_a_dashboard(tmp_path):
+def test_panel_for_a_dashboard(tmp_path, places):
     """All heads, and enlarged heads, at most two, or four in a deep model, which is narrow."""
     shapes = ((1, 1, 1), (4, 4, 64), (12, 12, 255), (24, 16, 21), (48, 25, 5), (30, 8, 9))
     for layers, heads, tokens in shapes:
@@ -140,6 +147,7 @@ def test_panel_for_a_dashboard(tmp_path):
         enlarged = min(heads, 4 if layers >= 30 else 2)
         assert found[1] - found[0] == enlarged
         assert found[0] >= layers * heads
+    assert any("1,234" in text for text in places)  # the step
     for shape in ((1, 300, 6), (600, 1, 6)):  # more heads than fit at a legible size
         codes = random_codes(*shape)
         draw_panel(codes, prompt_of(codes), 1234, [], uniform, tmp_path / "panel.png")

@@ -9,26 +9,27 @@ import torch
 from clearhead.optim.optimizers import OptimizerConfig, build_optimizer, learning_rate
 
 
-def rates_of(schedule, warmup=10, steps=100, **settings):
+def rates_of(schedule, warmup=10, steps=100, after=0, **settings):
+    """Of all steps of the schedule, and of as many after it."""
     config = OptimizerConfig.with_defaults(lr=1.0, schedule=schedule, **settings)
-    return [learning_rate(step, config, warmup, steps) for step in range(steps)]
+    return [learning_rate(step, config, warmup, steps) for step in range(steps + after)]
 
 
 def test_cosine_falls_to_its_minimum():
-    rates = rates_of("cosine", warmup=0, steps=101, min_lr_ratio=0.1)
+    rates = rates_of("cosine", warmup=0, steps=101, after=50, min_lr_ratio=0.1)
     assert rates[0] == 1.0
     assert rates[50] == pytest.approx(0.55)
     assert rates[25] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
-    assert rates[100] == pytest.approx(0.1)
+    assert rates[100:] == pytest.approx([0.1] * 51)  # and stays there
     assert all(a >= b for a, b in itertools.pairwise(rates))
 
 
 def test_wsd_rises_linearly_is_constant_then_falls_linearly():
-    rates = rates_of("wsd", decay_fraction=0.2, min_lr_ratio=0.0)
+    rates = rates_of("wsd", after=5, decay_fraction=0.2, min_lr_ratio=0.0)
     assert rates[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
     assert rates[10:80] == [1.0] * 70
-    assert rates[99] == pytest.approx(0.0)
-    falls = [a - b for a, b in itertools.pairwise(rates[79:])]
+    assert rates[99:] == pytest.approx([0.0] * 6)
+    falls = [a - b for a, b in itertools.pairwise(rates[79:100])]
     assert falls == pytest.approx([falls[0]] * len(falls))
 
 

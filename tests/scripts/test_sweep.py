@@ -24,6 +24,7 @@ from clearhead.config.application import hydra_main
 from clearhead.errors import ConfigError
 from clearhead.reporting import sweep
 from clearhead.reporting.tracker import Tracker
+from clearhead.run.signals import StopSignals
 from scripts import compare
 
 SHORT = [*TINY, "data.path=text.txt", "trainer.max_steps=2", "trainer.eval_every=1"]
@@ -123,6 +124,19 @@ def test_a_stopped_sweep_continues_in_its_folder(tmp_path, text_file, monkeypatc
     for number in (0, 1):
         steps = rows(tmp_path / "runs" / f"{folder.name}_{number}")
         assert [row["step"] for row in steps if "train/loss" in row] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("broken memory")])
+def test_a_signal_after_the_last_step_stops_the_sweep(tmp_path, error):
+    def run(config):
+        with StopSignals() as signals:
+            signals.phase = "finishing"
+            os.kill(os.getpid(), signal.SIGTERM)
+            if error:
+                raise error
+
+    assert sweep_in(tmp_path, run, "seed=1,2", "hydra.sweep.dir=sweep")[0] == 143
+    assert [path.name for path in (tmp_path / "sweep").glob("[01]")] == ["0"]
 
 
 def test_the_first_failure_gives_the_exit_code(tmp_path):
