@@ -13,10 +13,9 @@ from pathlib import Path
 
 from clearhead.config.yaml_files import flat
 from clearhead.interop import hub
-from clearhead.interop.huggingface import to_hf, write_json
+from clearhead.interop.huggingface import to_hf, vocabulary, write_json
 from clearhead.interop.pretrained import PretrainedModel
 from clearhead.tokens import END_OF_TEXT
-from clearhead.tokens.tokenizers import vocabulary_files
 
 CARD = """---
 library_name: transformers
@@ -68,13 +67,10 @@ def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
     The byte tokenizer is exported as GPT-2's tokenizer without merges. The exported tokenizers
     encode the characters <|endoftext|> as the end-of-text token, as data.endoftext=token does.
     """
-    if pretrained.tokenizer_name == "gpt2":
-        for file, name in zip(vocabulary_files(), ("merges.txt", "vocab.json"), strict=True):
-            (folder / name).write_bytes(file.read_bytes())
-    else:
-        ids = {character: byte for byte, character in enumerate(byte_characters())}
-        write_json(folder / "vocab.json", ids | {END_OF_TEXT: pretrained.tokenizer.eot_token})
-        (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    ids, merges = vocabulary(pretrained.tokenizer_name)
+    write_json(folder / "vocab.json", ids)
+    lines = "".join(f"{line}\n" for line in ["#version: 0.2", *merges])
+    (folder / "merges.txt").write_text(lines, encoding="utf-8")
     settings = {
         "tokenizer_class": "GPT2Tokenizer",
         "model_max_length": pretrained.window,
@@ -83,14 +79,6 @@ def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
     }
     write_json(folder / "tokenizer_config.json", settings)
-
-
-def byte_characters() -> list[str]:
-    """Returns the character for each byte in GPT-2's vocab.json: printable Latin-1 characters stay,
-    the other bytes get characters from U+0100 on."""
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = (chr(256 + number) for number in range(256))
-    return [chr(byte) if byte in visible else next(others) for byte in range(256)]
 
 
 def model_card(pretrained: PretrainedModel) -> str:

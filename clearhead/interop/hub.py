@@ -12,7 +12,10 @@ from clearhead.tokens.paths import HUB  # "hub:", also used by data.path
 
 MODEL_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 CONFIG = "config.json"
+TOKENIZER_FILES = ["tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"]
+TOKENIZER_FILES += ["tokenizer_config.json"]
 FILES = [CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
+FILES += TOKENIZER_FILES
 
 
 def is_hub_path(path: object) -> bool:

@@ -15,7 +15,14 @@ from clearhead.checkpoint.listing import find_checkpoint, similar_run
 from clearhead.checkpoint.tensors import load_model
 from clearhead.errors import CheckpointError, DamagedCheckpointError
 from clearhead.interop import hub
-from clearhead.interop.huggingface import CLEARHEAD, CONFIG, from_hf, model_config, read_config
+from clearhead.interop.huggingface import (
+    CLEARHEAD,
+    CONFIG,
+    check_tokenizer,
+    from_hf,
+    model_config,
+    read_config,
+)
 from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.tokenizers import get_tokenizer
 from model import GPT
@@ -41,7 +48,8 @@ def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedMode
 
     A Hugging Face directory that was exported from a run contains the tokenizer's name and the
     window. Otherwise the tokenizer is GPT-2's, or the byte tokenizer if there are 257 ids, and all
-    positions count as trained. Raises CheckpointError, naming the setting `key`.
+    positions count as trained; tokenizer files of another tokenizer are refused. Raises
+    CheckpointError, naming the setting `key`.
     """
     folder, model, state = _load(path, key)
     vocab_size, context = model.config.vocab_size, model.config.context_length
@@ -57,6 +65,8 @@ def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedMode
     if not isinstance(name, str) or name not in VOCABULARIES or not fits:
         reason = f"invalid tokenizer {name!r:.40} or window of {window!r:.40} tokens"
         raise CheckpointError(key, path, reason, "use another checkpoint")
+    if not state:
+        check_tokenizer(folder, name)
     if vocab_size < (needed := VOCABULARIES[name]):
         reason = f"the model has {vocab_size} token ids, its tokenizer {name} has {needed}"
         raise CheckpointError(key, path, reason, "use a model with at least as many ids")

@@ -57,7 +57,7 @@ mixes = st.lists(st.sampled_from(FRAGMENTS) | st.text(characters, max_size=4), m
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_ids_are_tiktokens(home, name):
+def test_ids_are_tiktokens(home, name, tmp_path):
     import transformers
 
     theirs = transformers.AutoTokenizer.from_pretrained(home / name)
@@ -65,6 +65,8 @@ def test_ids_are_tiktokens(home, name):
     assert len(theirs) == ours.n_vocab
     assert theirs.eos_token_id == theirs.bos_token_id == ours.eot_token
     assert theirs("a<|endoftext|>b")["input_ids"].count(ours.eot_token) == 1
+    theirs.save_pretrained(shutil.copytree(home / name, tmp_path / name))
+    assert load_pretrained(tmp_path / name).tokenizer is ours
 
     @trials(15, 150)
     @example(["It's", " we'll", "  DON'T", "\t\t\n \n", "1234½", "_" * 9, "\x00\x7f\xad"])

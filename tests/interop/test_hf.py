@@ -2,6 +2,7 @@
 without a network."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from clearhead.errors import CheckpointError
 from clearhead.interop.huggingface import from_hf, hf_tensors, to_hf
 from clearhead.interop.pretrained import load_pretrained
+from clearhead.tokens.tokenizers import vocabulary_files
 from model import GPT, ModelConfig
 
 VOCAB_SIZE = 61
@@ -214,6 +216,73 @@ def test_tokenizer_and_window_of_a_directory(folder, tmp_path):
             raise AssertionError(value)
     with refused(CheckpointError, "checkpoint", folder):  # fewer ids than the tokenizer has
         load_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory):
+    """A directory with GPT-2's vocabulary and the tokenizer files of openai-community/gpt2."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("with_tokenizer")
+    to_hf(tiny_model(vocab_size=50260), folder)  # the matrix is padded
+    for file, name in zip(vocabulary_files(), ("merges.txt", "vocab.json"), strict=True):
+        shutil.copy(file, folder / name)
+    transformers.GPT2Tokenizer.from_pretrained(folder).save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    content["added_tokens"][0] |= {"normalized": True, "lstrip": True}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 1024}', encoding="utf-8")
+    return folder
+
+
+def test_the_usual_tokenizer_files_are_accepted(with_tokenizer, tmp_path):
+    import transformers
+
+    assert load_pretrained(with_tokenizer).tokenizer_name == "gpt2"
+    for name in ("GPT2Tokenizer", "GPT2TokenizerFast"):
+        new = shutil.copytree(with_tokenizer, tmp_path / name)
+        for file in ("vocab.json", "merges.txt", "tokenizer.json"):
+            (new / file).unlink()
+        getattr(transformers, name).from_pretrained(with_tokenizer).save_pretrained(new)
+        assert load_pretrained(new).tokenizer_name == "gpt2"
+
+
+def swap(content, a, b):
+    content[a], content[b] = content[b], content[a]
+
+
+OTHER_TOKENIZERS = [  # (file, change of its JSON); transformers has other ids for some text then
+    ("vocab.json", lambda ids: swap(ids, "a", "b")),
+    ("vocab.json", lambda ids: ids.popitem()),
+    ("tokenizer.json", lambda content: swap(content["model"]["vocab"], "a", "b")),
+    ("tokenizer.json", lambda content: swap(content["model"]["merges"], 5, 6)),
+    ("tokenizer.json", lambda c: c["added_tokens"].append({"id": 50257, "content": "<mine>"})),
+    ("tokenizer.json", lambda content: content.update(model=[])),
+    ("added_tokens.json", lambda ids: ids.update({"<mine>": 50257})),
+    (
+        "tokenizer_config.json",
+        lambda c: c.update(added_tokens_decoder={"50257": {"content": "<mine>"}}),
+    ),
+    ("merges.txt", None),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), OTHER_TOKENIZERS)
+def test_another_tokenizer_is_refused(with_tokenizer, tmp_path, name, change):
+    new = shutil.copytree(with_tokenizer, tmp_path / "new")
+    file = new / name
+    text = file.read_text(encoding="utf-8") if file.exists() else "{}"
+    if change:
+        content = json.loads(text)
+        change(content)
+        text = json.dumps(content)
+    else:
+        text = text.replace("\nh e\n", "\n")
+    file.write_text(text, encoding="utf-8")
+    with refused(CheckpointError, "checkpoint", file):
+        load_pretrained(new)
 
 
 def test_models_that_compute_something_else_and_bad_sizes(place, weights):

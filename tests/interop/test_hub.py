@@ -133,6 +133,15 @@ def test_weights_of_another_kind_of_model_are_not_downloaded(server, model, new_
     assert downloaded(server) == {"config.json"}
 
 
+def test_the_tokenizer_of_a_model_is_read(server, model, new_process):
+    added = server.models["some/model"] / "added_tokens.json"
+    added.write_text(json.dumps({"<mine>": 257}), encoding="utf-8")
+    new_process()
+    with refused(CheckpointError, "checkpoint") as caught:
+        load_pretrained("hub:some/model")
+    assert "<mine>" in caught.value.reason
+
+
 def test_bad_names_and_answers_of_the_hub(server, new_process, monkeypatch):
     server.models = {"my/gated": "gated"}
     new_process()
