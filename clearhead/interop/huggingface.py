@@ -56,11 +56,19 @@ SIZES = {  # our name: name in config.json
     "num_heads": "n_head",
     "num_layers": "n_layer",
 }
+OTHER_KEYS = {  # names in config.json that transformers reads too
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+# Equal up to rounding. model.py and config.json use the first.
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
 
 # If config.json contains one of these keys, model.py supports only this value.
 REQUIRED: dict[str, object] = {
     "model_type": "gpt2",
-    "activation_function": "gelu_new",  # GELU with the tanh approximation
+    "activation_function": TANH_GELUS[0],
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -80,16 +88,19 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
     theirs = {
         name.removeprefix("transformer."): value
         for name, value in tensors.items()
-        # Some files also contain the tied head; old versions of transformers saved masks.
-        if name != "lm_head.weight" and not name.endswith((".attn.bias", ".attn.masked_bias"))
+        if not name.endswith((".attn.bias", ".attn.masked_bias"))  # masks, in old files
     }
+    head = theirs.pop("lm_head.weight", None)  # some files contain the tied head too
     try:
         ours = _from_hf_names(theirs, config.num_layers)
     except KeyError as error:
         raise gpt2_error(file, f"{error.args[0]} is missing") from error
     if theirs:
         raise gpt2_error(file, f"unknown tensor {min(theirs):.80}")
-    return model_from_tensors(config, ours, file)
+    model = model_from_tensors(config, ours, file)
+    if head is not None and not torch.equal(head.float(), model.token_emb.weight):
+        raise gpt2_error(file, "lm_head.weight differs from wte.weight")
+    return model
 
 
 def to_hf(
@@ -110,6 +121,7 @@ def to_hf(
     c = model.config
     end_of_text = get_tokenizer(tokenizer).eot_token if tokenizer else None
     settings = REQUIRED | {name: getattr(c, key) for key, name in SIZES.items()}
+    settings["n_ctx"] = c.context_length  # llama.cpp reads it to convert the directory to GGUF
     settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), c.dropout)
     settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
     settings["architectures"] = ["GPT2LMHeadModel"]
@@ -237,11 +249,15 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
     theirs = read_config(file)
+    theirs |= {name: theirs[key] for key, name in OTHER_KEYS.items() if key in theirs}
     for key, needed in REQUIRED.items():
+        if key == "activation_function" and theirs.get(key) in TANH_GELUS:
+            continue
         if theirs.get(key, needed) != needed:
             reason = f"{key} is {theirs[key]!r:.80}, only {needed!r} is supported"
             raise gpt2_error(file, reason)
-    values = {key: theirs.get(name) for key, name in SIZES.items()}
+    # The default values of transformers are GPT-2 small, as ours are.
+    values = {key: theirs.get(name, getattr(ModelConfig, key)) for key, name in SIZES.items()}
     values |= {"dropout": theirs.get("resid_pdrop", 0.1), "qkv_bias": True, "attention": attention}
     settings, problems = validate(ModelSettings, values)
     if settings is None:

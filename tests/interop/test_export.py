@@ -103,6 +103,8 @@ def test_files_and_what_we_read_back(home):
     assert (theirs.tokenizer_name, theirs.window) == (ours.tokenizer_name, ours.window)
     assert (theirs.window, theirs.model.config.context_length) == (32, 64)
     assert theirs.model.config.qkv_bias  # zeros, as GPT-2 always has some
+    config = json.loads((home / "bytes" / "config.json").read_text())
+    assert config["n_ctx"] == config["n_positions"]  # llama.cpp requires it
 
 
 def front_matter(card):

@@ -13,7 +13,7 @@ from helpers.settings import settings
 from safetensors.torch import load_file, save_file
 
 from clearhead.errors import CheckpointError
-from clearhead.interop.huggingface import from_hf, hf_tensors, to_hf
+from clearhead.interop.huggingface import from_hf, hf_tensors, model_config, to_hf
 from clearhead.interop.pretrained import load_pretrained
 from clearhead.tokens.tokenizers import vocabulary_files
 from model import GPT, ModelConfig
@@ -285,6 +285,20 @@ def test_another_tokenizer_is_refused(with_tokenizer, tmp_path, name, change):
         load_pretrained(new)
 
 
+def test_names_and_defaults_of_config_json(folder, place, weights):
+    """transformers loads these too."""
+    new = place({"activation_function": "gelu_pytorch_tanh"}, weights)
+    others = {"hidden_size": "n_embd", "max_position_embeddings": "n_positions"}
+    others |= {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+    config = json.loads((new / "config.json").read_text(encoding="utf-8"))
+    for other, name in others.items():
+        config[other] = config.pop(name)
+    (new / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert_same_weights(from_hf(new), from_hf(folder))
+    (new / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
+    assert model_config(new / "config.json") == ModelConfig()
+
+
 def test_models_that_compute_something_else_and_bad_sizes(place, weights):
     for key, value in (
         ("activation_function", "gelu"),
@@ -303,6 +317,8 @@ def test_tensors_that_do_not_fit(place, weights):
         "h.1.attn.rotary": ({}, {"transformer.h.1.attn.rotary": torch.zeros(2)}),  # unknown
         "pos_emb.weight": ({"n_positions": 64}, {}),
         "W_query.weight": ({}, {c_attn: weights[c_attn].T.contiguous()}),
+        # transformers does not tie an output layer that differs, whatever config.json says
+        "lm_head.weight": ({}, {"lm_head.weight": weights["transformer.wte.weight"] + 1}),
     }
     for name, (config, changes) in cases.items():
         tensors = {k: v for k, v in (weights | changes).items() if v is not None}
@@ -318,7 +334,7 @@ def test_damaged_and_missing_files(place, weights):
         refusal(new, file.name)
     file.unlink()
     refusal(new, file.name)
-    for text in ("", "[]", '{"model_type": "gpt2"}'):
+    for text in ("", "[]"):
         config.write_text(text, encoding="utf-8")
         refusal(new, config.name)
     config.unlink()
