@@ -18,6 +18,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_LOG_BYTES = 2**28  # larger logs are not read
 
 
+def script_path(name: str) -> str:
+    """Returns the path of a script of this repository, such as train.py, as it is typed in the
+    working directory."""
+    script = REPOSITORY / name
+    return name if Path(name).resolve() == script else str(script)
+
+
 def temporary_name(path: Path) -> Path:
     """Returns a new temporary name for a file that is not yet complete."""
     return path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")

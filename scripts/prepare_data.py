@@ -29,6 +29,7 @@ from rich.progress import (
 from clearhead.config.command_line import ScriptConfig, ScriptGroup, settings_command
 from clearhead.config.schema import Count, Encoding, Name, Paths, Positive, rejected
 from clearhead.errors import ConfigError, sanitize
+from clearhead.files import script_path
 from clearhead.reporting.console import rich_console
 from clearhead.tokens import TokenizerName
 from clearhead.tokens.paths import find_files
@@ -127,7 +128,8 @@ def report(manifest: dict, settings: PrepareConfig) -> None:
     name = settings.data.tokenizer
     tokenizer = "" if name == "gpt2" else f" data.tokenizer={name}"
     path = shlex.quote(f"data.path={settings.out}")
-    print(sanitize(f"train on them: python train.py data=shards {path}{tokenizer}", keep=""))
+    command = f"python {shlex.quote(script_path('train.py'))} data=shards {path}{tokenizer}"
+    print(sanitize(f"train on them: {command}", keep=""))
 
 
 if __name__ == "__main__":

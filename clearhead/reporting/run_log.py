@@ -11,6 +11,7 @@ from clearhead.checkpoint.format import State
 from clearhead.checkpoint.resume import Start, longer
 from clearhead.config.schema import Config
 from clearhead.errors import best_effort, format_error
+from clearhead.files import script_path
 from clearhead.reporting.console import Console
 from clearhead.reporting.profiler import Profiler
 from clearhead.reporting.report import write_report
@@ -130,7 +131,7 @@ class RunLog:
         if config.trainer.profile:
             out.print(f"profile          {folder / 'profile'}")
         prompt = f"prompt={config.trainer.sample_prompt}"
-        command = shlex.join(["python", "generate.py", f"checkpoint={folder}", prompt])
+        command = shlex.join(["python", script_path("generate.py"), f"checkpoint={folder}", prompt])
         out.print(f"generate text    {command}")
         if uploaded:
             out.print(f"W&B model        {uploaded}")

@@ -80,6 +80,17 @@ def test_find_accepts_a_run_or_a_checkpoint(saved):
             listing.find_checkpoint(path)
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "ckpt.pt", "pytorch_model.bin"])
+def test_the_hint_for_files_of_other_programs_is_a_conversion(tmp_path, name):
+    with refused(CheckpointError, "checkpoint", tmp_path) as plain:
+        listing.find_checkpoint(tmp_path)
+    (tmp_path / name).write_bytes(b"{}")
+    for path in (tmp_path, tmp_path / name)[: 1 + name.endswith(("pt", "bin"))]:
+        with refused(CheckpointError, "checkpoint", path) as caught:
+            listing.find_checkpoint(path)
+        assert caught.value.hint != plain.value.hint
+
+
 # Text that the error must contain -> a change of model.safetensors.
 TENSORS = {
     "pos_emb.weight": lambda t: t.pop("pos_emb.weight"),

@@ -1,7 +1,10 @@
 """generate.py: several prompts and samples, interactive mode, end of a text, compilation."""
 
+import contextlib
 import io
 import os
+import re
+import shlex
 import sys
 
 import pytest
@@ -20,7 +23,9 @@ def folder(tmp_path_factory):
     """A folder with runs/run, a model with byte tokens trained on a few words."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "text.txt").write_text("the quick fox jumps over the dog\n" * 60, encoding="utf-8")
-    train_in(folder, "name=run", "trainer.max_steps=40", "trainer.eval_every=0")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train_in(folder, "name=run", "trainer.max_steps=40", "trainer.eval_every=0")
+    (folder / "out.txt").write_text(out.getvalue(), encoding="utf-8")
     return folder
 
 
@@ -48,6 +53,14 @@ def test_several_prompts_and_samples(written):
         assert written(*arguments, f"batch_size={batch_size}") == out
     assert written("prompt=the quick", *arguments[2:]).removesuffix("\n") == texts[0]
     assert written(*arguments, "seed=1") != out
+
+
+def test_the_command_that_a_run_prints(in_process, folder):
+    """It works in the folder in which the run was started."""
+    (line,) = re.findall("generate text +(.*)", (folder / "out.txt").read_text(encoding="utf-8"))
+    _, script, *arguments = shlex.split(line)
+    assert (folder / script).samefile(generate.__file__)
+    assert in_process(generate.main, folder, *arguments, "max_new_tokens=1")[0] == 0
 
 
 def test_printing_ends_at_the_end_of_text_token_unless_ignored(written, monkeypatch):
