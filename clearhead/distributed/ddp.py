@@ -62,9 +62,14 @@ class DDP(Strategy):
         return model
 
     def _wrap(self, model: GPT) -> torch.nn.Module:
+        self.trainable = [p.requires_grad for p in model.parameters()]
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
+        model, before = self.wrapped.module, self.trainable
+        self.trainable = [p.requires_grad for p in model.parameters()]
+        if self.trainable != before:  # it waits for the gradients of parameters that were trainable
+            self.wrapped.__init__(model, gradient_as_bucket_view=True)
         return self.wrapped.no_sync() if more_to_come else contextlib.nullcontext()
 
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:

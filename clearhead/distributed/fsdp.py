@@ -69,7 +69,8 @@ class FSDP(DDP):
         return self.inference(model)
 
     def total_norm(self, model: torch.nn.Module) -> Tensor:
-        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]  # else it is frozen
+        return torch.nn.utils.get_total_norm(grads).full_tensor()
 
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
         if not isinstance(like, DTensor):

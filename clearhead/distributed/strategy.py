@@ -173,7 +173,7 @@ class Strategy:
 
     def total_norm(self, model: torch.nn.Module) -> Tensor:
         """Returns the Euclidean norm of all gradients together, (), equal on all ranks."""
-        grads = [p.grad for p in model.parameters()]
+        grads = [p.grad for p in model.parameters() if p.grad is not None]  # else it is frozen
         if self.device.type == "cpu":  # torch.dot reaches memory bandwidth, vector_norm does not
             # In chunks, because rounding errors of long dot products reach 1e-3 on some CPUs.
             parts = [part for grad in grads for part in grad.flatten().split(2**20)]

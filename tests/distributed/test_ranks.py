@@ -159,6 +159,22 @@ def test_bf16_stays_near(place, way):
     check_same_tensors(last(run), last(one), most=0.1)
 
 
+def test_frozen_parameters_stay_and_the_others_train_as_in_one_process(place):
+    modules = ["token_emb", "blocks.0", "blocks.1.attn.W_key"]
+    one, *others = [
+        place.ranks(
+            f"frozen_{way}",
+            f"parallel={way}",
+            faults=[{"frozen": {"modules": modules}}] * n,
+            codes=[0] * n,
+        )[0]
+        for way, n in (("single", 1), *((way, 2) for way in STRATEGIES))
+    ]
+    for many in others:
+        check_same_losses(many, one)
+        check_same_tensors(last(many), last(one))
+
+
 def test_muon_trains_documents_as_in_one_process(place):
     """Each target counts the same on all ranks. With fsdp the matrices have half their rows on
     each rank; products in bf16, where that is fast, magnify how sums were rounded. Rank 1 has no

@@ -357,6 +357,16 @@ def no_memory() -> None:
     replace(checkpointer, "available_memory", lambda _: lambda: 0)
 
 
+def frozen(modules: list[str]) -> None:
+    """Freezes the parameters of modules of the model before training."""
+
+    def freeze(run):
+        for name in modules:
+            run.model.get_submodule(name).requires_grad_(False)
+
+    on_call("train.fit", freeze)
+
+
 FUNCTIONS = (failing, file_size_limit, full_disk, interrupt, infinite_loss, watch_parameters)
-FUNCTIONS += (out_of_time, wait_at, slow, compiler, no_memory)
+FUNCTIONS += (out_of_time, wait_at, slow, compiler, no_memory, frozen)
 FAULTS = {"crash": Operations} | {function.__name__: function for function in FUNCTIONS}

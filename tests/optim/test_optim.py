@@ -5,8 +5,11 @@ import math
 
 import pytest
 import torch
+from helpers.runs import assert_same, train_past_checkpoint, weights
+from safetensors.torch import load_file
 
 from clearhead.optim.optimizers import OptimizerConfig, build_optimizer, learning_rate
+from train import fit
 
 
 def rates_of(schedule, warmup=10, steps=100, after=0, **settings):
@@ -40,6 +43,37 @@ def test_constant_and_degenerate_lengths():
         assert all(math.isfinite(rate) for rate in rates_of(schedule, warmup=5, steps=5))
         rates = rates_of(schedule, warmup=4, steps=2)  # a run that ends before it
         assert rates == [0.25, 0.5], schedule
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_frozen_parameters_do_not_change(make_run, name):
+    """They are frozen after the optimizer was built, have no state in checkpoints, and can be
+    frozen again in a resumed run."""
+
+    def frozen_run(*overrides):
+        run = make_run(
+            f"optimizer={name}", "trainer.max_steps=4", "trainer.eval_every=0", *overrides
+        )
+        for module in (run.model.token_emb, run.model.blocks[0].attn.W_query):
+            module.requires_grad_(False)
+        return run
+
+    whole, half = frozen_run("name=whole"), frozen_run("name=half")
+    before = weights(whole)
+    fit(whole)
+    after = weights(whole)
+    is_frozen = lambda key: "token_emb" in key or "0.attn.W_query" in key  # noqa: E731
+    assert {key for key in before if torch.equal(before[key], after[key])} == set(
+        filter(is_frozen, before)
+    )
+    stored = load_file(whole.directory / "checkpoints" / "last" / "optimizer.safetensors")
+    assert stored
+    assert not list(filter(is_frozen, stored))
+    train_past_checkpoint(half, 2)
+    rest = frozen_run("name=half")
+    assert rest.state.step == 2
+    fit(rest)
+    assert_same(weights(rest), after)
 
 
 def test_updates_equal_the_formula_of_adamw():
