@@ -30,7 +30,7 @@ from clearhead.config.schema import (
     Seed,
     Text,
 )
-from clearhead.errors import refuse, sanitize
+from clearhead.errors import CheckpointError, refuse, sanitize
 
 if typing.TYPE_CHECKING:
     from clearhead.interop.pretrained import PretrainedModel
@@ -105,10 +105,14 @@ def main(settings: GenerateConfig) -> None:
         ),
         end_token=None if settings.ignore_end else pretrained.tokenizer.eot_token,
     )
-    if settings.interactive:
-        run_interactive(write, settings.num_samples)
-    else:
-        write([p for p in settings.prompts for _ in range(settings.num_samples)])
+    try:
+        if settings.interactive:
+            run_interactive(write, settings.num_samples)
+        else:
+            write([p for p in settings.prompts for _ in range(settings.num_samples)])
+    except FloatingPointError as error:
+        hint = "use another checkpoint, or precision=fp32"
+        raise CheckpointError("checkpoint", settings.checkpoint, str(error), hint) from error
 
 
 def write_texts(

@@ -62,9 +62,12 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
     """Samples one token id for each row of logits (B, V).
 
     Samples on the CPU, so that a seed gives the same text on every device if the logits are equal.
+    Raises FloatingPointError if a logit is NaN or inf.
     """
     if sampling.temperature == 0:
-        return logits.argmax(-1).tolist()
+        best = logits.argmax(-1, keepdim=True)  # (B, 1); of a NaN, if there is one
+        _check_finite(logits.gather(-1, best))
+        return best.flatten().tolist()
     ids = None
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         # Sorted by id and not by logit: on another device two close logits may swap their order.
@@ -83,8 +86,14 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
     # number is at most 1 - 2^-53: so the id at the index has a probability above 0.
     uniform = torch.cat([torch.rand(1, generator=g, dtype=torch.double) for g in generators])
     cumulative = probabilities.cumsum(-1)  # (B, k or V)
+    _check_finite(cumulative[:, -1])
     indices = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
     return (indices if ids is None else ids.cpu().gather(-1, indices)).flatten().tolist()
+
+
+def _check_finite(values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise FloatingPointError("the logits are NaN or inf")
 
 
 @torch.no_grad()

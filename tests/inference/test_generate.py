@@ -9,11 +9,14 @@ import sys
 
 import pytest
 import torch
+from helpers.models import tiny_model
+from helpers.refusals import printed_keys
 from helpers.runs import train_in
 
 import generate
 from clearhead.distributed import device
 from clearhead.inference import decoding
+from clearhead.interop.huggingface import to_hf
 
 SHORT = ["checkpoint=runs/run", "max_new_tokens=12"]
 
@@ -61,6 +64,16 @@ def test_the_command_that_a_run_prints(in_process, folder):
     _, script, *arguments = shlex.split(line)
     assert (folder / script).samefile(generate.__file__)
     assert in_process(generate.main, folder, *arguments, "max_new_tokens=1")[0] == 0
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_model_with_nonfinite_logits_is_refused(in_process, tmp_path, temperature):
+    model = tiny_model(vocab_size=257)
+    torch.nn.init.constant_(model.final_norm.weight, 3e38)  # finite
+    to_hf(model, tmp_path)
+    arguments = (f"checkpoint={tmp_path}", f"temperature={temperature}")
+    code, _, err = in_process(generate.main, tmp_path, *arguments)
+    assert (code, printed_keys(err)) == (3, ["checkpoint"])
 
 
 def test_printing_ends_at_the_end_of_text_token_unless_ignored(written, monkeypatch):
