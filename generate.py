@@ -43,6 +43,8 @@ SEPARATOR = "\n---\n"  # printed between samples
 class GenerateConfig(ScriptConfig):
     """python generate.py checkpoint=runs/NAME prompt="The ferry bell" [KEY=VALUE ...]"""
 
+    lists_in_quotes = ("prompt",)
+
     checkpoint: Checkpoint
     interactive: bool = Field(False, description="true: ask for prompts")
     prompt: Text | Annotated[list[Text], Field(min_length=1)] = Field(

@@ -10,13 +10,14 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import shlex
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import yaml
 from pydantic import (
@@ -24,6 +25,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
 )
@@ -51,14 +53,20 @@ class ScriptGroup(BaseModel):
     """A group of settings of a script. Values are text, which pydantic converts."""
 
     model_config = ConfigDict(extra="forbid")
+    lists_in_quotes: ClassVar[tuple[str, ...]] = ()  # settings: [a b] is a text, ["a b"] a list
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _from_text(cls, value: object, validated: ValidatorFunctionWrapHandler) -> object:
-        """Reads null and [a,b] as YAML if the setting accepts the result, else as text."""
-        if isinstance(value, str) and (value == "null" or value[:1] + value[-1:] == "[]"):
-            try:
-                return validated(yaml.safe_load(value))
+    def _from_text(
+        cls, value: object, validated: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> object:
+        """Reads null and [a,b] if the setting accepts the result, else as text."""
+        opening = r"\[\s*[\"']" if info.field_name in cls.lists_in_quotes else r"\["
+        if value == "null" or (
+            isinstance(value, str) and re.fullmatch(rf"(?s){opening}.*\]", value)
+        ):
+            try:  # BaseLoader keeps each element as it was typed
+                return validated(None if value == "null" else yaml.load(value, yaml.BaseLoader))
             except (ValueError, RecursionError, yaml.YAMLError):
                 with contextlib.suppress(ValueError):
                     return validated(value)

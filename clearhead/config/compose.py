@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import hydra
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -16,12 +17,15 @@ from clearhead.config.command_line import not_a_setting
 from clearhead.config.other_names import unknown_key
 from clearhead.config.schema import GROUPS, Config, known_settings
 from clearhead.config.stored import config_from
+from clearhead.config.validation import flat_fields, keep_text
 from clearhead.config.yaml_files import CONFIGS
 from clearhead.errors import NO_VALUE, ClearheadError, ConfigError, Problem, shorten
 
 VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4: only its own
 # Hydra raises these for settings; the last two for folders and for combinations of options.
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, FileNotFoundError, ValueError)
+# In the value of an override: a quoted text, or text without quotes, brackets and commas.
+WORD = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.?|[^\\"'(){}\[\],])+""")
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -37,7 +41,28 @@ def checked(values: DictConfig, overrides: Sequence[str]) -> Config:
     """Returns the config for values that Hydra has composed. Raises ConfigError."""
     with one_line_each(overrides):
         plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
-        return config_from(plain, overrides)
+        return config_from(with_typed_text(plain, overrides), overrides)
+
+
+def with_typed_text(values: dict, overrides: Sequence[str]) -> dict:
+    """Returns the composed values, with text settings as they were typed on the command line:
+    Hydra reads name=1_1_1 as the number 111."""
+    parser, fields = OverridesParser.create(), flat_fields(Config)
+
+    def in_quotes(found: re.Match) -> str:
+        word = found[0].strip()
+        is_text = word[:1] in "'\"" or isinstance(parser.parse_rule(word, "primitive"), str)
+        return found[0] if is_text else f'"{word}"'
+
+    given = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
+    for key, value in given.items():
+        group, _, name = key.rpartition(".")
+        holder = values.get(group) if group else values
+        if key in fields and isinstance(holder, dict) and "$" not in value:
+            texts = (value, WORD.sub(in_quotes, value))
+            plain, quoted = (parser.parse_override(f"{key}={text}").value() for text in texts)
+            holder[name] = keep_text(fields[key].annotation, plain, quoted, value)
+    return values
 
 
 @contextlib.contextmanager

@@ -103,9 +103,31 @@ def test_free_text():
     for text in ("007", "null", "true", "[a", "[]", "1e3"):
         found = parse(GenerateConfig, [f"checkpoint={text}", f"prompt={text}", "top_k=null"])
         assert (found.checkpoint, found.prompt, found.top_k) == (text, text, None)
-    given = ["checkpoint=x", "prompt=[1,b]", "compile=true", "ignore_end=true"]
+    given = ["checkpoint=x", 'prompt=["1", "b"]', "compile=true", "ignore_end=true"]
     found = parse(GenerateConfig, given)
     assert (found.prompt, found.compile, found.ignore_end) == (["1", "b"], True, True)
+
+
+def test_text_that_looks_like_a_number_is_kept():
+    """null and false count as such where the setting has this value."""
+    texts = ("1_1_1", "1.10", "1e3", "007", "12:30", "True", "inf", "[Verse 1]", "[12:30]", "{a:1}")
+    for text in texts:
+        assert compose([f"trainer.sample_prompt={text}"]).trainer.sample_prompt == text
+        assert parse(GenerateConfig, ["checkpoint=x", f"prompt={text}"]).prompt == text
+    found = compose(
+        ["name=1.10", "trainer.sample_prompt=null", "lens.prompts=[1_0, 'a, 1_0',null]"]
+    )
+    assert (found.name, found.trainer.sample_prompt) == ("1.10", "null")
+    assert found.lens.prompts == ["1_0", "a, 1_0", "null"]
+    found = compose(
+        ["name=null", "trainer.resume=false", "wandb.notes=1", "wandb.notes=${seed}", "seed=1_0"]
+    )
+    assert (found.name, found.trainer.resume) == (None, False)
+    assert (found.wandb.notes, found.seed) == ("10", 10)
+    assert parse(PrepareConfig, ["data.path=[1.10,12:30]", "out=1_0"]).data.path == [
+        "1.10",
+        "12:30",
+    ]
 
 
 def problems_of(read, *given) -> list[tuple[str, str]]:

@@ -13,9 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 import train
 from clearhead.config import Config, compose
 from clearhead.config.command_line import errors_in_one_line
-from clearhead.config.compose import VERSION
+from clearhead.config.compose import VERSION, checked
 from clearhead.config.schema import GROUPS, known_settings
-from clearhead.config.stored import config_from
 from clearhead.config.yaml_files import CONFIGS
 
 
@@ -45,7 +44,7 @@ def settings(*overrides: str) -> Config:
             OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
     except (HydraException, OmegaConfBaseException):
         return compose(overrides)  # its error has the key
-    return config_from(OmegaConf.to_container(config, resolve=True), overrides)
+    return checked(config, overrides)
 
 
 def train_main() -> None:
