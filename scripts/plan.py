@@ -22,6 +22,7 @@ from clearhead.config.command_line import (
     command_line,
     parse,
     show_help,
+    unknown_option,
     write_out,
 )
 from clearhead.config.other_names import nearest, unknown_key
@@ -33,7 +34,7 @@ from clearhead.distributed.hardware import (
     WORTH_COMPILING,
 )
 from clearhead.distributed.launch import check_ranks
-from clearhead.errors import ConfigError, Problem, refuse
+from clearhead.errors import ConfigError, refuse
 
 
 class PlanConfig(ScriptConfig):
@@ -167,9 +168,10 @@ validation, samples and checkpoints are included only if the utilisation include
 def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
     """Returns the settings of training and of the plan. ConfigError lists the problems of both."""
     own = list(PlanConfig.model_fields)
-    mine = [text for text in arguments if text.startswith("-") or text.partition("=")[0] in own]
-    others = [text for text in arguments if text not in mine]
-    problems: list[Problem] = []
+    options = [text for text in arguments if text.startswith("-")]
+    mine = [text for text in arguments if text.partition("=")[0] in own]
+    others = [text for text in arguments if text not in (*mine, *options)]
+    problems = [unknown_option(text, [*own, *known_settings()]) for text in options]
     config = plan = None
     try:
         plan = parse(PlanConfig, mine)

@@ -67,10 +67,14 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
 
 def check_options(arguments: list[str]) -> None:
     """Raises ConfigError for options that Hydra does not have, and for a sweep of several ranks."""
-    options = [text for text in arguments if text.startswith("--")]
-    known = HYDRA_OPTIONS.split()
-    wrong = [text for text in options if text.partition("=")[0] not in known]
-    refuse([unknown_option(text, known_settings()) for text in wrong])
+    known, settings = HYDRA_OPTIONS.split(), known_settings()
+    names = {text: text.partition("=")[0] for text in arguments if text.startswith("-")}
+    wrong = [
+        text
+        for text, name in names.items()
+        if name not in known and (name.startswith("--") or name[1:] in settings)
+    ]
+    refuse([unknown_option(text, settings) for text in wrong])
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks != "1" and {"-m", "--multirun"} & {*arguments}:
         hint = "start it without torchrun, or remove -m"

@@ -113,16 +113,18 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     fields, problems = flat_fields(schema), []
     values: dict[str, object] = {}
     for text in arguments:
-        key, equals, raw = text.partition("=")
-        if text.startswith("-"):
+        key, equals, raw = text.lstrip("-").partition("=")
+        if is_option := text.startswith("-"):
             problems.append(unknown_option(text, list(fields)))
+        if equals and key in fields:
+            values[key] = raw
+        elif is_option:
+            continue
         elif not equals:
             likely = next((key for key in ("checkpoint", "data.path", "runs") if key in fields), "")
             problems.append(not_a_setting(text, likely))
-        elif key not in fields:
-            problems.append(unknown_key(key, raw, list(fields)))
         else:
-            values[key] = raw
+            problems.append(unknown_key(key, raw, list(fields)))
     empty: dict = {group: {} for group in groups_of(schema)}  # to report missing settings of groups
     config, more = validate(schema, empty | nested(values))
     refuse(problems + more)
@@ -151,10 +153,16 @@ def not_a_setting(text: str, key: str) -> Problem:
 
 
 def unknown_option(text: str, known: Sequence[str]) -> Problem:
-    """Returns the problem of an unknown option. The hint is the most similar setting."""
+    """Returns the problem of an unknown option. The hint is the setting or the most similar one."""
     option, _, value = text.partition("=")
-    hint = unknown_key(option.lstrip("-").replace("-", "_"), value, known).hint
-    return Problem(option, NO_VALUE, "no such option", f"write settings without dashes; {hint}")
+    key = option.lstrip("-").replace("-", "_")
+    if key in known:
+        hint = f"write {shlex.quote(f'{key}={value}') if value else f'{key}=VALUE'} (without --)"
+    else:
+        hint = f"write settings without dashes; {unknown_key(key, value, known).hint}"
+    if "WANDB_SWEEP_ID" in os.environ:  # its agent writes --KEY=VALUE for ${args}
+        hint += "; in the file of a W&B sweep, use ${args_no_hyphens} in place of ${args}"
+    return Problem(option, NO_VALUE, "no such option", hint)
 
 
 def write_out(path: str, content: bytes | dict, key: str = "out") -> None:

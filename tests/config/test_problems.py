@@ -24,7 +24,7 @@ from clearhead.config.validation import validate
 from clearhead.config.yaml_files import default_values, defaults_and_meanings
 from clearhead.errors import ConfigError, DataError
 from generate import GenerateConfig
-from scripts import inspect_attention, prepare_data
+from scripts import inspect_attention, plan, prepare_data
 
 FAULT = "the bad-input table"
 
@@ -125,7 +125,7 @@ def test_names_and_syntax():
 
 # The key is the option. KEYS_OF_OPTIONS and MODES: arguments: key.
 OPTIONS = """--nonsense --seed=5 --config-name=none --config-dir=nowhere trainer.resume=must
-    --experimental-rerun=x.pickle --max-steps=2"""
+    --experimental-rerun=x.pickle --max-steps=2 -seed=5"""
 KEYS_OF_OPTIONS = {
     "--config-dir=nowhere": "command line",
     "--config-name=none": "command line",
@@ -143,6 +143,14 @@ def test_options_and_modes_of_training(in_process, tmp_path):
         code, out, err = in_process(train.main, tmp_path, *arguments.split())
         assert (code, out, printed_keys(err)) == (2, "", [key]), arguments
         assert files_in(tmp_path) == set(), arguments
+
+
+def test_the_hint_for_a_setting_with_dashes_is_the_setting(in_process, tmp_path):
+    given = {train: "trainer.max_steps=5", plan: "trainer.max_steps=5", generate: "checkpoint=a b"}
+    for script, setting in given.items():
+        code, out, err = in_process(script.main, tmp_path, f"--{setting}")
+        assert (code, out, printed_keys(err)) == (2, "", [f"--{setting.partition('=')[0]}"])
+        assert setting in err
 
 
 def test_numeric_settings_reject_invalid_numbers():

@@ -18,6 +18,7 @@ from PIL import Image
 
 import train
 from clearhead.checkpoint.resume import resume_command
+from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config import application, compose
 from clearhead.config import job as job_of_sweep
 from clearhead.config.application import hydra_main
@@ -303,8 +304,8 @@ def test_launchers_of_hydra(tmp_path, text_file, launcher):
     assert found["jobs"][0]["error"] in done.stderr
 
 
-def test_the_agents_command_composes(swept):
-    """W&B's code fills in the last value of each parameter."""
+def test_the_agents_command_trains(tmp_path, text_file):
+    """W&B's code fills in the last value of each parameter. The run is in this process."""
     from wandb.sdk.launch.sweeps import utils
 
     agent = yaml.safe_load((REPOSITORY / "scripts" / "wandb_sweep.yaml").read_text())
@@ -314,13 +315,16 @@ def test_the_agents_command_composes(swept):
     }
     arguments = utils.create_sweep_command_args({"args": values})
     words, filled = utils.make_launch_sweep_entrypoint(arguments, list(agent["command"]))
-    composed = compose([*words[words.index("${program}") + 1 :], *filled])
-    assert composed.optimizer.lr == agent["parameters"]["optimizer.lr"]["max"]
-    assert (composed.seed, composed.model.dropout) == (2, 0.2)
     assert (REPOSITORY / agent["program"]).is_file()
-    folder, *_ = swept
-    run = results_of(folder)[1]["jobs"][-1]["run"]
-    assert agent["metric"]["name"] in rows(folder / run)[-1]
+    given = [*words[words.index("${program}") + 1 :], *filled]
+    small = [text for text in SHORT if text.partition("=")[0] not in {*agent["parameters"]}]
+    code, _, err = run_in(tmp_path, *given, *small, "name=trial")
+    assert code == 0, err
+    run = tmp_path / "runs" / "trial"
+    used = settings_of(run)
+    assert used["optimizer"]["lr"] == agent["parameters"]["optimizer.lr"]["max"]
+    assert (used["seed"], used["model"]["dropout"]) == (2, 0.2)
+    assert agent["metric"]["name"] in rows(run)[-1]
 
 
 def test_the_agents_trial_is_the_run(tmp_path, monkeypatch):
