@@ -19,6 +19,7 @@ from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing
 from clearhead.checkpoint.format import State
 from clearhead.checkpoint.run_directory import has_other_files, lock_directory, settings_of
+from clearhead.config.compose import override
 from clearhead.config.schema import Config
 from clearhead.config.stored import (
     OF_THE_MACHINE,
@@ -295,5 +296,5 @@ def resume_command(directory: Path, is_saved: bool = False) -> str:
         of_the_machine = "=" not in text or key.startswith(("config-dir=", *OF_THE_MACHINE))
         if of_the_machine or not (is_saved or key.startswith("trainer.resume=")):
             kept.append(text)
-    command = [*launch_command(), sys.argv[0], *kept, f"trainer.resume={directory}"]
+    command = [*launch_command(), sys.argv[0], *kept, override("trainer.resume", directory)]
     return f"resume with: {shlex.join(command)}"

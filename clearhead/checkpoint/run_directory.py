@@ -18,10 +18,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from clearhead.config.stored import SETTINGS_JSON, settings_of
 from clearhead.errors import RunDirectoryError, RunFileError
-from clearhead.files import atomic_write, fsync, make_folder, read_json, remove_temporary_files
+from clearhead.files import atomic_write, fsync, make_folder, remove_temporary_files
 
-LOCK, SETTINGS_JSON, CONFIG_YAML = ".lock", "run.json", "config.yaml"
+LOCK, CONFIG_YAML = ".lock", "config.yaml"
 # These files are opened for writing; all others are written to a temporary name and renamed.
 OPENED_IN_PLACE = (LOCK, "metrics.jsonl", "samples.jsonl", "starts.jsonl")
 # Errors of flock on a file system without locks.
@@ -103,15 +104,6 @@ def write_settings(run: Path, settings: dict) -> None:
     # Not with OmegaConf, which interprets "${" in a prompt as an interpolation.
     content = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     atomic_write(run / CONFIG_YAML, content.encode())
-
-
-def settings_of(run: Path) -> dict | None:
-    """Returns all settings of a run; None if run.json is missing or invalid."""
-    try:
-        settings = read_json(run / SETTINGS_JSON)["settings"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return settings if isinstance(settings, dict) else None
 
 
 def has_other_files(folder: Path) -> bool:

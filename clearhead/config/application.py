@@ -11,7 +11,8 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import hydra
 import hydra.utils
@@ -23,8 +24,9 @@ from clearhead.config.command_line import errors_in_one_line, unknown_option
 from clearhead.config.compose import VERSION, checked, one_line_each
 from clearhead.config.job import run_job
 from clearhead.config.schema import Config, known_settings
+from clearhead.config.stored import settings_of
 from clearhead.config.yaml_files import CONFIGS
-from clearhead.errors import Problem, refuse
+from clearhead.errors import NO_VALUE, Problem, refuse
 
 # Hydra 1.4 can restrict which callbacks and launchers it creates. The user's own settings name
 # them, so there is no restriction, as in Hydra 1.3.
@@ -33,6 +35,7 @@ if sys.version_info >= (3, 14) and VERSION:
     # Python 3.14 checks the help text of each option when it is added, and raises for the object
     # that Hydra 1.3 uses in place of a text (hydra issue 3121). Hydra 1.4 does not have it.
     setattr(argparse.ArgumentParser, "_check_help", lambda parser, action: None)  # noqa: B010
+OURS = ("hydra", "main", "schema")  # providers of settings
 HYDRA_OPTIONS = """--help --hydra-help --version --cfg --resolve --package --run --multirun
     --shell-completion --config-path --config-name --config-dir --experimental-rerun --info"""
 
@@ -48,10 +51,15 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
     @functools.wraps(run)
     def task(values: DictConfig) -> object:
         job = HydraConfig.get()
+
+        def make_config() -> Config:
+            refuse(unread_files(job.runtime.config_sources))
+            return checked(values, job.overrides.task)
+
         if job.mode == RunMode.MULTIRUN:
-            return run_job(job, lambda: checked(values, job.overrides.task), run)
+            return run_job(job, make_config, run)
         with errors_in_one_line(debug=values.get("debug") is True):
-            return run(checked(values, job.overrides.task))
+            return run(make_config())
 
     @functools.wraps(run)
     def main() -> None:
@@ -79,3 +87,17 @@ def check_options(arguments: list[str]) -> None:
     if ranks != "1" and {"-m", "--multirun"} & {*arguments}:
         hint = "start it without torchrun, or remove -m"
         refuse([Problem("WORLD_SIZE", ranks, "a sweep runs in one process", hint)])
+
+
+def unread_files(sources: Iterable[DictConfig]) -> list[Problem]:
+    """Returns a problem for each file in the user's folders of settings that Hydra does not read,
+    because another file of this name in configs/ has priority."""
+    problems = []
+    for folder in [Path(source.path) for source in sources if source.provider not in OURS]:
+        for ours in CONFIGS.rglob("*.yaml"):
+            path = folder / ours.relative_to(CONFIGS)
+            if path.is_file() and path.read_bytes() != ours.read_bytes():
+                reason = "not read, because a file of this name in configs/ has priority"
+                hint = f"to repeat a run: from={folder}" if settings_of(folder) else "rename it"
+                problems.append(Problem(os.path.relpath(path), NO_VALUE, reason, hint))
+    return problems

@@ -124,5 +124,13 @@ def problems_of(error: Exception, arguments: Sequence[str]) -> list[Problem]:
 
 def quoting(text: str) -> str:
     """Returns a hint: how to quote a value with a comma, a bracket, a quote or an accent."""
-    key, _, value = text.replace('"', r"\"").partition("=")
-    return "if the value is text, write " + shlex.quote(f'{key}="{shorten(value)}"')
+    key, _, value = text.partition("=")
+    return "if the value is text, write " + shlex.quote(override(key, shorten(value)))
+
+
+def override(key: str, text: object) -> str:
+    """Returns KEY=TEXT for Hydra, with quotes if the text is not a plain word or path."""
+    if re.fullmatch(r"[\w./+ -]*", str(text), re.ASCII):
+        return f"{key}={text}"
+    escaped = str(text).replace('"', r"\"")
+    return f'{key}="{escaped}"'

@@ -357,8 +357,8 @@ class Config(Settings):
     parallel: ParallelConfig
     wandb: WandbConfig
 
-    # Keys of the settings and groups on the command line if trainer.resume is a path. None
-    # otherwise, and after `stored.complete` has added the settings of that run.
+    # Keys of the settings and groups on the command line if trainer.resume is a path or `from` is
+    # given. None otherwise, and after `stored.complete` has added the settings of that run.
     _given: list[str] | None = PrivateAttr(None)
 
     @property
@@ -380,4 +380,4 @@ GROUPS = groups_of(Config)
 
 def known_settings() -> list[str]:
     """Returns the keys of all settings and groups."""
-    return [*flat_fields(Config), *GROUPS, "experiment"]
+    return [*flat_fields(Config), *GROUPS, "experiment", "from"]

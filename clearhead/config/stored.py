@@ -1,18 +1,31 @@
-"""Automatic values of settings, and the stored settings of a run that is resumed.
+"""Automatic values of settings, and the stored settings of a run that is resumed or repeated.
 
 Stored settings are plain values that the schema checks. They are never interpolated or executed.
 """
 
+import glob
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from clearhead.config.schema import GROUPS, UNLIMITED, Config, WandbConfig
 from clearhead.config.validation import validate
 from clearhead.config.yaml_files import flat, nested
-from clearhead.errors import CheckpointError, Problem, as_yaml, format_problem, refuse, shorten
-from clearhead.files import REPOSITORY
+from clearhead.errors import (
+    NO_VALUE,
+    CheckpointError,
+    DataError,
+    Problem,
+    as_yaml,
+    format_problem,
+    refuse,
+    shorten,
+)
+from clearhead.files import REPOSITORY, read_json
 from clearhead.lens.config import LensConfig
+from clearhead.tokens.paths import HUB
 
+SETTINGS_JSON = "run.json"  # in a run directory
 SAMPLE = ("corpus", "sample.txt")  # the file of data=sample
 # These settings belong to one start of a run. With trainer.resume=PATH, all others come from the
 # checkpoint, unless they are on the command line.
@@ -78,40 +91,73 @@ def config_from(values: dict, overrides: Sequence[str]) -> Config:
     """Returns the config for composed values. Raises ConfigError with all problems.
 
     overrides: the command line. If trainer.resume is a path, the rules between settings are checked
-    later, by `complete`, with the settings of that run.
+    later, by `complete`, with the settings of that run. `from` adds the settings of a run here.
     """
-    is_path = names_run(flat(values).get("trainer.resume"))
+    source = values.pop("from", None)
+    is_path = source is not None or names_run(flat(values).get("trainer.resume"))
     config, problems = validate(Config, values, rules=not is_path)
     refuse(problems)
     if is_path:
         keys = (text.partition("=")[0] for text in overrides)
         config._given = [key.lstrip("+~").partition("@")[0] for key in keys]
+    return config if source is None else _with_settings_of(str(source), config)
+
+
+def _with_settings_of(source: str, config: Config) -> Config:
+    """Returns the config for a new run with the settings of the run in the directory `source`.
+    Raises CheckpointError, ConfigError, or DataError if its data are not found from here."""
+    if "experiment" in config.given:
+        hint = "remove one of them, or give single settings or groups"
+        refuse([Problem("experiment", NO_VALUE, "sets all groups, as `from` does", hint)])
+    if (stored := settings_of(Path(source))) is None:
+        reason = f"contains no run (no valid {SETTINGS_JSON})"
+        raise CheckpointError("from", source, reason, "give the directory of a run")
+    given, (config, _) = config.given, complete(config, source, stored, is_new=True)
+    for key, value in (("data.path", config.data.path), ("data.val_path", config.data.val_path)):
+        for path in [value] if isinstance(value, str) else value or []:
+            is_here = path.startswith((HUB, "/", "~")) or os.path.exists(path)
+            if not (is_of(key, given) or is_here or glob.glob(path, recursive=True)):
+                reason = f"{source} has this path, which does not exist in {os.getcwd()}"
+                raise DataError(key, path, reason, f"give {key}=PATH")
     return config
 
 
-def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str]]:
+def settings_of(run: Path) -> dict | None:
+    """Returns all settings of a run; None if run.json is missing or invalid."""
+    try:
+        settings = read_json(run / SETTINGS_JSON)["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def complete(
+    config: Config, found: str, stored: dict, is_new: bool = False
+) -> tuple[Config, list[str]]:
     """Returns (the stored settings of a run, overridden by the command line; the changes as text).
 
-    found, stored: from `clearhead.checkpoint.resume.stored_settings`. Unknown stored settings are
-    ignored. Raises CheckpointError for invalid stored settings, ConfigError for invalid overrides.
+    found, stored: a checkpoint and its settings, or a run directory and its settings if `is_new`.
+    Unknown stored settings are ignored. Raises CheckpointError for invalid stored settings,
+    ConfigError for invalid overrides.
     """
+    key = "from" if is_new else "checkpoint"
     given, known = flat(config.model_dump()), flat(stored)
     if broken := sorted(GROUPS.keys() & known.keys()):
-        reason = f"in state.json, settings.{broken[0]} must be a group of settings"
-        raise CheckpointError("checkpoint", found, reason, "use another checkpoint")
+        reason = f"its stored {broken[0]} must be a group of settings"
+        raise CheckpointError(key, found, reason, f"use another {key}")
     before = given | {
-        key: known[key] for key in given.keys() & known.keys() if not _is_of(key, OF_THE_LAUNCH)
+        name: known[name] for name in given.keys() & known.keys() if not is_of(name, OF_THE_LAUNCH)
     }
     path = before["data.path"]
     is_sample = isinstance(path, str) and Path(path).parts[-2:] == SAMPLE
     if is_sample and not Path(path).exists():  # the repository was moved
         before["data.path"] = str(REPOSITORY.joinpath(*SAMPLE))
-    merged = before | dict.fromkeys(AUTOMATIC)
-    if config.name not in (None, Path(found).parent.parent.name):  # a branch is another run on W&B
-        merged["wandb.name"] = None
+    merged = before | dict.fromkeys(() if is_new else AUTOMATIC)
+    if is_new or config.name not in (None, Path(found).parent.parent.name):
+        merged["wandb.name"] = None  # it is another run on W&B
     merged["wandb.group"] = given["wandb.group"] or before["wandb.group"]  # a sweep sets its own
     names = [*config.given, *GROUPS] if "experiment" in config.given else config.given
-    named = {key: value for key, value in given.items() if _is_of(key, names)}
+    named = {key: value for key, value in given.items() if is_of(key, names)}
     # wandb=online is meant for the mode only.
     defaults = flat({"wandb": WandbConfig.with_defaults().model_dump()})
     named = {
@@ -123,8 +169,8 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
     result, problems = validate(Config, nested(merged))
     if problems and not any(problem.key in named for problem in problems):
         reason = format_problem(problems[0]._replace(hint=""))
-        hint = f"give another {problems[0].key}, or use another checkpoint"
-        raise CheckpointError("checkpoint", found, reason, hint)
+        hint = f"give another {problems[0].key}, or use another {key}"
+        raise CheckpointError(key, found, reason, hint)
     refuse(problems)
     changed = [
         f"{key}={shorten(as_yaml(value))} (was {shorten(as_yaml(before[key]))})"
@@ -134,7 +180,7 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
     return result, changed
 
 
-def _is_of(key: str, names: Collection[str]) -> bool:
+def is_of(key: str, names: Collection[str]) -> bool:
     """Returns whether `names` contains this setting or its group."""
     return key in names or key.partition(".")[0] in names
 

@@ -40,8 +40,8 @@ def defaults_and_meanings() -> dict[str, tuple[object, str]]:
 
 
 def default_values() -> dict:
-    """Returns the default settings as nested plain values, without interpolations."""
-    values = {key: value for key, (value, _) in defaults_and_meanings().items()}
+    """Returns the default settings as nested plain values, without interpolations and `from`."""
+    values = {key: value for key, (value, _) in defaults_and_meanings().items() if key != "from"}
     return OmegaConf.to_container(OmegaConf.create(nested(values)), resolve=True)
 
 

@@ -1,15 +1,22 @@
 """summary.json: the result of a finished run, and the command that repeats the run."""
 
 import shlex
+import sys
 import time
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
+
 from clearhead.checkpoint.format import State
 from clearhead.config.application import is_single_run
+from clearhead.config.compose import override
 from clearhead.config.schema import Config
+from clearhead.config.stored import OF_THE_MACHINE, is_of, names_run
+from clearhead.config.yaml_files import default_values, flat
 from clearhead.distributed import launch
 from clearhead.distributed.device_memory import peak_memory
-from clearhead.files import as_json, atomic_write, read_rows
+from clearhead.errors import as_yaml
+from clearhead.files import REPOSITORY, as_json, atomic_write, read_rows
 
 
 def write_summary(
@@ -19,25 +26,27 @@ def write_summary(
 
     started: the time.monotonic() at the start of the process. seconds_of: the parts of the
     training: validation, samples, attention snapshots, logging, and the rest. Both are those of the
-    last start. There is no command that repeats a resumed run, a job of a sweep, a run in a
+    last start. There is no command that repeats a resumed run, a branch, a run in a
     notebook or one that torchrun may restart.
     """
     trainer, starts = config.trainer, read_rows(folder / "starts.jsonl")
     last = read_rows(folder / "metrics.jsonl")[-1]
     planned, repeat = state.settings["trainer"]["max_steps"], None
-    if is_single_run() and len(starts) == 1 and not launch.max_restarts():
-        # A number of steps replaces the time limit.
-        schedule = trainer.schedule_steps or planned
-        new = {
-            "name": "null",
-            "trainer.max_minutes": "null",
-            "trainer.max_steps": state.step,
-            "trainer.schedule_steps": "null" if schedule == state.step else schedule,
-            "trainer.compile": str(trainer.compile).lower(),
-        }
-        words = shlex.split(starts[0]["command"])
-        kept = [word for word in words if word.partition("=")[0] not in new]
-        repeat = shlex.join([*kept, *(f"{key}={value}" for key, value in new.items())])
+    is_resumed = len(starts) > 1 or names_run(trainer.resume)
+    if HydraConfig.initialized() and not is_resumed and not launch.max_restarts():
+        values, defaults = flat(config.model_dump()), flat(default_values())
+        new = {key: value for key, value in values.items() if is_of(key, OF_THE_MACHINE)}
+        new = {key: value for key, value in new.items() if value != defaults[key]}
+        if trainer.max_minutes:  # a number of steps replaces the time limit
+            new["trainer.max_minutes"] = None
+            new |= {"trainer.compile": False} if trainer.compile == "auto" else {}
+        if state.step != planned:
+            new["trainer.max_steps"] = state.step
+            new["trainer.schedule_steps"] = trainer.schedule_steps or planned
+        script = sys.argv[0] if is_single_run() else str(REPOSITORY / "train.py")
+        overrides = [f"{key}={as_yaml(value)}" for key, value in new.items()]
+        command = [*launch.launch_command(), script, override("from", folder), *overrides]
+        repeat = shlex.join(command)
     peak = peak_memory()
     summary = {
         "name": folder.name,

@@ -13,6 +13,9 @@ import sys
 import pytest
 import yaml
 from helpers import REPOSITORY, TINY
+from helpers.ranks import check_same_bytes
+from helpers.refusals import refused
+from helpers.runs import train_in
 from helpers.settings import settings
 
 import attention
@@ -22,10 +25,10 @@ from clearhead.config.application import hydra_main
 from clearhead.config.command_line import parse
 from clearhead.config.other_names import other_names, unknown_key
 from clearhead.config.schema import GROUPS, known_settings
-from clearhead.config.stored import complete, with_automatic_values
+from clearhead.config.stored import complete, settings_of, with_automatic_values
 from clearhead.config.validation import flat_fields, validate
-from clearhead.config.yaml_files import CONFIGS, default_values, defaults_and_meanings
-from clearhead.errors import ConfigError
+from clearhead.config.yaml_files import CONFIGS, default_values, defaults_and_meanings, flat
+from clearhead.errors import CheckpointError, ConfigError, DataError
 from clearhead.lens.config import LensConfig
 from generate import GenerateConfig
 from model import ModelConfig
@@ -150,6 +153,33 @@ def test_every_problem_is_listed():
     # Types are checked before the stored settings are read.
     given = ["trainer.resume=runs/none", "trainer.max_steps=abc", "optimizer.lr=[1]"]
     assert problems_of(compose, given) == [("optimizer.lr", [1]), ("trainer.max_steps", "abc")]
+
+
+def test_a_run_with_the_settings_of_another(in_process, tmp_path, monkeypatch):
+    """A new run, whose command line has priority. Values that the first run chose are kept."""
+    first = train_in(tmp_path, 'name="a=1"', "trainer.warmup_steps=0", "wandb.tags=[x]")
+    source = 'from="runs/a=1"'
+    code, _, err = in_process(train.main, tmp_path, source, "name=again", "trainer.device=cpu")
+    assert (code, err) == (0, "")
+    check_same_bytes(first, tmp_path / "runs" / "again")
+    before, now = flat(settings_of(first)), flat(compose([source, "seed=1"]).model_dump())
+    assert {key for key, value in now.items() if value != before[key]} == {
+        *("name", "seed", "trainer.device")
+    }
+    with refused(ConfigError, "model.num_heads", 5):
+        compose([source, "model.num_heads=5"])
+    with refused(ConfigError, "experiment"):
+        compose([source, "experiment=laptop"])
+    with refused(CheckpointError, "from", "runs/none", exit_code=3):
+        compose(["from=runs/none"])
+    folder = ("--config-dir", "runs/a=1", "--config-name", "config")  # would train the defaults
+    code, _, err = in_process(train.main, tmp_path, *folder)
+    assert code == 2
+    assert "from=" in err
+    monkeypatch.chdir(tmp_path / "runs")
+    with refused(DataError, "data.path", "text.txt", exit_code=3):
+        compose(['from="a=1"'])
+    assert compose(['from="a=1"', "data.path=../text.txt"]).data.path == "../text.txt"
 
 
 def test_every_setting_has_a_default_and_a_description():

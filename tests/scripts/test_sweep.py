@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import REPOSITORY, TEXT, TIMEOUT, TINY
+from helpers.ranks import check_same_bytes
 from helpers.runs import rows, run_command
 from helpers.tally import in_campaign
 from PIL import Image
@@ -100,6 +102,15 @@ def test_a_job_after_failures_is_the_same_as_alone(swept, tmp_path, text_file):
     mine, alone = folder / found["jobs"][-1]["run"], tmp_path / "runs" / "alone"
     weights = [run / "checkpoints" / "last" / "model.safetensors" for run in (mine, alone)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_job_can_be_repeated_alone(swept):
+    folder, *_ = swept
+    job = folder / results_of(folder)[1]["jobs"][-1]["run"]
+    command = shlex.split(json.loads((job / "summary.json").read_text())["repeat"])
+    assert Path(command[1]) == REPOSITORY / "train.py"
+    assert run_in(folder, *command[2:], "name=again")[0] == 0
+    check_same_bytes(job, folder / "runs" / "again")
 
 
 def test_a_stopped_sweep_continues_in_its_folder(tmp_path, text_file, monkeypatch):
