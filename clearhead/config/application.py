@@ -74,7 +74,7 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
 
 
 def check_options(arguments: list[str]) -> None:
-    """Raises ConfigError for options that Hydra does not have, and for a sweep of several ranks."""
+    """Raises ConfigError for options that Hydra does not have."""
     known, settings = HYDRA_OPTIONS.split(), known_settings()
     names = {text: text.partition("=")[0] for text in arguments if text.startswith("-")}
     wrong = [
@@ -83,10 +83,6 @@ def check_options(arguments: list[str]) -> None:
         if name not in known and (name.startswith("--") or name[1:] in settings)
     ]
     refuse([unknown_option(text, settings) for text in wrong])
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1" and {"-m", "--multirun"} & {*arguments}:
-        hint = "start it without torchrun, or remove -m"
-        refuse([Problem("WORLD_SIZE", ranks, "a sweep runs in one process", hint)])
 
 
 def unread_files(sources: Iterable[DictConfig]) -> list[Problem]:

@@ -4,7 +4,8 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from types import NoneType
 
 import hydra
 import yaml
@@ -17,8 +18,8 @@ from clearhead.config.command_line import not_a_setting
 from clearhead.config.other_names import unknown_key
 from clearhead.config.schema import GROUPS, Config, known_settings
 from clearhead.config.stored import config_from
-from clearhead.config.validation import flat_fields, keep_text
-from clearhead.config.yaml_files import CONFIGS
+from clearhead.config.validation import flat_fields, is_text, keep_text, validate
+from clearhead.config.yaml_files import CONFIGS, default_values, flat, nested
 from clearhead.errors import NO_VALUE, ClearheadError, ConfigError, Problem, shorten
 
 VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4: only its own
@@ -26,6 +27,8 @@ VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4: o
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, FileNotFoundError, ValueError)
 # In the value of an override: a quoted text, or text without quotes, brackets and commas.
 WORD = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.?|[^\\"'(){}\[\],])+""")
+
+PARSER, FIELDS = OverridesParser.create(), flat_fields(Config)
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -47,22 +50,52 @@ def checked(values: DictConfig, overrides: Sequence[str]) -> Config:
 def with_typed_text(values: dict, overrides: Sequence[str]) -> dict:
     """Returns the composed values, with text settings as they were typed on the command line:
     Hydra reads name=1_1_1 as the number 111."""
-    parser, fields = OverridesParser.create(), flat_fields(Config)
-
-    def in_quotes(found: re.Match) -> str:
-        word = found[0].strip()
-        is_text = word[:1] in "'\"" or isinstance(parser.parse_rule(word, "primitive"), str)
-        return found[0] if is_text else f'"{word}"'
-
     given = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
     for key, value in given.items():
         group, _, name = key.rpartition(".")
         holder = values.get(group) if group else values
-        if key in fields and isinstance(holder, dict) and "$" not in value:
-            texts = (value, WORD.sub(in_quotes, value))
-            plain, quoted = (parser.parse_override(f"{key}={text}").value() for text in texts)
-            holder[name] = keep_text(fields[key].annotation, plain, quoted, value)
+        if key in FIELDS and isinstance(holder, dict) and "$" not in value:
+            holder[name] = typed_value(key, value)
     return values
+
+
+def typed_value(key: str, value: str) -> object:
+    """Returns the value of the override KEY=VALUE; of a text setting, what was typed."""
+    texts = (value, in_quotes(value, (int, float, bool, NoneType)))
+    plain, quoted = (PARSER.parse_override(f"{key}={text}").value() for text in texts)
+    return keep_text(FIELDS[key].annotation, plain, quoted, value)
+
+
+def in_quotes(value: str, kinds: Collection[type]) -> str:
+    """Returns the value of an override with quotes around words that Hydra reads as these types."""
+
+    def quote(found: re.Match) -> str:
+        word = found[0].strip()
+        is_kind = word[:1] not in "'\"" and type(PARSER.parse_rule(word, "primitive")) in kinds
+        return f'"{word}"' if is_kind else found[0]
+
+    return WORD.sub(quote, value)
+
+
+def with_quoted_numbers(override: str) -> str:
+    """Returns an override with quotes around the numbers of a text setting."""
+    key, equals, value = override.partition("=")
+    field = FIELDS.get(key.lstrip("+"))
+    is_call = re.match(r"\w+\(", value)  # range(1,3)
+    if field is None or is_call or not is_text(field.annotation):
+        return override
+    return f"{key}{equals}{in_quotes(value, (int, float))}"
+
+
+def problems_of_values(key: str, values: Sequence[str]) -> list[Problem]:
+    """Returns the problem of the first value, as in an override, that this setting cannot have."""
+    for value in values:
+        if key in FIELDS and "$" not in value:
+            tree = nested(flat(default_values()) | {key: typed_value(key, value)})
+            found = [each for each in validate(Config, tree, rules=False)[1] if each.key == key]
+            if found:
+                return found
+    return []
 
 
 @contextlib.contextmanager

@@ -13,8 +13,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from omegaconf import DictConfig
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf, read_write
 
+from clearhead.config.compose import FIELDS, one_line_each, problems_of_values, with_quoted_numbers
 from clearhead.config.schema import Config
 from clearhead.errors import (
     DEBUG_HINT,
@@ -28,6 +31,53 @@ from clearhead.errors import (
 from clearhead.files import as_json, atomic_write, make_folder, read_json
 
 MAX_NAME_CHARS = 64  # characters of the sweep's directory name in the names of its runs
+
+
+def check_sweep(config: DictConfig) -> None:
+    """Raises ConfigError before a sweep starts: several ranks, no job, a value that its setting
+    cannot have, or one name for all jobs. Each job checks the rules between settings.
+
+    config: as Hydra composed it for the sweep, with the node `hydra`. Numbers in text settings are
+    quoted in it: Hydra writes the overrides of each job from the values that it has read.
+    """
+    composed, problems, found = OmegaConf.to_container(config), [], {}
+    task = composed["hydra"]["overrides"]["task"]
+    params = composed["hydra"]["sweeper"].get("params") or {}
+    params = [f"{key}={value}" for key, value in params.items()]
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        hint = "start it without torchrun, or remove -m"
+        problems.append(Problem("WORLD_SIZE", ranks, "a sweep runs in one process", hint))
+    with one_line_each([*params, *task]), read_write(config):
+        params, task = [[*map(with_quoted_numbers, each)] for each in (params, task)]
+        config.hydra.overrides.task = task
+        if params:
+            config.hydra.sweeper.params = dict(text.split("=", 1) for text in params)
+        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+        for override in parser.parse_overrides([*params, *task]):
+            key, values = override.key_or_group, [None, None]  # the sweeper chooses from a range
+            if override.is_discrete_sweep():
+                values = [*override.sweep_string_iterator()]
+            elif not override.is_sweep_override():
+                values = [override.get_value_element_as_str()]
+            found[key] = values
+            if not values:
+                hint = f"write {key}=A,B; glob() finds only names of files in configs/"
+                written = override.get_value_string()
+                problems.append(Problem(key, written, "has no values, so no job runs", hint))
+            problems += problems_of_values(key, [value for value in values if value])
+    swept = {key for key, values in found.items() if len(values) > 1}
+    if "name" not in found and swept <= FIELDS.keys():  # otherwise a file may set the name
+        found["name"] = [composed["name"]]
+    names = {name for name in found.get("name", ()) if name and "$" not in str(name)}
+    if len(names) == 1 and swept - {"name"}:
+        problems.append(same_name(*names))
+    refuse(problems)
+
+
+def same_name(name: str) -> Problem:
+    """Returns the problem of a job with the name of another job."""
+    hint = "remove it, or write a name with each swept setting, as in name='lr${optimizer.lr}'"
+    return Problem("name", name, "another job of this sweep has the same name", hint)
 
 
 def run_job(job: DictConfig, make_config: Callable[[], Config], run: Callable) -> float:
@@ -94,8 +144,7 @@ def check_own_name(config: Config, result: dict) -> None:
     """Raises ConfigError if another job of the sweep has the same run directory."""
     others = [each for each in results_in(result["sweep"]) if each["job"] != result["job"]]
     if any(each["run"] == result["run"] for each in others):
-        hint = "remove it, or write a name with each swept setting, as in name='lr${optimizer.lr}'"
-        refuse([Problem("name", config.name, "another job of this sweep has the same name", hint)])
+        refuse([same_name(config.name)])
 
 
 def results_in(sweep: str) -> list[dict]:

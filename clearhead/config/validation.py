@@ -110,6 +110,13 @@ def keep_text(kind: object, plain: object, quoted: object, written: object) -> o
     return quoted if isinstance(quoted, str) else written
 
 
+def is_text(kind: object) -> bool:
+    """Returns whether a setting of this type takes a text or a list of texts."""
+    kinds = _members(kind)
+    lists = [typing.get_args(each)[0] for each in kinds if typing.get_origin(each) is list]
+    return str in kinds or any(map(is_text, lists))
+
+
 def _members(kind: object) -> list[object]:
     """Returns the types and literal values of which a setting of this type may be one."""
     arguments = typing.get_args(kind)

@@ -13,7 +13,8 @@ from pathlib import Path
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from clearhead.config.job import results_in, sweep_directory
+from clearhead.config.command_line import errors_in_one_line
+from clearhead.config.job import check_sweep, results_in, sweep_directory
 from clearhead.errors import best_effort, sanitize
 from clearhead.files import REPOSITORY, as_json, atomic_write, read_json
 from clearhead.reporting import comparison
@@ -28,6 +29,10 @@ class SweepResults(Callback):
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for launchers
+        with errors_in_one_line(
+            config.get("debug") is True
+        ):  # Hydra only warns of errors in a callback
+            check_sweep(config)
         sweep = sweep_directory(config.hydra)
         for path in Path(sweep).rglob("result.json"):
             with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from helpers import REPOSITORY, TEXT, TIMEOUT, TINY
 from helpers.ranks import check_same_bytes
+from helpers.refusals import printed_keys
 from helpers.runs import rows, run_command
 from helpers.tally import in_campaign
 from PIL import Image
@@ -231,9 +232,40 @@ def test_jobs_with_the_same_name_are_refused(tmp_path):
         names.append(config.name)
         return 0.0
 
-    code, *_ = sweep_in(tmp_path, run, "seed=1,2", "name=mine")
+    code, *_ = sweep_in(tmp_path, run, "seed=1,2", "name=mine-${lens.every}")
     jobs = results_of(tmp_path)[1]["jobs"]
-    assert (code, [job["exit_code"] for job in jobs], names) == (2, [0, 2], ["mine"])
+    assert (code, [job["exit_code"] for job in jobs]) == (2, [0, 2])
+    assert names == ["mine-None"]
+
+
+SWEEP = """# @package _global_
+hydra: {mode: MULTIRUN, sweeper: {params: {seed: "1,2", optimizer.lr: "1e-3,1e-2"}}}
+"""
+
+
+def test_a_sweep_is_checked_before_its_first_job(tmp_path, monkeypatch):
+    """Also without -m, and with values in a file."""
+    path = tmp_path / "mine" / "experiment" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(SWEEP)
+    of_file = ("--config-dir", "mine", "experiment=mine")
+    refused = {("-m", "optimizer.lr=1e-3,abc"): "optimizer.lr", ("-m", "seed=range(5,1)"): "seed"}
+    refused |= {("-m", "data.path=glob(*)"): "data.path", (*of_file, "name=x"): "name"}
+    refused |= {("hydra.mode=MULTIRUN", "seed=1,-2"): "seed", (*of_file, "seed=1,x"): "seed"}
+    for arguments, key in refused.items():
+        code, out, err = run_in(tmp_path, *arguments)
+        assert (code, out, printed_keys(err)) == (2, "", [key]), arguments
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert printed_keys(run_in(tmp_path, *of_file)[2]) == ["WORLD_SIZE"]
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+def test_text_that_looks_like_a_number_is_kept(tmp_path):
+    configs = []
+    given = ("name=1_1,1.10", "trainer.sample_prompt=1_0", "seed=1_0")
+    assert sweep_in(tmp_path, configs.append, *given)[0] == 0
+    assert [config.name for config in configs] == ["1_1", "1.10"]
+    assert {(config.trainer.sample_prompt, config.seed) for config in configs} == {("1_0", 10)}
 
 
 def test_files_of_others_are_left_alone(tmp_path):
