@@ -278,9 +278,14 @@ def _tags(value: object) -> object:
     return [tag for tag in value.split(",") if tag] if isinstance(value, str) else value
 
 
+# Other values of WANDB_MODE. In W&B's shared mode, several processes would log to one run without
+# steps; here only one process logs.
+OTHER_MODES = {"dryrun": "offline", "run": "online", "shared": "online", "": "auto"}
+
+
 def _mode_of_environment(mode: str) -> str:
     value = os.environ.get("WANDB_MODE", "")
-    if mode == "auto" and value not in ("", "auto", "online", "offline", "disabled"):
+    if mode == "auto" and value not in (*OTHER_MODES, "auto", "online", "offline", "disabled"):
         reason = f"{value} is not one of online, offline, disabled"
         raise rejected(reason, "correct the environment variable", "WANDB_MODE")
     return mode
@@ -320,7 +325,8 @@ class WandbConfig(Settings):
             return self.mode
         if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on"):
             return "disabled"
-        return os.environ.get("WANDB_MODE") or "auto"
+        mode = os.environ.get("WANDB_MODE", "")
+        return OTHER_MODES.get(mode, mode)
 
     def ignored(self) -> list[str]:
         """Returns a line for each setting that has no effect because W&B is off or offline."""

@@ -358,6 +358,9 @@ def test_environment_variables_of_wandb(monkeypatch):
     found = compose(["data.path=none", "wandb.tags=[c]"]).wandb
     assert (found.project, found.tags, found.name, found.console) == ("heads", ["c"], None, "wrap")
     assert compose(["data.path=none"]).wandb.tags == ["a", "b"]
+    for mode, meant in {"dryrun": "offline", "run": "online", "shared": "online"}.items():
+        monkeypatch.setenv("WANDB_MODE", mode)
+        assert compose(["data.path=none"]).wandb.wanted() == meant
     monkeypatch.setenv("WANDB_PROJECT", "a/b")
     monkeypatch.setenv("WANDB_MODE", "on")
     with pytest.raises(ConfigError) as error:
