@@ -1,10 +1,13 @@
 """compose(["model=gpt2-nano", ...]) for notebooks; messages for the errors of Hydra."""
 
+import argparse
 import contextlib
+import itertools
 import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from types import NoneType
 
 import hydra
@@ -13,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml.reader import ReaderError
 
 from clearhead.config.command_line import not_a_setting
 from clearhead.config.other_names import unknown_key
@@ -25,6 +29,12 @@ from clearhead.errors import NO_VALUE, ClearheadError, ConfigError, Problem, sho
 VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4: only its own
 # Hydra raises these for settings; the last two for folders and for combinations of options.
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, FileNotFoundError, ValueError)
+ERRORS += (RecursionError,)
+UNREADABLE = {  # errors of YAML files that do not name their file
+    UnicodeDecodeError: ("not in UTF-8", "save it as text in UTF-8"),
+    ReaderError: ("contains a character that YAML does not have", "save it as text in UTF-8"),
+    RecursionError: ("nested too deeply, or contains itself", "correct the file"),
+}
 # In the value of an override: a quoted text, or text without quotes, brackets and commas.
 WORD = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.?|[^\\"'(){}\[\],])+""")
 
@@ -115,6 +125,8 @@ def problems_of(error: Exception, arguments: Sequence[str]) -> list[Problem]:
         text = error.override
         invalid = Problem(text, NO_VALUE, "not a valid Hydra override", quoting(text))
         return [invalid if "=" in text else not_a_setting(text, "data.path")]
+    if isinstance(error, tuple(UNREADABLE)) and (found := unreadable_files(arguments)):
+        return found
     if isinstance(error, MissingConfigException) and error.options:
         group, _, value = error.missing_cfg_file.rpartition("/")
         hint = f"use one of {', '.join(error.options)}"
@@ -153,6 +165,28 @@ def problems_of(error: Exception, arguments: Sequence[str]) -> list[Problem]:
         if key and re.search(rf"'[+~]*{re.escape(key)}[=']", said):
             return [Problem(key, value if equals else NO_VALUE, reason, hint)]
     return [Problem("command line", NO_VALUE, reason, hint)]
+
+
+def unreadable_files(arguments: Sequence[str]) -> list[Problem]:
+    """Returns a problem for each YAML file in the user's folders with an error of UNREADABLE."""
+    problems, patterns = [], ("*.yaml", "*/*.yaml")
+    found = [folder.glob(pattern) for folder in folders_of(arguments) for pattern in patterns]
+    for path in itertools.chain(*found):
+        try:
+            OmegaConf.load(path) if path.is_file() else None
+        except tuple(UNREADABLE) as error:
+            problems.append(Problem(os.path.relpath(path), NO_VALUE, *UNREADABLE[type(error)]))
+        except (*ERRORS, OSError):
+            continue  # has another message
+    return problems
+
+
+def folders_of(arguments: Sequence[str]) -> list[Path]:
+    """Returns the folders of settings that the command line adds."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", action="append", default=[])
+    given = parser.parse_known_args(list(arguments))[0].config_dir
+    return [*map(Path, given + re.findall(r"file://([^,'\"\]]+)", " ".join(arguments)))]
 
 
 def quoting(text: str) -> str:

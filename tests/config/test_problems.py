@@ -197,7 +197,11 @@ CONTENTS = {
     # Problems with Hydra's message
     "name: a\nseed: ${sead": "seed",
     "- 1\n- 2": "command line",
-    b"seed: 1\nname: \xe9": "command line",
+    b"seed: 1\nname: \xe9": "mine/experiment/mine.yaml",
+    "seed: 1\nname: a\0": "mine/experiment/mine.yaml",
+    "name: \ud83d": "mine/experiment/mine.yaml",  # half of a character
+    f"name: {'[' * 300}{']' * 300}": "mine/experiment/mine.yaml",
+    "trainer: &a\n  keep: *a": "mine/experiment/mine.yaml",
     "defaults:\n  - override /modle: gpt2-nano": "command line",
     "defaults:\n  - override /model: gpt3": "model",
     "defaults: other": "command line",
@@ -231,7 +235,8 @@ def put(folder, name, content):
         path.touch()
         os.truncate(path, content)
     else:
-        path.write_text(f"# @package _global_\n{content}", encoding="utf-8")
+        content = f"# @package _global_\n{content}"
+        path.write_text(content, encoding="utf-8", errors="surrogatepass")
 
 
 TEXTS = [
