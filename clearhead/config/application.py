@@ -54,7 +54,10 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
 
         def make_config() -> Config:
             refuse(unread_files(job.runtime.config_sources))
-            return checked(values, job.overrides.task)
+            config = checked(values, job.overrides.task)
+            if job.job.chdir:  # printed paths are for the user's folder
+                config = config.with_values({"runs_dir": os.path.abspath(config.runs_dir)})
+            return config
 
         if job.mode == RunMode.MULTIRUN:
             return run_job(job, make_config, run)

@@ -213,6 +213,14 @@ def test_a_swept_group_is_a_column_and_each_run_counts_once(tmp_path):
     assert found == [(0, ["x0-1"]), (25, ["x25-1"])]
 
 
+def test_jobs_may_have_their_own_working_directory(tmp_path):
+    assert sweep_in(tmp_path, log, "seed=1,2", "hydra.job.chdir=true")[0] == 0
+    path, found = results_of(tmp_path)
+    assert found["rows"][0]["seeds"] == [1, 2]
+    runs = [path / str(n) / "runs" / f"{path.name}_{n}" for n in (0, 1)]
+    assert [job["run"] for job in found["jobs"]] == [str(run) for run in runs]  # from any folder
+
+
 def test_runs_are_named_after_the_sweeps_folder_and_grouped(tmp_path):
     configs = []
     for folder, name in {"sweeps/my lr": "my-lr", "a" * 254: "a" * 64}.items():
