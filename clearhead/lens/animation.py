@@ -26,7 +26,7 @@ from .heatmap import (
     tile,
     title_of,
 )
-from .history import evenly_spaced
+from .history import atomic_write, evenly_spaced
 from .probe import Prompt
 from .statistics import STATISTICS
 
@@ -66,8 +66,7 @@ def write_animation(
         if file.tell() <= MAX_BYTES or len(images) <= 2:
             break
         images = evenly_spaced(images, max(2, len(images) * MAX_BYTES // file.tell()))
-    path.unlink(missing_ok=True)  # writing would follow a link
-    path.write_bytes(file.getvalue())
+    atomic_write(path, file.getvalue())
 
 
 def _frame(

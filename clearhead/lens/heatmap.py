@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from .history import atomic_write
 from .probe import Prompt, from_codes, triangle_to_square
 from .statistics import STATISTICS, uniform_attention
 
@@ -70,7 +71,7 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
     image.paste(Image.fromarray(grid), (left, grid_top))
     label_grid(draw, (left, grid_top), codes.shape, size, gap, font)
     _draw_scale(image, left, grid_top + height + 16, small)
-    in_colour(image).save(path, compress_level=1)
+    save(image, path)
 
 
 def draw_panel(
@@ -118,7 +119,7 @@ def draw_panel(
         heatmap = Image.fromarray(fitted(codes[layer, head], size))
         image.paste(heatmap, (place[0], place[1] + 56))
         outline(draw, (left + head * pitch, top + layer * pitch), pitch - gap)
-    in_colour(image).save(path, compress_level=1)
+    save(image, path)
 
 
 def label_grid(
@@ -224,6 +225,13 @@ def tile(codes: np.ndarray, size: int, gap: int) -> np.ndarray:
     grid[:, :size, :, :size] = fitted(codes, size).swapaxes(1, 2)
     grid = grid.reshape(num_layers * pitch, num_heads * pitch)
     return grid[: len(grid) - gap, : grid.shape[1] - gap]
+
+
+def save(image: Image.Image, path: Path) -> None:
+    """Writes an image of indices as a PNG, atomically."""
+    file = io.BytesIO()
+    in_colour(image).save(file, "PNG", compress_level=1)
+    atomic_write(path, file.getvalue())
 
 
 def in_colour(image: Image.Image) -> Image.Image:

@@ -46,14 +46,18 @@ class History:
     def __init__(self, file: Path, step: int):
         self.file = file
         self.rows = [row for row in read_history(file) if row.step < step]
+        self.pending = b""  # not written yet; may start in the middle of a line
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, "".join(_line(row) for row in self.rows).encode())
 
     def add(self, row: Row) -> None:
+        """Writes the rows that an earlier call could not write, and then this row."""
         line = _line(row)
         self.rows.append(row_of(json.loads(line)))  # rounded, as a resumed run reads it
-        with open(self.file, "a", encoding="utf-8") as file:
-            file.write(line)
+        self.pending += line.encode()
+        with open(self.file, "ab", buffering=0) as file:
+            while self.pending:  # on a nearly full disk only a part is written
+                self.pending = self.pending[file.write(self.pending) :]
 
 
 def atomic_write(path: Path, content: bytes) -> None:

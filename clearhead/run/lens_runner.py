@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ CURVES = {
     "val/accuracy": "validation accuracy",
 }
 MAX_POINTS = 300  # of a curve
-FAILED = "lens: failed; attention logging is off for the rest of this run"
+MAX_FAILURES = 3  # snapshots in a row
+OFF = "lens: attention logging is off for the rest of this run"
 
 
 @dataclass
@@ -42,6 +44,8 @@ class LensRunner:
     debug: bool  # whether an error ends the run
     # (model, heads by name) -> the loss without each head, see inference/ablation.py; None: off
     ablate: Callable[[GPT, dict[str, list[Head]]], dict] | None
+    failures: int = 0  # snapshots in a row that failed, on any rank
+    missing: int = 0  # snapshots that failed or were not taken
 
     def is_due(self, step: int, last_step: int) -> bool:
         return self.lens is not None and self.lens.due(step, last_step)
@@ -53,9 +57,12 @@ class LensRunner:
 
         last_step: of the run. row: the metrics of this step, which are not in metrics.jsonl yet.
 
-        All ranks run the model, and rank 0 writes the files. After an error on one rank the lens is
-        off on all ranks, because they run the model together.
+        All ranks run the model, and rank 0 writes the files. After MAX_FAILURES errors in a row, on
+        any rank, no rank takes another one; a single error may pass, such as a full disk.
         """
+        if self.failures == MAX_FAILURES:
+            self.missing += 1
+            return None
 
         def capture_attention(token_ids: list[int], capture: Callable) -> torch.Tensor:
             input_ids = torch.tensor([token_ids], device=self.strategy.device)
@@ -68,7 +75,8 @@ class LensRunner:
             return None  # after an error
 
         snapshot, failed, log = None, True, self.directory / "metrics.jsonl"
-        with best_effort(FAILED, self.debug, self.strategy.label):
+        what = f"lens: the snapshot of step {step} failed"
+        with best_effort(what, self.debug, self.strategy.label):
             snapshot = self.lens.snapshot(
                 capture_attention,
                 step,
@@ -80,16 +88,22 @@ class LensRunner:
                 ablate=ablate if self.ablate else None,
             )
             failed = False
-        if self.strategy.all_reduce_max(failed):
-            self.lens = None
+        if not self.strategy.all_reduce_max(failed):
+            self.failures = 0
+            return snapshot
+        self.failures, self.missing = self.failures + 1, self.missing + 1
+        if self.failures == MAX_FAILURES and self.strategy.is_rank_0:
+            print(f"{OFF}, after {MAX_FAILURES} failed snapshots in a row", file=sys.stderr)
         return snapshot
 
     def summary(self) -> list[str]:
-        """Returns lines about the heads, for the summary at the end of a run."""
+        """Returns lines about missing snapshots and the heads, for the end of a run."""
         if self.lens is None:
             return []
-        significant = [f"attention heads  {text}" for text in self.lens.most_significant_heads()]
-        return significant + [f"without heads    {t}" for t in self.lens.most_important_heads()]
+        lines = [f"lens             attention snapshots that are missing: {self.missing}"]
+        lines = lines if self.missing else []
+        lines += [f"attention heads  {text}" for text in self.lens.most_significant_heads()]
+        return lines + [f"without heads    {t}" for t in self.lens.most_important_heads()]
 
 
 def curves(rows: list[dict]) -> dict[str, Points]:
@@ -122,7 +136,7 @@ def build_lens(
     """Builds the lens. An error on any rank turns it off, as during training."""
     lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
     if config.lens.every:
-        with best_effort(FAILED, config.debug, strategy.label):
+        with best_effort(OFF, config.debug, strategy.label):
             settings, vocabulary = (
                 LensConfig(**config.lens.model_dump()),
                 data.train.common_tokens(),

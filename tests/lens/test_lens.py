@@ -3,7 +3,9 @@
 import base64
 import hashlib
 import io
+import itertools
 import json
+import os
 import re
 import signal
 
@@ -21,7 +23,7 @@ from clearhead.errors import ConfigError
 from clearhead.lens.config import LensConfig
 from clearhead.lens.heads import COLUMNS
 from clearhead.lens.heatmap import draw_panel, fitted, rgb
-from clearhead.lens.history import Row
+from clearhead.lens.history import Row, read_history
 from clearhead.lens.page import page, run_data
 from clearhead.lens.probe import Frame, Prompt, to_codes
 from clearhead.lens.render import render_run
@@ -296,13 +298,28 @@ def fails(*_, **__):
     raise OSError("two\nlines")
 
 
-def test_pages_are_written_atomically(tmp_path, monkeypatch):
-    lens = lens_on("the bank")
+@pytest.mark.parametrize("kind", ["npz", "png", "html", "webp", "csv"])
+def test_files_are_written_atomically(tmp_path, monkeypatch, kind):
+    lens, replace = lens_on("the bank"), os.replace
     lens.snapshot(model_at(0), 0, 100, tmp_path)
-    monkeypatch.setattr("os.replace", fails)
+    before = names(tmp_path, f"*.{kind}")
+    failing = lambda part, path: (fails if path.suffix == f".{kind}" else replace)(part, path)  # noqa: E731
+    monkeypatch.setattr("os.replace", failing)
     with pytest.raises(OSError):  # noqa: PT011
-        lens.snapshot(model_at(40), 40, 100, tmp_path)
-    assert names(tmp_path, "*.html") == ["step_00000000.html"]
+        lens.snapshot(model_at(100), 100, 100, tmp_path)
+    assert names(tmp_path, f"*.{kind}") == before
+    assert names(tmp_path, "*.part-*") == []
+
+
+def test_a_row_that_was_not_written_is_written_with_the_next(tmp_path, monkeypatch):
+    lens = lens_on("the bank", every=10)
+    watched(lens, tmp_path, 100, first_step=90)
+    with monkeypatch.context() as patch:
+        patch.setattr("clearhead.lens.history.open", fails, raising=False)
+        with pytest.raises(OSError):  # noqa: PT011
+            lens.snapshot(model_at(110), 110, 200, tmp_path)
+    lens.snapshot(model_at(120), 120, 200, tmp_path)
+    assert [row.step for row in read_history(tmp_path / "statistics.jsonl")] == [90, 100, 110, 120]
 
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>&amp;\u2028'\"\\__DATA____CSP__"
@@ -387,7 +404,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         found_losses, found = result(run)
         assert found_losses == losses
         assert_same(found, expected)
-        assert (run.lens.lens is None) == (name == "failing")
+        assert run.lens.missing == 5 * (name == "failing")
     folder = tmp_path / "runs" / "with" / "attention"
     assert len(names(folder, "*.png")) == 5 * 2 * 2
     assert names(folder, "*.html") == [f"step_{s:08d}.html" for s in range(5)] + ["timelapse.html"]
@@ -395,6 +412,26 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
     assert all("attention_layers/entropy/L01" in row for row in log)
     assert log[0]["attention_layers/entropy/L00"] == pytest.approx(1, abs=0.01)
     assert log[0]["attention/viewer"] == "attention/step_00000000.html"
+
+
+def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
+    run, calls = watched_run(make_run, "name=passing"), itertools.count()
+    monkeypatch.setattr(
+        "clearhead.lens.render.page",
+        lambda *inputs: fails() if next(calls) in (1, 2) else page(*inputs),
+    )
+    fit(run)
+    folder = run.directory / "attention"
+    assert names(folder, "*.html") == [f"step_{s:08d}.html" for s in (0, 3, 4)] + ["timelapse.html"]
+    assert (folder / "heads.csv").exists()
+    assert (run.lens.missing, len(run.lens.summary()) > 1) == (2, True)
+
+
+def test_the_lens_is_off_after_several_errors_in_a_row(make_run, monkeypatch):
+    run, calls = watched_run(make_run, "name=lasting"), []
+    monkeypatch.setattr("clearhead.lens.render.page", lambda *_: calls.append(1) or fails())
+    fit(run)
+    assert (run.lens.missing, len(calls)) == (5, 3)
 
 
 def test_resumed_run_has_the_same_pages(make_run, tmp_path):
