@@ -170,8 +170,11 @@ def test_every_target_counts_the_same(lengths, batch_size, draw):
     )
     for bytes_per, has_accuracy in [(np.full(257, 2), False), (None, True)]:
         model.train(has_accuracy)
-        metrics = Validation(dataset, windows, bytes_per).run(model, CPU, batch_size)
+        validation = Validation(dataset, windows, bytes_per)
+        metrics = validation.run(model, CPU, batch_size)
         assert metrics["val/loss"] == pytest.approx(float(expected), rel=1e-5)
+        in_parts = validation.run_in_parts(model, CPU, batch_size)
+        assert in_parts["loss"] == pytest.approx(float(expected), rel=1e-5)
         assert ("val/accuracy" in metrics) == has_accuracy
         assert model.training == has_accuracy
     assert modes == {(False, False)}

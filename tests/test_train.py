@@ -6,11 +6,13 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -41,6 +43,7 @@ from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedEr
 from clearhead.interop.huggingface import to_hf
 from clearhead.interop.pretrained import load_pretrained
 from clearhead.optim.optimizers import NonFiniteCheck
+from clearhead.run import evaluation
 from data import load_datasets
 from train import fit, save, train_step
 
@@ -205,6 +208,35 @@ def test_validation_is_the_mean_over_evenly_spaced_windows(make_run):
     assert found["val/loss"] == pytest.approx(math.log(257), abs=0.1)
     # One byte per token: bits per byte are nats per token divided by ln 2.
     assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] / math.log(2), rel=1e-6)
+
+
+def test_the_validation_at_the_end_reads_more_windows(make_run, monkeypatch):
+    """So many that it takes a fixed part of the training; the curve keeps its windows."""
+    monkeypatch.setattr(evaluation, "FINAL_FRACTION", 2.0)
+    steps = ("data.val_fraction=0.5", "trainer.max_steps=3", "trainer.batch_size=4")
+    run = make_run("name=one", *steps, "trainer.eval_windows=5", "trainer.micro_batch_size=2")
+    fit(run)
+    dataset = run.evaluator.validation.dataset
+    run.model.eval()
+    losses = []
+    for window in np.linspace(0, len(dataset) - 1, 2 * 3 * 4).round().astype(int):
+        input_ids, target_ids = dataset[int(window)]
+        losses.append(run.model(input_ids[None], target_ids[None])[1].item())
+    found = json.loads((run.directory / "validation.json").read_text())
+    assert (found["step"], found["windows"], len(found["parts"])) == (3, 24, 24)
+    assert found["loss"] == pytest.approx(sum(losses) / 24, rel=1e-5)
+    assert found["loss_error"] == pytest.approx(statistics.stdev(losses) / 24**0.5, rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2), rel=1e-6)
+    assert run.objective() == found["loss"]
+    summary = json.loads((run.directory / "summary.json").read_text())
+    assert summary["final_validation"] == {k: v for k, v in found.items() if k != "parts"}
+    assert summary["val/loss"] == rows(run.directory)[-1]["val/loss"] == run.state.val_loss
+    assert summary["val/loss"] != pytest.approx(found["loss"], rel=1e-6)
+    monkeypatch.setattr(evaluation, "FINAL_FRACTION", 1e9)
+    everything = make_run(*steps, "trainer.eval_windows=1")
+    fit(everything)
+    assert everything.evaluator.final["windows"] == len(dataset)
+    assert len(everything.evaluator.final["parts"]) == evaluation.PARTS
 
 
 def test_nan_validation_loss_ends_the_run_without_a_checkpoint(make_run):

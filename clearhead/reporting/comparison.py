@@ -18,7 +18,7 @@ import math
 import os
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -41,6 +41,8 @@ COMPARABLE = """\
 Values in different tables are not comparable. Bits per byte are comparable between tokenizers:
 python -m scripts.compare metric=val/bits_per_byte"""
 
+VALIDATION_JSON = "validation.json"  # of a run directory: the validation at the end of the run
+
 Points = list[tuple[int, float]]  # (tokens so far, metric)
 
 
@@ -51,6 +53,16 @@ class ComparedRun:
     metrics: dict[str, object]  # last value of each metric and of step, without step 0
     points: Points  # includes step 0; empty if there is no value after step 0
     is_finished: bool
+    # Of a finished run, from validation.json: the metric on more windows than the last point, its
+    # values on the parts of the text, and the number of windows.
+    final: float | None = None
+    parts: list[float] = field(default_factory=list)
+    windows: int = 0
+
+    @property
+    def value(self) -> float:
+        """Returns the last value of the metric."""
+        return self.points[-1][1] if self.final is None else self.final
 
     @property
     def model(self) -> str:
@@ -81,12 +93,18 @@ class ComparisonRow:
     values: list[float]  # last value of each run
     mean: float  # of values; NaN if any value is NaN
     tokens_to_target: list[int | None]  # of each run; empty without a target
+    parts: list[list[float]] = field(default_factory=list)  # of each run, see ComparedRun
+    windows: list[int] = field(default_factory=list)  # of each run; 0: unknown
+    windows_error: float | None = None  # standard error of the mean over the parts of the text
     difference: "Difference | None" = None  # from the first row of the table
 
 
 @dataclass
 class Difference:
-    """Mean of the differences between the values of two rows, paired by seed."""
+    """Mean of the differences between the values of two rows, paired by seed.
+
+    The standard error has two parts: of the seeds, and of the parts of the validation text.
+    """
 
     mean: float
     standard_error: float
@@ -115,7 +133,22 @@ def read(folder: Path, metric: str) -> ComparedRun:
         hide_measured_steps(settings)
     last = rows[-1]["step"] if rows else -1
     is_finished = last >= max_steps or last == ended_at(folder)
-    return ComparedRun(folder, settings, metrics, points, is_finished)
+    run = ComparedRun(folder, settings, metrics, points, is_finished)
+    final, name = final_validation(folder, last) or {}, metric.removeprefix("val/")
+    if metric.startswith("val/") and name in final:
+        run.final, run.windows = number(final[name]), final["windows"]
+        run.parts = [number(part[name]) for part in final["parts"]]
+    return run
+
+
+def final_validation(folder: Path, step: int) -> dict | None:
+    """Returns validation.json (run/evaluation.py); None if there is none of this step: the run has
+    not ended, or was resumed."""
+    with contextlib.suppress(OSError, ValueError):
+        found = read_json(folder / VALIDATION_JSON)
+        if isinstance(found, dict) and found.get("step") == step:
+            return found
+    return None
 
 
 def ended_at(folder: Path) -> object:
@@ -215,7 +248,7 @@ def summarize(
     rows = []
     for key, group in groups.items():
         text, settings = json.loads(key)
-        last = [run.points[-1][1] for run in group]
+        last = [run.value for run in group]
         reached = [] if target is None else [tokens_to(target, run.points, sign) for run in group]
         row = ComparisonRow(
             text=pairs({name: value for name, value in text.items() if value}),
@@ -229,28 +262,60 @@ def summarize(
             values=last,
             mean=statistics.fmean(last),
             tokens_to_target=reached,
+            parts=[run.parts for run in group],
+            windows=[run.windows for run in group],
         )
+        row.windows_error = standard_error(means_of_parts(row.parts))
         rows.append(row)
     rows.sort(key=lambda row: (row.text, math.isnan(row.mean), sign * row.mean))
     for first, *others in by_text(rows):
         for row in others:
-            row.difference = difference(row, first)
+            row.difference = difference(row, first, metric.startswith("val/"))
     return rows
 
 
-def difference(row: ComparisonRow, first: ComparisonRow) -> Difference | None:
+def difference(row: ComparisonRow, first: ComparisonRow, of_text: bool) -> Difference | None:
     """Compares two rows by the paired t-test, over the seeds that each row has exactly once. None
-    if there are fewer than three such seeds or if a value is NaN or infinite."""
-    values = [dict(zip(r.seeds, r.values, strict=True)) for r in (row, first)]
+    if there are fewer than three such seeds, if a value is NaN or infinite, or if the values on the
+    parts of the text are not known.
+
+    of_text: whether the runs were validated on the same text. Then its error does not become
+    smaller with more seeds: it is that of the differences on the parts of the text, and the degrees
+    of freedom are those of Welch and Satterthwaite.
+    """
     once = [seed for seed in row.seeds if row.seeds.count(seed) == first.seeds.count(seed) == 1]
-    deltas = [values[0][seed] - values[1][seed] for seed in once]
-    if len(deltas) < 3 or not all(map(math.isfinite, deltas)):
+    runs = [[r.seeds.index(seed) for seed in once] for r in (row, first)]
+    pairs = [[r.values[n] for n in ns] for r, ns in zip((row, first), runs, strict=True)]
+    samples = [[a - b for a, b in zip(*pairs, strict=True)]]
+    if len(once) < 3 or not all(map(math.isfinite, samples[0])):
         return None
+    if of_text:
+        parts = [[r.parts[n] for n in ns] for r, ns in zip((row, first), runs, strict=True)]
+        means = [means_of_parts(of_row) for of_row in parts]
+        if min(map(len, means)) < 2 or len(means[0]) != len(means[1]):
+            return None
+        samples.append([a - b for a, b in zip(*means, strict=True)])
     from scipy.special import stdtr  # Student's t distribution; importing scipy.stats takes seconds
 
-    mean, error = statistics.fmean(deltas), statistics.stdev(deltas) / math.sqrt(len(deltas))
-    p_value = 2 * stdtr(len(deltas) - 1, -abs(mean) / (error or 1e-300))
-    return Difference(mean, error, float(p_value), len(deltas))
+    variances = [(standard_error(sample) ** 2, len(sample) - 1) for sample in samples]
+    total = sum(variance for variance, _ in variances)
+    freedom = total**2 / (sum(variance**2 / df for variance, df in variances) or math.inf)
+    mean, error = statistics.fmean(samples[0]), math.sqrt(total)
+    p_value = 2 * stdtr(max(freedom, 1), -abs(mean) / (error or 1e-300))
+    return Difference(mean, error, float(p_value), len(once))
+
+
+def means_of_parts(runs: list[list[float]]) -> list[float]:
+    """Returns for each part of the text the mean over the runs; [] if the runs have different
+    numbers of parts or a value is not finite."""
+    if len(set(map(len, runs))) != 1 or not all(math.isfinite(x) for run in runs for x in run):
+        return []
+    return [statistics.fmean(of_part) for of_part in zip(*runs, strict=True)]
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Returns the standard error of the mean of independent values; None for a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def tokens_to(target: float, points: Points, sign: int) -> int | None:
@@ -285,6 +350,10 @@ def table(rows: list[ComparisonRow], metric: str) -> str:
         has_range = len(row.runs) > 1 and not math.isnan(row.mean)
         cells = {"run": label(row)} | {name: as_yaml(value) for name, value in settings.items()}
         cells |= {"tokens": f"{row.tokens:,}", metric: f"{row.mean:.4f}"}
+        cells["windows"] = ""
+        if row.windows_error is not None:
+            counts = dict.fromkeys(f"{n:,}" for n in (min(row.windows), max(row.windows)))
+            cells["windows"] = f"{'–'.join(counts)} (± {row.windows_error:.4f})"
         cells["min–max"] = f"{min(row.values):.4f}–{max(row.values):.4f}" if has_range else ""
         delta = row.difference
         text = delta and f"{delta.mean:+.4f} ± {delta.standard_error:.4f}, p = {delta.p:.1g}"

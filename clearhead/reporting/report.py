@@ -23,7 +23,8 @@ from clearhead.config.yaml_files import flat
 from clearhead.errors import sanitize
 from clearhead.files import atomic_write, read_bounded, read_rows
 from clearhead.lens.assemble import assemble, content_security_policy
-from clearhead.reporting.charts import Points, chart_data, finite, points_of
+from clearhead.reporting.charts import Points, chart_data, finite, number, points_of
+from clearhead.reporting.comparison import final_validation
 from clearhead.reporting.console import duration
 from clearhead.reporting.report_heads import heads_section
 
@@ -41,7 +42,11 @@ def write_report(folder: Path) -> Path:
         "CSP": content_security_policy(template, embedded),
         "NAME": escape(folder.resolve().name),
         "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {progress(folder, rows)}",
-        "FACTS": facts(rows, read_rows(folder / "starts.jsonl")),
+        "FACTS": facts(
+            rows,
+            read_rows(folder / "starts.jsonl"),
+            final_validation(folder, rows[-1]["step"] if rows else -1) or {},
+        ),
         "HEADS": heads_section(folder / "attention"),
         "CHARTS": json.dumps(chart_data(rows)),
         "SAMPLES": "".join(map(sample_article, reversed(samples))),
@@ -78,7 +83,7 @@ def progress(folder: Path, rows: list[dict]) -> str:
     return f"after step {rows[-1]['step']:,}{of}"
 
 
-def facts(rows: list[dict], starts: list[dict]) -> str:
+def facts(rows: list[dict], starts: list[dict], final: dict) -> str:
     """Returns the main results as HTML: loss, perplexity, parameters, tokens, duration, speed."""
 
     def known(key: str) -> Points:
@@ -97,6 +102,10 @@ def facts(rows: list[dict], starts: list[dict]) -> str:
             shown.append(("Bits per byte", f"{bits[step]:.3f}", f"at step {step:,}"))
         if step in accuracy:
             shown.append(("Accuracy", f"{accuracy[step]:.1%}", f"at step {step:,}"))
+    if not math.isnan(loss := number(final.get("loss"))):
+        error = f" ± {number(final.get('loss_error')):.4f}".replace(" ± nan", "")
+        windows = f"on {number(final.get('windows')):,.0f} windows, at step {final['step']:,}"
+        shown.append(("Validation at the end", f"{loss:.4f}{error}", windows))
     for _, parameters in finite(points_of(starts, "parameters"))[-1:]:
         shown.append(("Parameters", f"{parameters:,.0f}", ""))
     tokens, speeds = known("train/tokens"), known("train/tokens_per_second")

@@ -17,6 +17,7 @@ from clearhead.distributed import launch
 from clearhead.distributed.device_memory import peak_memory
 from clearhead.errors import as_yaml
 from clearhead.files import REPOSITORY, as_json, atomic_write, read_rows
+from clearhead.reporting.comparison import final_validation
 
 
 def write_summary(
@@ -47,10 +48,11 @@ def write_summary(
         overrides = [f"{key}={as_yaml(value)}" for key, value in new.items()]
         command = [*launch.launch_command(), script, override("from", folder), *overrides]
         repeat = shlex.join(command)
-    peak = peak_memory()
+    peak, final = peak_memory(), final_validation(folder, state.step) or {}
     summary = {
         "name": folder.name,
         **{key: value for key, value in last.items() if key.startswith("val/")},
+        "final_validation": {key: value for key, value in final.items() if key != "parts"} or None,
         "seconds": round(time.monotonic() - started, 1),
         "seconds_of": {work: round(each, 2) for work, each in seconds_of.items()},
         "steps": state.step,

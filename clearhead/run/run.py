@@ -18,9 +18,10 @@ from clearhead.checkpoint.format import State
 from clearhead.checkpoint.resume import resume_command
 from clearhead.config.schema import Config
 from clearhead.distributed.strategy import Strategy
-from clearhead.errors import DivergedError
-from clearhead.files import read_rows
+from clearhead.errors import DivergedError, best_effort
+from clearhead.files import as_json, atomic_write, read_rows
 from clearhead.optim.optimizers import learning_rate
+from clearhead.reporting.comparison import VALIDATION_JSON, final_validation
 from clearhead.reporting.metrics import Metrics
 from clearhead.reporting.run_log import RunLog
 from clearhead.run.evaluation import Evaluator
@@ -101,7 +102,20 @@ class Run:
         if row:
             self.state.val_loss = row["val/loss"]
             self.log.validation(self.state.step, row)
+        if row and self.state.step == self.stop.last_step:
+            self.evaluate_at_end()
         return row
+
+    def evaluate_at_end(self) -> None:
+        """Computes the validation metrics on more windows and writes them to validation.json."""
+        with self.log.timed("validation"):
+            found = self.evaluator.validate_at_end(self.model, self.state.step)
+        if self.strategy.is_rank_0:
+            with best_effort(f"{VALIDATION_JSON}: could not be written", self.config.debug):
+                atomic_write(self.directory / VALIDATION_JSON, as_json(found))
+        names = {"loss": "final_val_loss", "loss_error": "final_val_loss_error"}
+        names["windows"] = "final_val_windows"
+        self.log.tracker.summary({name: found[key] for key, name in names.items()})
 
     def sample(self) -> dict:
         """Generates and prints a sample; returns its row of samples.jsonl."""
@@ -125,7 +139,7 @@ class Run:
             seconds,
             self.metrics.train_loss,
             self.checkpointer.seconds if trained_here else None,
-            self.lens.summary(),
+            [*self.evaluator.summary(), *self.lens.summary()],
         )
 
     def exit(self) -> None:
@@ -141,9 +155,11 @@ class Run:
         sys.exit(self.stop.signals.exit_code)
 
     def objective(self) -> float:
-        """Returns the value that a sweep minimises: the lowest validation loss, without validation
-        the last training loss."""
-        if self.state.best_loss is not None:
-            return self.state.best_loss
+        """Returns the value that a sweep minimises: the loss of the validation at the end, without
+        validation the last training loss."""
+        if final := final_validation(self.directory, self.state.step):
+            return final["loss"]
+        if self.state.val_loss is not None:
+            return self.state.val_loss
         losses = [row.get("train/loss") for row in read_rows(self.directory / "metrics.jsonl")]
         return next((loss for loss in reversed(losses) if loss is not None), math.inf)

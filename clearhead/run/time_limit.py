@@ -28,6 +28,7 @@ MEASURED_SECONDS = 30.0
 # 500 rows, 20 snapshots and 10 samples of a small model).
 EVALUATION_FRACTION, EVALUATION_SECONDS = 0.04, 6.0
 ABLATION_FRACTION = 0.01  # of the limit
+FINAL_VALIDATION_FRACTION = 0.02  # of the limit, see evaluation.py
 BYTES_PER_SECOND = 3e8  # at which a checkpoint is written, with its checksums
 EXIT_SECONDS = 2.0  # for the report and the end of the process
 WANDB_EXIT_SECONDS = 5.0  # more for W&B
@@ -44,8 +45,10 @@ class TimeLimit:
         checkpoint_bytes = 12 * meta_model(config.model).num_parameters()
         self.end_of_run = EXIT_SECONDS + checkpoint_bytes / BYTES_PER_SECOND
         self.end_of_run += WANDB_EXIT_SECONDS * (config.wandb.wanted() != "disabled")
+        fraction = FINAL_VALIDATION_FRACTION
         if config.lens.every != 0 and config.lens.ablation != "off":
-            self.end_of_run += ABLATION_FRACTION * min(limit, 1e9)
+            fraction += ABLATION_FRACTION
+        self.end_of_run += fraction * min(limit, 1e9)
         self.end = self.started + limit - self.end_of_run  # of the training
         self._steps: collections.deque[float] = collections.deque(maxlen=10)  # seconds
         self._fastest = math.inf

@@ -106,6 +106,8 @@ def test_two_ranks_train_as_one(watched):
     for step in (HALF, SHORT):
         check_same_tensors(last(many, step), last(one, step))
     assert (many / "samples.jsonl").read_bytes() == (one / "samples.jsonl").read_bytes()
+    ends = [json.loads((run / "validation.json").read_text()) for run in (many, one)]
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=0)
     not_with_fsdp = {"attention/ablation.json"}
     assert contents(many).keys() | not_with_fsdp == contents(one).keys()
     assert [row.keys() for row in rows(many)] == [row.keys() for row in rows(one)]

@@ -97,6 +97,21 @@ def test_seeds_share_a_row_and_the_best_is_first(run, compared, tmp_path):
     assert found["rows"][1]["seeds"] == [0, 1]
 
 
+def test_the_value_of_a_finished_run_is_that_of_the_validation_at_its_end(run, compared):
+    """A file of an earlier end, before the run was resumed, does not count."""
+    for name, seed, step, loss in (("a", 0, 20, 2.25), ("b", 1, 20, 2.75), ("c", 2, 10, 9.0)):
+        parts = [{"loss": loss + change} for change in (-0.5, 0.0, 0.5)]
+        final = {"step": step, "windows": 900, "loss": loss, "parts": parts}
+        (run(name, [3.0, 2.0], seed=seed) / "validation.json").write_text(json.dumps(final))
+    (row,) = compared("target=2")[2]["rows"]
+    assert (row["values"], row["windows"]) == ([2.25, 2.75, 2.0], [900, 900, 0])
+    assert row["tokens_to_target"] == [2000] * 3  # of the curve
+    tables, _, found = compared("runs=runs/[ab]")
+    assert found["rows"][0]["windows_error"] == pytest.approx(0.5 / 3**0.5)
+    ((head, _, cells),) = tables.values()
+    assert dict(zip(head, cells, strict=True))["windows"] == "900 (± 0.2887)"
+
+
 def test_unfinished_runs_and_runs_without_the_metric(run, compared):
     for seed in range(6):
         run(f"a_seed-{seed}", [3.0], seed=seed, trainer={"max_steps": 40})

@@ -93,13 +93,21 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
     (folder / "run.json").write_text(json.dumps({"settings": {"trainer": {"max_steps": 300}}}))
     starts = [{"step": 0, "parameters": 402_976}, {"step": 20, "parameters": "many"}]
     (folder / "starts.jsonl").write_text("\n".join(map(json.dumps, starts)))
+    final = {"step": 30, "windows": 1900, "loss": 7.25, "loss_error": 0.125}
+    (folder / "validation.json").write_text(json.dumps(final))
     opened_page = opened(write_report(folder))
     assert opened_page.locator("h1").inner_text() == "first"
     assert numbers([opened_page.locator("header p").inner_text()])[0][-2:] == ["30", "300"]
     tiles = opened_page.locator(".facts dd").all_inner_texts()
     # e^7; 1000 tokens at each of 20, 30 and 40 tokens per second
     expected = [["5.0000", "30"], ["7.0000", "10"], ["1,096.63", "10"], ["3.000", "10"]]
-    expected += [["402,976"], ["3,000"], ["0", "01", "48"], ["30"]]
+    expected += [
+        ["7.2500", "0.1250", "1,900", "30"],
+        ["402,976"],
+        ["3,000"],
+        ["0", "01", "48"],
+        ["30"],
+    ]
     assert numbers(tiles) == expected
     figures = opened_page.locator("figure")
     assert figures.count() == 5  # loss, bits per byte, learning rate, speed, gradient norm

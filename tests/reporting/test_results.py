@@ -2,9 +2,11 @@
 
 import json
 import math
+import statistics
 
 import pytest
 from matplotlib.figure import Figure
+from scipy import stats
 
 from clearhead.files import as_json
 from clearhead.reporting import comparison as results
@@ -118,7 +120,7 @@ def test_rows_are_compared_by_paired_seeds():
     """Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3)."""
     best, other = row({"lr": 1}, 2.0, 1.0, 3.0), row({"lr": 2}, 3.3, 2.1, 1.2)
     other.seeds = [2, 0, 1]
-    found = results.difference(other, best)
+    found = results.difference(other, best, of_text=False)
     assert (found.mean, found.pairs) == (pytest.approx(0.2), 3)
     assert found.standard_error == pytest.approx(0.1 / math.sqrt(3))
     assert found.p == pytest.approx(0.0742, abs=1e-4)  # t = 2 sqrt(3) with 2 degrees of freedom
@@ -131,4 +133,24 @@ def test_rows_are_compared_by_paired_seeds():
 def test_rows_without_three_pairs_of_finite_values_are_not_compared(seeds, values):
     other = row({"lr": 2}, *values)
     other.seeds = seeds
-    assert results.difference(other, row({"lr": 1}, 1.0, 2.0, 3.5)) is None
+    assert results.difference(other, row({"lr": 1}, 1.0, 2.0, 3.5), of_text=False) is None
+
+
+def test_the_error_of_a_difference_includes_that_of_the_windows():
+    """The runs are validated on the same parts of the text. Differences 0.1, 0.2, 0.3 of the seeds;
+    on the parts, on average over the seeds, 0, 0.1, 0.2, 0.5."""
+    best, other = row({"lr": 1}, 2.0, 1.0, 3.0), row({"lr": 2}, 2.1, 1.2, 3.3)
+    best.parts = [[1.0, 2.0, 5.0, 0.0], [1.0, 1.0, 1.0, 1.0], [3.0, 3.0, 3.0, 3.0]]
+    of_parts = [[-0.1, 0.0, 0.1, 0.4], [0.0, 0.1, 0.2, 0.5], [0.1, 0.2, 0.3, 0.6]]
+    other.parts = [
+        [a + b for a, b in zip(*of_run, strict=True)]
+        for of_run in zip(best.parts, of_parts, strict=True)
+    ]
+    found = results.difference(other, best, of_text=True)
+    of_seeds, of_windows = 0.1**2 / 3, statistics.variance([0, 0.1, 0.2, 0.5]) / 4
+    error = math.sqrt(of_seeds + of_windows)
+    assert (found.mean, found.standard_error) == (pytest.approx(0.2), pytest.approx(error))
+    freedom = error**4 / (of_seeds**2 / 2 + of_windows**2 / 3)  # Welch and Satterthwaite
+    assert found.p == pytest.approx(2 * stats.t.sf(found.mean / error, freedom))
+    other.parts[1] = []  # this run has not ended
+    assert results.difference(other, best, of_text=True) is None
