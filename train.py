@@ -30,7 +30,8 @@ if TYPE_CHECKING:  # at run time, torch is imported only after the settings were
 def fit(run: "Run") -> None:
     """Trains until trainer.max_steps. Evaluates, logs and saves at the intervals in the settings.
 
-    Raises a ClearheadError when training fails, and SystemExit after a stop signal.
+    Raises a ClearheadError when training fails, and SystemExit after a stop signal. In a notebook,
+    an interrupt saves a checkpoint after the current step and raises KeyboardInterrupt.
     """
     trainer, state = run.config.trainer, run.state
     started, first_step = time.perf_counter(), state.step

@@ -281,8 +281,8 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
 
 
 def resume_command(directory: Path, is_saved: bool = False) -> str:
-    """Returns how to resume a run after it stopped: "resume with: COMMAND", or for a job of a sweep
-    how to resume the sweep.
+    """Returns how to resume a run after it stopped: "resume with: COMMAND", for a job of a sweep
+    how to resume the sweep, and in a notebook or a program of the user the expression.
 
     is_saved: whether the checkpoint has the settings of this process. If so, the returned command
     contains only the settings of this machine.
@@ -290,6 +290,8 @@ def resume_command(directory: Path, is_saved: bool = False) -> str:
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         folder = shlex.quote(f"hydra.sweep.dir={HydraConfig.get().sweep.dir}")
         return f"rerun the same command with {folder}"
+    if Path(sys.argv[0]).stem != "train":
+        return f"resume with: fit(build_run(compose([{f'trainer.resume={directory}'!r}])))"
     kept = []
     for text in sys.argv[1:]:
         key = text.lstrip("+-")

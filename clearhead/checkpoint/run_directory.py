@@ -79,6 +79,9 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
                 holder = path.read_text(encoding="utf-8", errors="replace").strip()
             reason = f"{folder} is in use by another process ({holder or 'unknown'})"
             hint = "wait until it ends, or use another name"
+            if holder == _this_process():
+                reason = f"{folder} is in use by a run that was built in this process"
+                hint = "close that run with run.close(), or use another name"
             raise RunDirectoryError("name", folder.name, reason, hint) from None
         except OSError as error:
             if error.errno not in LOCKS_UNSUPPORTED:
@@ -88,11 +91,14 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
             lock = contextlib.nullcontext()
         else:
             with contextlib.suppress(PermissionError):  # Windows: nor written
-                holder = f"process {os.getpid()} on {socket.gethostname()}\n"
-                path.write_text(holder, encoding="utf-8")
+                path.write_text(f"{_this_process()}\n", encoding="utf-8")
         for part in (folder, folder / "attention", folder / "profile"):
             remove_temporary_files(part)
     return lock
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def write_settings(run: Path, settings: dict) -> None:

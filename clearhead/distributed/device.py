@@ -83,20 +83,15 @@ def best_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def should_compile(choice: str | bool, device: torch.device, training_flops: float) -> bool:
+def should_compile(device: torch.device, training_flops: float) -> bool:
     """Returns whether to compile the model. training_flops: of the complete run, on this device.
 
-    auto: if the run is long enough to save more time than compilation takes. On two CPU cores it
+    True if the run is long enough to save more time than compilation takes. On two CPU cores it
     takes 10 to 20 s and saves up to a tenth of each step, almost nothing with dropout
     (docs/results.md). On a GPU, a run of half a minute is long enough.
     """
-    if choice != "auto":
-        return bool(choice)
     worth = WORTH_COMPILING.get(device.type, float("inf"))
-    if training_flops < worth or not can_compile(device):
-        return False
-    torch._dynamo.config.suppress_errors = True  # runs uncompiled if the compiler fails
-    return True
+    return training_flops >= worth and can_compile(device)
 
 
 def compiled_step(choice: str | bool, device: torch.device, steps: int) -> Callable | None:
@@ -107,7 +102,7 @@ def compiled_step(choice: str | bool, device: torch.device, steps: int) -> Calla
     if choice is False or (choice == "auto" and not worth):
         return None
     if choice == "auto":
-        torch._dynamo.config.suppress_errors = True
+        torch._dynamo.config.suppress_errors = True  # runs uncompiled if the compiler fails
     graphs = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
     return functools.partial(torch.compile, dynamic=False, **graphs)
 

@@ -8,9 +8,10 @@ first error the tracker prints a line on stderr and writes only to disk. docs/wa
 dashboard.
 
 A killed process loses the rows that W&B has not written to its record (offline: those of the last
-FLUSH_SECONDS) or sent to the server (online: those of the last 15 seconds). The resumed run logs
-the steps that it computes again, so only rows from before its checkpoint stay lost on W&B, and
-pictures of an online run whose upload was interrupted. The run directory has all of them.
+FLUSH_SECONDS, see wandb_process.py) or sent to the server (online: those of the last 15 seconds).
+The resumed run logs the steps that it computes again, so only rows from before its checkpoint stay
+lost on W&B, and pictures of an online run whose upload was interrupted. The run directory has all
+of them.
 """
 
 import math
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
 ALERT_SECONDS = 3600  # between two alerts with the same title
-FLUSH_SECONDS = "0.1"  # between two writes to the record of a W&B run
 
 
 class Tracker:
@@ -65,18 +65,18 @@ class Tracker:
         self.first_step = 0  # the first step that W&B does not have
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
         self.workspace_is_due = config.workspace  # at the first attention snapshot
-        self.run = None
+        self.run, self.teardown = None, teardown
         if config.wanted() == "disabled":
             return
         # Otherwise W&B sends reports of its errors to its developers, even in offline runs.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        # A private setting of W&B. Without it, a killed offline run loses the last 15 seconds.
-        os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", FLUSH_SECONDS)
         try:
             import wandb  # takes 0.5 s; a broken installation must not end the run
 
             self.wandb = wandb
-            self.run = start_run(wandb, config, folder, settings, run_id)
+            if wandb.sdk.wandb_setup.singleton().most_recent_active_run:
+                self.teardown = lambda: None  # it would end the run that the user has open
+            self.run = start_run(wandb, config, folder, settings, run_id, self.teardown)
         except Exception as error:
             self._stop_logging(error)
         self._call(define_metrics)
@@ -264,7 +264,7 @@ class Tracker:
             self._call(lambda run: run.finish(exit_code=exit_code), seconds)
         if self.run:  # finish has not failed
             self.run = None
-            teardown()
+            self.teardown()
 
     def _call(self, action: Callable, seconds: float | None = None) -> None:
         """Calls action(run). After an error the W&B run is not used again."""
@@ -282,7 +282,7 @@ class Tracker:
             record = shlex.quote(str(_wandb_folder(run)))
             what += f"; upload what was recorded with: wandb sync --include-online {record}"
         say(what)
-        teardown()
+        self.teardown()
 
 
 class NoTracker(Tracker):

@@ -25,6 +25,7 @@ from clearhead.reporting.machine import git
 START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
 CALL_SECONDS = 30  # for the W&B process to answer
 FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT overrides it
+FLUSH_SECONDS = 0.1  # between two writes to the record of a W&B run
 MODEL_SECONDS = 600  # for the upload of the model, 0.5 GB for GPT-2 small
 TEARDOWN_SECONDS = 5  # for the W&B process to end
 WORKSPACE_SECONDS = 10  # to create the view of the project
@@ -67,10 +68,18 @@ def hidden_variables() -> Iterator[None]:
 
 @hidden_variables()
 def start_run(
-    wandb: ModuleType, config: WandbConfig, folder: Path, settings: dict, run_id: str | None
+    wandb: ModuleType,
+    config: WandbConfig,
+    folder: Path,
+    settings: dict,
+    run_id: str | None,
+    teardown: Callable[[], None],
 ):
-    """Starts the W&B run, offline if there is no API key or the server does not answer."""
+    """Starts the W&B run, offline if there is no API key or the server does not answer. It is
+    separate from a run that the user has open in this process, in a notebook."""
+    # Of this run only: settings given to wandb.setup would hold for later runs of the user.
     wandb_settings = wandb.Settings(
+        reinit="create_new",
         console=config.console,
         quiet=True,
         show_info=False,
@@ -79,9 +88,9 @@ def start_run(
         init_timeout=START_SECONDS,
         finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
         finish_timeout_raises=True,
+        # A private setting. By default, a killed offline run loses the last 15 seconds.
+        x_transaction_log_flush_interval=FLUSH_SECONDS,
     )
-    wandb.setup(wandb_settings)
-
     options = {key: getattr(config, key) for key in OF_WANDB_INIT}
     in_force = {"mode": config.wanted(), "id": run_id or config.id}
     settings = settings | {"wandb": config.model_dump() | in_force}
@@ -90,7 +99,9 @@ def start_run(
 
     def init(mode: str):
         seconds = START_SECONDS + CALL_SECONDS
-        return call_with_timeout(seconds, lambda: wandb.init(mode=mode, **options))
+        return call_with_timeout(
+            seconds, lambda: wandb.init(mode=mode, settings=wandb_settings, **options)
+        )
 
     if config.wanted() != "offline":
         try:
@@ -103,7 +114,6 @@ def start_run(
         except Exception as error:
             say(f"the run could not start online ({cause(error)}); it is recorded offline")
             teardown()  # after some server errors the W&B process ends
-            wandb.setup(wandb_settings)
     return init("offline")
 
 

@@ -56,11 +56,16 @@ from model import GPT, ModelConfig
 def build_run(config: Config, signals: StopSignals | None = None) -> Run:
     """Builds all components. Until all checks have passed, a run directory is only locked.
 
-    signals: requests to stop the run. Raises a ClearheadError.
+    signals: requests to stop the run; None in a notebook or a program of the user, whose process
+    is afterwards as it was before. Raises a ClearheadError.
     """
     with contextlib.ExitStack() as closing:  # closes the components after an error
+        if signals is None:
+            signals = closing.push(StopSignals(owns_process=False))  # run.__enter__ enters it
         closing.callback(torch.set_num_threads, torch.get_num_threads())
-        run = Builder(config, closing).build(signals or StopSignals())
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        closing.enter_context(torch.random.fork_rng(devices))
+        run = Builder(config, closing).build(signals)
         run.closing = closing.pop_all()
         return run
 
@@ -225,7 +230,13 @@ class Builder:
             return False
         tokens = trainer.batch_size * length * trainer.max_steps
         flops = self.model.flops_per_token(length) * tokens / self.strategy.world_size
-        return device.should_compile(trainer.compile, self.strategy.device, flops)
+        if trainer.compile != "auto":
+            return trainer.compile
+        if not device.should_compile(self.strategy.device, flops):
+            return False
+        # If the compiler fails, the model runs uncompiled.
+        self.closing.enter_context(torch._dynamo.config.patch(suppress_errors=True))
+        return True
 
     def find_sizes(self, trained_model: torch.nn.Module) -> None:
         """Finds micro_batch_size=auto and, for max_minutes, the number of steps."""

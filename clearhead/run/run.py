@@ -18,7 +18,7 @@ from clearhead.checkpoint.format import State
 from clearhead.checkpoint.resume import resume_command
 from clearhead.config.schema import Config
 from clearhead.distributed.strategy import Strategy
-from clearhead.errors import DivergedError, best_effort
+from clearhead.errors import DivergedError, RunError, best_effort
 from clearhead.files import as_json, atomic_write, read_rows
 from clearhead.optim.optimizers import learning_rate
 from clearhead.reporting.comparison import VALIDATION_JSON, final_validation
@@ -50,6 +50,7 @@ class Run:
     log: RunLog
     stop: Stop
     closing: contextlib.ExitStack  # closes the components, the last opened first
+    is_closed: bool = False
 
     @property
     def directory(self) -> Path:
@@ -70,7 +71,10 @@ class Run:
         )
 
     def __enter__(self) -> "Run":
-        self.stop.signals.phase = "training"
+        if self.is_closed:
+            hint = resume_command(self.directory)
+            raise RunError("name", self.directory.name, "this run has ended and is closed", hint)
+        self.stop.signals.start_training()
         self.stop.limit.start()
         return self
 
@@ -80,7 +84,12 @@ class Run:
             self.log.failed("Diverged" if isinstance(error, DivergedError) else "Failed", error)
         if error is not None:
             self.log.write_report()  # shows the metrics up to the error
+        self.is_closed = True
         self.closing.__exit__(kind, error, trace)
+
+    def close(self) -> None:
+        """Closes a run that will not be trained further: another one can use its directory."""
+        self.__exit__(None, None, None)
 
     def translate_errors(self) -> contextlib.AbstractContextManager:
         """Returns a context that replaces errors of torch by errors with a message for users."""
@@ -144,7 +153,8 @@ class Run:
 
     def exit(self) -> None:
         """Ends the process after a stop signal: prints where the checkpoint is and how to resume
-        the run, and raises SystemExit with the exit code of the signal."""
+        the run, and raises SystemExit with the exit code of the signal, in a notebook
+        KeyboardInterrupt."""
         self.log.console.close()
         if self.strategy.is_rank_0:
             name = signal.Signals(self.stop.signals.received).name
@@ -152,7 +162,7 @@ class Run:
             text = f"stopped by {name} after step {self.state.step}; checkpoint saved in {folder}"
             hint = resume_command(self.directory, is_saved=True)
             print(f"{text}; {hint}", file=sys.stderr)
-        sys.exit(self.stop.signals.exit_code)
+        raise self.stop.signals.ending()
 
     def objective(self) -> float:
         """Returns the value that a sweep minimises: the loss of the validation at the end, without

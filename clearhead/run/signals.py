@@ -1,14 +1,22 @@
-"""Signals that stop a run: SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, which Windows does not have."""
+"""Signals that stop a run: SIGTERM, SIGINT (Ctrl-C), SIGHUP (the terminal was closed) and SIGUSR1.
 
+Windows does not have the last two. A signal that is ignored stays ignored: nohup ignores SIGHUP.
+"""
+
+import contextlib
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 
 from clearhead.distributed.launch import launched
 
 # Slurm can send SIGUSR1 a given time before the time limit.
 STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
+    if hasattr(signal, name)
 )
 PARENT_PID = os.getppid()
 # The start of the process: until now it has computed all the time, mostly imports.
@@ -22,8 +30,13 @@ def exit_code(number: int) -> int:
 
 def exit_on_stop_signals() -> None:
     """Makes signals outside of StopSignals end the process immediately, without a traceback."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, _: os._exit(exit_code(number)))
+    handle(STOP_SIGNALS, lambda number, _: os._exit(exit_code(number)))
+
+
+def handle(numbers: tuple[int, ...], handler: Callable) -> dict[int, object]:
+    """Installs a handler for the signals that are not ignored. Returns their handlers before."""
+    numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in numbers}
 
 
 class StopSignals:
@@ -32,9 +45,13 @@ class StopSignals:
     Before the training loop, a signal ends the process immediately. After the loop, the process
     ends when the run is closed. Further signals have no effect, except that without torchrun a
     second Ctrl-C ends the process at once: this is safe, as unfinished files have temporary names.
+
+    owns_process: false in a notebook or a program of the user. Then only SIGINT is handled, only
+    during the training, and it ends `fit` by KeyboardInterrupt.
     """
 
-    def __init__(self):
+    def __init__(self, owns_process: bool = True):
+        self.owns_process = owns_process
         self.received = 0  # number of the first signal; 0: none
         self.phase = "starting"  # starting | training | finishing
         self._prints = os.environ.get("RANK", "0") == "0"
@@ -43,21 +60,28 @@ class StopSignals:
         self._before = {}
 
     def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        numbers = STOP_SIGNALS if self.owns_process else (signal.SIGINT,)
+        if not self._before and threading.current_thread() is threading.main_thread():
+            self._before = handle(numbers, self._handle)
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self.received and error is None:  # the loop has not seen the signal; a sweep must stop
-            raise SystemExit(self.exit_code)
+            raise self.ending()
         if self.received:  # a sweep must stop after any error
-            error.stopped = self.exit_code
+            error.stopped = exit_code(self.received)
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code for the received signal."""
-        return exit_code(self.received)
+    def start_training(self) -> None:
+        """Makes signals stop the run after the current step."""
+        self.phase = "training"
+        if not self.owns_process:
+            self.__enter__()
+
+    def ending(self) -> BaseException:
+        """Returns the exception that ends the process, or the cell of a notebook."""
+        return SystemExit(exit_code(self.received)) if self.owns_process else KeyboardInterrupt()
 
     def poll(self) -> int:
         """Returns the number of the first signal of this process; 0 without one. The end of
@@ -73,6 +97,8 @@ class StopSignals:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1 and not self._relayed:
             self._print("stopped immediately; complete checkpoints are intact")
+            if not self.owns_process:
+                raise KeyboardInterrupt
             os._exit(exit_code(number))
         if self.phase == "starting":
             self._print(f"stopped by {signal.Signals(number).name} before the first step")
@@ -85,4 +111,5 @@ class StopSignals:
 
     def _print(self, line: str) -> None:
         if self._prints:  # print() is not safe in a signal handler
-            os.write(2, f"{line}\n".encode())
+            with contextlib.suppress(OSError):  # the terminal was closed
+                os.write(2, f"{line}\n".encode())

@@ -156,11 +156,50 @@ def watched(tmp_path_factory):
             patch.setenv(name, value)
         folder = train_in(tmp_path_factory.mktemp("watched"), *WATCHED, *named)
     (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    records = [json.loads(line) for line in lines]
+    records = records_in(file)
     logged = [record["history"]["item"] for record in records if record["type"] == "history"]
     return folder, logged, records, file.parent / "files"
+
+
+def records_in(file: Path) -> list[dict]:
+    """Returns the records of an offline run."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_that_the_user_has_open_is_left_alone(tmp_path, monkeypatch):
+    """Its rows, its end, and the settings of runs that the user opens later."""
+    import wandb
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = {"mode": "offline", "dir": str(tmp_path)}
+    quiet = wandb.Settings(silent=True)
+    theirs = wandb.init(project="theirs", settings=quiet, **options)
+    theirs.log({"x": 1})
+    ours = Tracker(OFFLINE, tmp_path, {})
+    our_id = ours.run_id
+    ours.log({"train/loss": 0.5}, step=0)
+    ours.finish(4)
+    theirs.log({"x": 2})
+    assert wandb.run is theirs
+    theirs.finish()
+    later = wandb.init(settings=quiet, **options)
+    assert later.settings.finish_timeout_raises is wandb.Settings().finish_timeout_raises
+    later.finish()
+    wandb.teardown()
+    found = {}
+    for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):
+        records = records_in(file)
+        (exit_code,) = [r["exit"].get("exit_code", 0) for r in records if r["type"] == "exit"]
+        logged = [record["history"]["item"] for record in records if record["type"] == "history"]
+        keys = ("x", "train/loss")
+        found[file.stem] = [{k: row[k] for k in keys if k in row} for row in logged], exit_code
+    assert found == {
+        f"run-{theirs.id}": ([{"x": 1}, {"x": 2}], 0),
+        f"run-{our_id}": ([{"train/loss": 0.5}], 4),
+        f"run-{later.id}": ([], 0),
+    }
 
 
 def test_without_wandb_the_same_files_are_written(watched, tmp_path):
