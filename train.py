@@ -34,7 +34,7 @@ def fit(run: "Run") -> None:
     an interrupt saves a checkpoint after the current step and raises KeyboardInterrupt.
     """
     trainer, state = run.config.trainer, run.state
-    started, first_step = time.perf_counter(), state.step
+    started = time.perf_counter()
     with run, run.translate_errors():  # `run` closes its components, also after an error
         if state.step == 0:
             evaluate_and_log(run, {})
@@ -50,7 +50,7 @@ def fit(run: "Run") -> None:
                 save_if_due(run, row.get("val/loss"))
             if run.stop.is_stopped():
                 stop(run)
-        run.finish(state.step > first_step, time.perf_counter() - started)
+        run.finish(time.perf_counter() - started)
 
 
 def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:

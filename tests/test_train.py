@@ -44,6 +44,8 @@ from clearhead.interop.huggingface import to_hf
 from clearhead.interop.pretrained import load_pretrained
 from clearhead.optim.optimizers import NonFiniteCheck
 from clearhead.run import evaluation
+from clearhead.reporting import run_log
+from clearhead.reporting.tracker import Tracker
 from data import load_datasets
 from train import fit, save, train_step
 
@@ -523,6 +525,37 @@ def test_a_finished_run_is_not_changed_by_starting_it_again(run, make_run):
     for steps in (6, 3):
         fit(make_run(*OWN, "name=a", f"trainer.max_steps={steps}"))
         assert set(changed_paths(run, before)) <= {"report.html"}  # it contains the time
+
+
+@pytest.mark.parametrize("when", ["in the last step", "before the summary"])
+def test_a_run_that_was_stopped_at_its_end_is_finished_by_the_next_start(
+    make_run, monkeypatch, when
+):
+    """summary.json is written and the W&B run ends, without an error; then nothing changes."""
+    ended = []
+    monkeypatch.setattr(Tracker, "finish", lambda _, exit_code=0: ended.append(exit_code))
+    run = make_run("name=a")
+    with monkeypatch.context() as patched:
+        if when == "before the summary":
+            patched.setattr(run_log, "write_summary", lambda *_: sys.exit(143))
+        else:
+            run.stop.is_stopped = lambda: run.state.step == 4
+            run.stop.signals.received = signal.SIGTERM
+        with pytest.raises(SystemExit):
+            fit(run)
+    assert ended[-1] == 143
+    summary = run.directory / "summary.json"
+    assert (saved_step(run.directory), summary.exists()) == (4, False)
+    before = weights(run)
+    again = make_run("name=a")
+    fit(again)
+    assert ended[-1] == 0
+    assert_same(weights(again), before)
+    assert [row["step"] for row in rows(run.directory)] == [0, *range(1, 5)]
+    assert json.loads(summary.read_text())["steps"] == 4
+    before = contents(run.directory)
+    fit(make_run("name=a"))
+    assert set(changed_paths(run.directory, before)) <= {"report.html"}  # it contains the time
 
 
 def test_train_without_network_account_or_stdout(tmp_path, text_file):

@@ -18,7 +18,12 @@ from attention import SCORES
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing
 from clearhead.checkpoint.format import State
-from clearhead.checkpoint.run_directory import has_other_files, lock_directory, settings_of
+from clearhead.checkpoint.run_directory import (
+    has_other_files,
+    lock_directory,
+    settings_of,
+    summarized_step,
+)
 from clearhead.config.compose import override
 from clearhead.config.schema import Config
 from clearhead.config.stored import (
@@ -63,6 +68,7 @@ class Start:
     state: State | None = None  # of the checkpoint
     in_place: bool = False  # True: resumes in the run directory of the checkpoint; False: a branch
     locked: Path | None = None  # on rank 0: the run directory if it is locked already
+    was_finished: bool = False  # True: no step is left, and summary.json was written after the last
 
 
 def complete_settings(
@@ -124,7 +130,7 @@ def find_start(
     """
     locked = state = None
 
-    def find() -> tuple[str, dict, bool] | None:
+    def find() -> tuple[str, dict, bool, int | None] | None:
         nonlocal locked, state
         own = own_directory(config)
         # Settings files may be missing from a run with checkpoints.
@@ -134,7 +140,7 @@ def find_start(
         if (found := find_resume_checkpoint(config)) is None:
             return None
         state = named[1] if named and named[0] == found else checkpoint.load_state(found)
-        return str(found), asdict(state), is_in_place(found, config)
+        return str(found), asdict(state), is_in_place(found, config), own and summarized_step(own)
 
     # Other ranks may have no access to the directory.
     shared = strategy.broadcast(strategy.on_rank_0(find))
@@ -142,7 +148,7 @@ def find_start(
         if not config.trainer.max_minutes:  # otherwise max_steps is not known yet
             config = with_automatic_values(config)
         return config, Start(locked=locked)
-    found, values, in_place = shared
+    found, values, in_place, summarized = shared
     state = state or State.from_values(values)
     config = with_automatic_values(config, state.settings)
     source = own_directory(config) if in_place and config.name else config.trainer.resume
@@ -156,7 +162,8 @@ def find_start(
         problems.append(Problem("trainer.max_steps", config.trainer.max_steps, reason, hint))
     with strategy.raise_on_all_ranks():
         refuse(problems)
-    return config, Start(Path(found), state, in_place, locked)
+    was_finished = config.trainer.max_steps <= state.step == summarized
+    return config, Start(Path(found), state, in_place, locked, was_finished)
 
 
 def longer(config: Config, step: int) -> str:

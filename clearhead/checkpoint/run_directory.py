@@ -3,6 +3,7 @@
 runs/NAME/.lock          locked while a process writes here; contains the process id and host name
           run.json       all settings, read by programs
           config.yaml    all settings, for users; programs do not parse it
+          summary.json   the result; written last, when everything else of a run is done
 """
 
 import contextlib
@@ -20,9 +21,10 @@ from filelock import FileLock, Timeout
 
 from clearhead.config.stored import SETTINGS_JSON, settings_of
 from clearhead.errors import RunDirectoryError, RunFileError
-from clearhead.files import atomic_write, fsync, make_folder, remove_temporary_files
+from clearhead.files import atomic_write, fsync, make_folder, read_json, remove_temporary_files
 
 LOCK, CONFIG_YAML = ".lock", "config.yaml"
+SUMMARY_JSON = "summary.json"
 # These files are opened for writing; all others are written to a temporary name and renamed.
 OPENED_IN_PLACE = (LOCK, "metrics.jsonl", "samples.jsonl", "starts.jsonl")
 # Errors of flock on a file system without locks.
@@ -110,6 +112,14 @@ def write_settings(run: Path, settings: dict) -> None:
     # Not with OmegaConf, which interprets "${" in a prompt as an interpolation.
     content = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     atomic_write(run / CONFIG_YAML, content.encode())
+
+
+def summarized_step(run: Path) -> int | None:
+    """Returns the last step of a finished run; None if summary.json is missing or invalid."""
+    try:
+        return read_json(run / SUMMARY_JSON)["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def has_other_files(folder: Path) -> bool:

@@ -50,6 +50,7 @@ class RowFile:
         if self.file:
             with contextlib.suppress(OSError):  # sync has reported it
                 self.file.close()
+            self.file = None
 
     def _write(self) -> None:
         try:

@@ -76,7 +76,7 @@ class RunLog:
         out(f"run directory: {self.directory}")
         if where := self.tracker.where():
             out(f"W&B: {where}")
-        if step >= config.trainer.max_steps:
+        if start.was_finished:
             out(f"already finished after step {step}; to train further, use {longer(config, step)}")
         elif step > 0 and start.in_place:
             out(f"resuming after step {step}")
@@ -93,17 +93,15 @@ class RunLog:
         saving_seconds: float | None,
         about_heads: list[str],
     ) -> None:
-        """Writes summary.json and the report, uploads the model and prints a summary.
+        """Uploads the model, prints a summary, ends the W&B run, and writes the report and, at the
+        very end, summary.json: a run without it is finished by its next start.
 
         started: the time.monotonic() at the start of the process. seconds: of the training.
-        train_loss: of the last row. saving_seconds: for which saving blocked training; None if this
-        process trained no step. about_heads: lines about the attention heads.
+        train_loss: of the last row. saving_seconds: for which saving blocked training; None if the
+        run was finished before. about_heads: lines about the attention heads.
         """
         out, folder, uploaded = self.console, self.directory, None
         seconds_of = self.seconds | {"training": seconds - sum(self.seconds.values())}
-        if saving_seconds is not None and out.is_rank_0:
-            with best_effort("summary.json: could not be written", self.debug):
-                write_summary(folder, config, state, started, seconds_of)
         with best_effort("W&B: the model was not uploaded", self.debug):
             uploaded = self.tracker.log_model(state.best_step)
         self.write_report()
@@ -137,3 +135,7 @@ class RunLog:
             out.print(f"W&B model        {uploaded}")
         if where := self.tracker.where():
             out.print(f"W&B              {where}")
+        self.tracker.finish()
+        if saving_seconds is not None and out.is_rank_0:
+            with best_effort("summary.json: could not be written", self.debug):
+                write_summary(folder, config, state, started, seconds_of)

@@ -8,6 +8,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 
 from clearhead.checkpoint.format import State
+from clearhead.checkpoint.run_directory import SUMMARY_JSON
 from clearhead.config.application import is_single_run
 from clearhead.config.compose import override
 from clearhead.config.schema import Config
@@ -64,4 +65,4 @@ def write_summary(
         "repeat": repeat,
         "start": starts[-1],
     }
-    atomic_write(folder / "summary.json", as_json(summary))
+    atomic_write(folder / SUMMARY_JSON, as_json(summary))

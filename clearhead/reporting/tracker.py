@@ -65,7 +65,7 @@ class Tracker:
         self.first_step = 0  # the first step that W&B does not have
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
         self.workspace_is_due = config.workspace  # at the first attention snapshot
-        self.run, self.teardown = None, teardown
+        self.run, self.is_shared = None, False  # with a W&B run that the user has open
         if config.wanted() == "disabled":
             return
         # Otherwise W&B sends reports of its errors to its developers, even in offline runs.
@@ -75,8 +75,8 @@ class Tracker:
 
             self.wandb = wandb
             if wandb.sdk.wandb_setup.singleton().most_recent_active_run:
-                self.teardown = lambda: None  # it would end the run that the user has open
-            self.run = start_run(wandb, config, folder, settings, run_id, self.teardown)
+                self.is_shared = True
+            self.run = start_run(wandb, config, folder, settings, run_id, self.is_shared)
         except Exception as error:
             self._stop_logging(error)
         self._call(define_metrics)
@@ -264,7 +264,7 @@ class Tracker:
             self._call(lambda run: run.finish(exit_code=exit_code), seconds)
         if self.run:  # finish has not failed
             self.run = None
-            self.teardown()
+            self._teardown()
 
     def _call(self, action: Callable, seconds: float | None = None) -> None:
         """Calls action(run). After an error the W&B run is not used again."""
@@ -282,7 +282,11 @@ class Tracker:
             record = shlex.quote(str(_wandb_folder(run)))
             what += f"; upload what was recorded with: wandb sync --include-online {record}"
         say(what)
-        self.teardown()
+        self._teardown()
+
+    def _teardown(self) -> None:
+        if not self.is_shared:
+            teardown()
 
 
 class NoTracker(Tracker):

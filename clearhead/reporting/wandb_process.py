@@ -73,11 +73,13 @@ def start_run(
     folder: Path,
     settings: dict,
     run_id: str | None,
-    teardown: Callable[[], None],
+    is_shared: bool,
 ):
-    """Starts the W&B run, offline if there is no API key or the server does not answer. It is
-    separate from a run that the user has open in this process, in a notebook."""
-    # Of this run only: settings given to wandb.setup would hold for later runs of the user.
+    """Starts the W&B run, offline if there is no API key or the server does not answer.
+
+    is_shared: whether the user has another run open in this process, in a notebook. It is not
+    changed: wandb.setup would change the settings of its session, and teardown would end it.
+    """
     wandb_settings = wandb.Settings(
         reinit="create_new",
         console=config.console,
@@ -91,6 +93,9 @@ def start_run(
         # A private setting. By default, a killed offline run loses the last 15 seconds.
         x_transaction_log_flush_interval=FLUSH_SECONDS,
     )
+    if not is_shared:
+        wandb.setup(wandb_settings)
+
     options = {key: getattr(config, key) for key in OF_WANDB_INIT}
     in_force = {"mode": config.wanted(), "id": run_id or config.id}
     settings = settings | {"wandb": config.model_dump() | in_force}
@@ -113,7 +118,9 @@ def start_run(
             )
         except Exception as error:
             say(f"the run could not start online ({cause(error)}); it is recorded offline")
-            teardown()  # after some server errors the W&B process ends
+            if not is_shared:
+                teardown()  # after some server errors the W&B process ends
+                wandb.setup(wandb_settings)
     return init("offline")
 
 

@@ -138,6 +138,7 @@ class Builder:
                 log=log,
                 stop=Stop(strategy, signals, self.limit, config.trainer.max_steps, targets),
                 closing=self.closing,
+                was_finished=self.start.was_finished,
             )
             lines = [*self.data.notes, *self.notes]
             log.introduce(config, self.state, self.start, self.describe(), lines)
@@ -292,8 +293,8 @@ class Builder:
             directory = self.create_directory()
             saver = Saver(directory, config.trainer.keep, state if self.start.in_place else None)
             self.closing.callback(saver.close)
-            if state.step >= config.trainer.max_steps:
-                return directory, saver, NoTracker()  # no step left
+            if self.start.was_finished:
+                return directory, saver, NoTracker()
             parameters = self.model.num_parameters()
             self.notes.extend(saver.disk_space_notes(12 * parameters))
             run_directory.write_settings(directory, state.settings)

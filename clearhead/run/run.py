@@ -50,6 +50,7 @@ class Run:
     log: RunLog
     stop: Stop
     closing: contextlib.ExitStack  # closes the components, the last opened first
+    was_finished: bool  # whether an earlier process has finished the run
     is_closed: bool = False
 
     @property
@@ -133,21 +134,21 @@ class Run:
         self.log.sample(row)
         return row
 
-    def finish(self, trained_here: bool, seconds: float) -> None:
+    def finish(self, seconds: float) -> None:
         """Waits for the last checkpoint, uploads the model and prints a summary.
 
-        trained_here: whether this process trained any step. seconds: the duration of the training.
+        seconds: the duration of the training. A run that was stopped after its last step, before it
+        was finished, is finished by the next start.
         """
         self.stop.signals.phase = "finishing"
-        if trained_here:
-            self.checkpointer.finish(self.state)
+        self.checkpointer.finish(self.state)
         self.log.finish(
             self.config,
             self.state,
             self.stop.limit.started,
             seconds,
             self.metrics.train_loss,
-            self.checkpointer.seconds if trained_here else None,
+            None if self.was_finished else self.checkpointer.seconds,
             [*self.evaluator.summary(), *self.lens.summary()],
         )
 

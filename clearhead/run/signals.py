@@ -80,8 +80,10 @@ class StopSignals:
             self.__enter__()
 
     def ending(self) -> BaseException:
-        """Returns the exception that ends the process, or the cell of a notebook."""
-        return SystemExit(exit_code(self.received)) if self.owns_process else KeyboardInterrupt()
+        """Returns the exception that ends the process, or the cell that was interrupted."""
+        if self.received == signal.SIGINT and not self.owns_process:
+            return KeyboardInterrupt()
+        return SystemExit(exit_code(self.received))
 
     def poll(self) -> int:
         """Returns the number of the first signal of this process; 0 without one. The end of

@@ -135,7 +135,8 @@ def test_settings_have_priority_over_variables(tmp_path, recorded, monkeypatch):
     """wandb.init reads the variables too. null on the command line means that none counts."""
     monkeypatch.setenv("WANDB_RUN_GROUP", "from outside")
     seen = []
-    recorded.init.side_effect = lambda **_: seen.append(os.environ.get("WANDB_RUN_GROUP"))
+    group = "WANDB_RUN_GROUP"
+    recorded.init.side_effect = lambda **_: seen.append(os.environ.get(group)) or recorded
     Tracker(WandbConfig.with_defaults(mode="offline", group=None), tmp_path, {}).finish()
     assert (seen, os.environ["WANDB_RUN_GROUP"]) == ([None], "from outside")
 

@@ -10,9 +10,9 @@ from helpers.refusals import refused
 from helpers.runs import rows
 
 from clearhead.checkpoint import listing
+from clearhead.distributed import device
 from clearhead.errors import RunDirectoryError, RunError
 from clearhead.run.signals import STOP_SIGNALS
-from clearhead.distributed import device
 from train import fit
 
 
