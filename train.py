@@ -63,7 +63,7 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
     phase = run.log.profiler.phase
     strategy.reseed(config.seed, state.step)  # dropout depends on (seed, step, rank) only
     micro_batches = next(run.batches)  # each: ((input_ids, target_ids), number of targets)
-    run.stop.start_step(sum(count for _, count in micro_batches))
+    run.stop.start_step(state.step, sum(count for _, count in micro_batches))
     mean_loss = 0.0
     for number, (tensors, count) in enumerate(micro_batches, start=1):
         input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)

@@ -97,16 +97,20 @@ def learning_rate(
         return lr * (step + 1) / warmup_steps
     if config.schedule == "constant":
         return lr
-    if config.schedule == "cosine":
-        start = warmup_steps
-    else:
-        start = max(warmup_steps, round(max_steps * (1 - config.decay_fraction)) - 1)
+    start = decay_start(config, warmup_steps, max_steps)
     if step < start:
         return lr
     # From lr at step `start` to exactly r lr at the last step, max_steps - 1.
     done = min(1.0, (step - start) / max(1, max_steps - 1 - start))
     fall = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
     return lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)
+
+
+def decay_start(config: OptimizerConfig, warmup_steps: int, max_steps: int) -> int:
+    """Returns the last step with the peak learning rate."""
+    if config.schedule == "cosine":
+        return warmup_steps
+    return max(warmup_steps, round(max_steps * (1 - config.decay_fraction)) - 1)
 
 
 class NonFiniteCheck:

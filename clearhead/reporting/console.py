@@ -39,7 +39,7 @@ class Console:
             f"lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s  {duration(left)} left"
         )
         if self.bar:
-            self.bar.update(self.task, completed=step, description=line)
+            self.bar.update(self.task, completed=step, total=self.max_steps, description=line)
         else:
             self.print(line)
 

@@ -6,7 +6,8 @@ its state and receives its inputs as arguments; none has a reference to the run.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from clearhead.distributed import device, launch
 from clearhead.distributed.build import build_strategy
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DataError, exit_code_of, refuse
-from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer
+from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer, decay_start
 from clearhead.planning.micro_batch import check_memory, find_micro_batch
 from clearhead.reporting.console import Console
 from clearhead.reporting.jsonl import RowFile, drop_rows_after
@@ -136,7 +137,14 @@ class Builder:
                     log.directory, saver, strategy, self.model, self.optimizer
                 ),
                 log=log,
-                stop=Stop(strategy, signals, self.limit, config.trainer.max_steps, targets),
+                stop=Stop(
+                    strategy,
+                    signals,
+                    self.limit,
+                    config.trainer.max_steps,
+                    targets,
+                    self.decay_start(),
+                ),
                 closing=self.closing,
                 was_finished=self.start.was_finished,
             )
@@ -158,6 +166,14 @@ class Builder:
         self.config, self.start = find_start(
             self.config, named, self.strategy, self.closing, self.notes
         )
+
+    def decay_start(self) -> Callable[[int], int] | None:
+        """Returns (number of steps) -> the last step before the decay of the learning rate; None if
+        the schedule has no part without decay, or its own number of steps."""
+        optimizer, trainer = self.config.optimizer, self.config.trainer
+        if optimizer.schedule != "wsd" or trainer.schedule_steps:
+            return None
+        return functools.partial(decay_start, optimizer, trainer.warmup_steps)
 
     # --------------------------------------------------------------------- data and model
 

@@ -16,6 +16,7 @@ import torch
 from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.checkpoint.format import State
 from clearhead.checkpoint.resume import resume_command
+from clearhead.checkpoint.run_directory import write_settings
 from clearhead.config.schema import Config
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DivergedError, RunError, best_effort
@@ -98,12 +99,25 @@ class Run:
         return translate_errors(self.config, self.strategy, self.checkpointer, windows)
 
     def check_time_limit(self) -> None:
-        """Makes this step the last one if there is no time for another one."""
+        """Plans fewer steps if steps became slower. Makes this step the last one if there is no
+        time for another one."""
         trainer, step = self.config.trainer, self.state.step
-        if self.stop.is_out_of_time(step):
-            steps = f"the run ends after step {step} of {trainer.max_steps}"
-            self.log.console.print(f"trainer.max_minutes={trainer.max_minutes}: {steps}")
-            self.log.tracker.last_step = step
+        if self.stop.plans_fewer_steps():
+            fewer = self.stop.last_step
+            self.config = self.config.with_values({"trainer.max_steps": fewer})
+            self.state.settings = self.config.model_dump()  # a resumed run has the same schedule
+            if self.strategy.is_rank_0:
+                with best_effort("run.json: cannot be written"):
+                    write_settings(self.directory, self.state.settings)
+            self.log.console.max_steps = fewer
+            text = f"steps became slower; the learning rate decays from step {step} to step {fewer}"
+        elif self.stop.is_out_of_time(step):
+            text = f"the run ends after step {step}"
+        else:
+            return
+        text += f", planned were {trainer.max_steps} steps"
+        self.log.console.print(f"trainer.max_minutes={trainer.max_minutes}: {text}")
+        self.log.tracker.last_step = self.stop.last_step
 
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics."""

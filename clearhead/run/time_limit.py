@@ -2,9 +2,11 @@
 
 The limit holds for everything from the start of the process to its end. The number of steps is
 decided once, before the first step, so the run is the same as one with trainer.max_steps=N. If it
-becomes slower than expected, it ends after an earlier step of the same learning-rate schedule.
+becomes slower than expected, the learning rate starts to decay while there is time for the complete
+decay (stop.py). The run is then the same as one with that smaller N from its start.
 """
 
+import array
 import collections
 import math
 import statistics
@@ -51,6 +53,7 @@ class TimeLimit:
         self.end_of_run += fraction * min(limit, 1e9)
         self.end = self.started + limit - self.end_of_run  # of the training
         self._steps: collections.deque[float] = collections.deque(maxlen=10)  # seconds
+        self._starts = array.array("d")  # of all steps of this process, in seconds
         self._fastest = math.inf
         self._evaluation = self._longest_evaluation = 0.0
         self.start()
@@ -68,6 +71,7 @@ class TimeLimit:
         """Returns whether there is no time for another step after the step that starts now. Called
         at the start of each step."""
         now = time.monotonic()
+        self._starts.append(now)
         self._longest_evaluation = max(self._longest_evaluation, self._evaluation)
         self._steps.append(now - self._previous - self._evaluation)
         self._previous, self._evaluation = now, 0.0
@@ -77,7 +81,16 @@ class TimeLimit:
         # If steps have become slower, the end of the run has too.
         slower = (min(max(1.0, step / self._fastest), SLOWDOWN) - 1) * self.end_of_run
         # There may be an evaluation after this step and one after the next.
-        return self.end - now < 2 * step + 2 * self._longest_evaluation + slower
+        self._left = self.end - now - 2 * self._longest_evaluation - slower  # seconds for steps
+        return self._left < 2 * step
+
+    def steps_left(self) -> float:
+        """Returns how many steps there is time for from the step that starts now on, at the mean
+        speed of the last third of the steps. Infinity before the eleventh step."""
+        recent = max(10, len(self._starts) // 3)
+        if len(self._starts) <= recent:
+            return math.inf
+        return self._left * recent / (self._starts[-1] - self._starts[-1 - recent])
 
 
 def with_max_steps(

@@ -95,6 +95,37 @@ def test_a_slow_run_ends_early_and_can_be_repeated_and_resumed(make_run, tmp_pat
     assert (resumed.state.step, resumed.config.trainer.max_steps) == (3, planned)
 
 
+@pytest.mark.parametrize("seconds", [1.0, 2.0])
+def test_a_slow_run_decays_in_time_and_equals_one_of_fewer_steps(
+    make_run, tmp_path, slow_steps, monkeypatch, seconds
+):
+    """There is time for 110 or 55 of 100 steps. Nothing changes if steps are not slower."""
+    settings = ("trainer.sample_tokens=0", "trainer.eval_every=0", "trainer.log_every=1")
+    run = make_run(*settings, "trainer.max_minutes=100", "trainer.max_steps=100", "name=slow")
+    clock, update, run.stop.limit.end = [0.0], run.strategy.update, 110.0
+
+    def slow_update(*arguments):
+        clock[0] += seconds
+        return update(*arguments)
+
+    run.strategy.update = slow_update
+    with monkeypatch.context() as patched:
+        patched.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        fit(run)
+    slow, steps = tmp_path / "runs" / "slow", run.state.step
+    assert steps == 100 if seconds == 1 else 45 < steps <= 55
+    assert settings_of(slow)["trainer"]["max_steps"] == run.state.settings["trainer"]["max_steps"]
+    log = rows(slow)
+    optimizer = run.config.optimizer
+    assert log[-1]["train/learning_rate"] == pytest.approx(optimizer.lr * optimizer.min_lr_ratio)
+
+    plain = make_run(*settings, f"trainer.max_steps={steps}", "name=plain")
+    fit(plain)
+    check_same_bytes(slow, tmp_path / "runs" / "plain")
+    again = make_run(*settings, "trainer.max_minutes=100", "trainer.max_steps=100", "name=slow")
+    assert again.was_finished
+
+
 @pytest.mark.parametrize("last", [None, 3])
 def test_the_command_of_the_summary_repeats_the_run(in_process, tmp_path, monkeypatch, last):
     """last: the step at which the time is over; None: the run reaches its planned steps."""
