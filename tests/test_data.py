@@ -362,10 +362,12 @@ def test_other_tokens_than_those_of_a_checkpoint_or_of_rank_0_are_refused():
         ([("a.bin", ["1", "2", "x"]), b], ["a.bin"], {2**23}),
         ([("a.bin", ["1", "2"]), b], ["a.bin"], {2**23}),
         ([("a.bin", ["1", "2", ""]), ("b.bin", ["x"])], ["b.bin"], {0}),
-        ([a, ("c.bin", ["4"])], ["b.bin", "c.bin"], set()),
-        ([a], ["b.bin"], set()),
-        ([a, b, ("c.bin", [])], ["c.bin"], set()),
-        ([], ["a.bin"], set()),
+        ([a, ("c.bin", ["4"])], ["b.bin", "c.bin"], {2}),
+        ([a], ["b.bin"], {2, 1}),
+        ([a, b, ("c.bin", [])], ["c.bin"], {2, 3}),
+        ([("0.bin", []), a, b], ["0.bin"], {2, 3}),
+        ([b, a], [], {2}),
+        ([], ["a.bin", "b.bin"], {2, 0}),
     ]:
         with refused(DataError, "data.path", "shards", exit_code=3) as caught:
             check_checksums([a, b], now, "shards", "rank 0", "copy it")

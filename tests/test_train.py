@@ -371,6 +371,20 @@ def test_longer_run_keeps_warmup_and_intervals(make_run, resumed):
         assert longer.learning_rate(longer.config.optimizer.lr) == longer.config.optimizer.lr
 
 
+def test_a_finished_run_that_is_extended_says_that_its_learning_rate_rises(run, resumed, capsys):
+    """And names the setting that keeps the rate low."""
+    longer = (f"trainer.resume={run}", "trainer.max_steps=12")
+    for more, rises in (((), True), (("trainer.schedule_steps=6",), False)):
+        extended = resumed(*longer, *more)
+        printed = capsys.readouterr().out
+        assert ("optimizer.lr" in printed) == rises
+        assert "trainer.schedule_steps=6" in printed
+        lr = extended.config.optimizer.lr
+        assert extended.learning_rate(lr) == pytest.approx(lr if rises else 0.1 * lr)
+    resumed(f"trainer.resume={step_in(run, 3)}", "name=b")  # the rate had not decayed
+    assert "optimizer.lr" not in capsys.readouterr().out
+
+
 def test_invalid_settings_of_a_run_are_an_error_of_its_checkpoint(run, resumed):
     """The message is short. An override replaces a stored setting that is not valid any more."""
     given = (f"trainer.resume={run}", "trainer.max_steps=7")

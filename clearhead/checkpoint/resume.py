@@ -37,6 +37,7 @@ from clearhead.config.yaml_files import flat
 from clearhead.distributed.launch import launch_command
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import Problem, as_yaml, refuse
+from clearhead.optim.optimizers import learning_rate
 
 # These settings determine the parameters' shapes, so trainer.resume_override does not apply.
 FIXED_BY_WEIGHTS = {
@@ -170,6 +171,26 @@ def longer(config: Config, step: int) -> str:
     """Returns the settings with which a finished run trains further."""
     keeps_steps = config.trainer.max_minutes and not names_run(config.trainer.resume)
     return f"trainer.max_steps above {step}{' and trainer.max_minutes=null' if keeps_steps else ''}"
+
+
+def raised_rate(config: Config, state: State) -> list[str]:
+    """Returns a note if the learning rate rises where a run is resumed: the schedule has more steps
+    than before, and the rate had decayed."""
+    trainer, before = config.trainer, state.settings["trainer"]
+    ended = before.get("schedule_steps") or before.get("max_steps")
+    is_number = type(ended) is int and 0 < ended < 2**53
+    if not is_number or state.step < trainer.warmup_steps:
+        return []
+    steps = trainer.schedule_steps or trainer.max_steps
+    old = learning_rate(max(state.step - 1, 0), config.optimizer, trainer.warmup_steps, ended)
+    new = learning_rate(state.step, config.optimizer, trainer.warmup_steps, steps)
+    if new <= old:
+        return []
+    change = f"the learning rate rises from {old:.2g} to {new:.2g}, because its schedule now has"
+    keep = f"trainer.schedule_steps={ended} keeps it low"
+    return [
+        f"optimizer.lr={config.optimizer.lr}: {change} {steps:,} steps instead of {ended:,}; {keep}"
+    ]
 
 
 def own_directory(config: Config) -> Path | None:

@@ -20,7 +20,9 @@ from clearhead.checkpoint.resume import (
     check_same_settings,
     complete_settings,
     find_start,
+    longer,
     own_directory,
+    raised_rate,
 )
 from clearhead.checkpoint.saver import Saver
 from clearhead.checkpoint.tensors import load_optimizer, load_parameters
@@ -183,8 +185,10 @@ class Builder:
         with strategy.raise_on_all_ranks():  # other machines may not have the files
             data = load_datasets(config.data)
             if self.start.state:
-                hint = "restore the data, or use another name= for a new run; "
-                hint += "trainer.resume_override=true resumes anyway"
+                step = self.start.state.step
+                ended = f" {longer(config, step)}" * (step >= config.trainer.max_steps)
+                hint = f"to continue the run with them, add trainer.resume_override=true{ended}; "
+                hint += "for a new run, use another name"
                 trained_on = self.start.state.data or []
                 try:
                     check_checksums(trained_on, data.checksums, path, "the checkpoint", hint)
@@ -280,6 +284,7 @@ class Builder:
         state = dataclasses.replace(self.start.state, settings=new.settings, data=new.data)
         if not self.start.in_place:  # a branch has another W&B run and best checkpoint
             state.wandb_id = state.best_loss = state.best_step = None
+        self.notes += raised_rate(self.config, self.start.state)
         load_optimizer(self.start.checkpoint, self.model, self.optimizer, self.strategy)
         if state.scaler:
             self.strategy.scaler.load_state_dict(state.scaler)

@@ -13,7 +13,6 @@ from clearhead.distributed.strategy import Strategy
 from clearhead.run.signals import STOP_SIGNALS, StopSignals
 from clearhead.run.time_limit import TimeLimit
 
-
 # The number of steps is decreased if there is time for less than this fraction of it: the speed
 # varies. The decay starts a little early, because steps may become still slower.
 TOO_SLOW, CAUTION = 0.95, 0.95

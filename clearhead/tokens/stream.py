@@ -9,11 +9,12 @@ Shapes: B windows in a batch, N ids in a window.
 import hashlib
 import itertools
 import mmap
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 
-from clearhead.errors import DataError
+from clearhead.errors import DataError, shorten
 
 BLOCK_BYTES = 2**22  # each checksum is of one block of this size
 SEARCH_BLOCK = 2**20  # number of ids searched at once
@@ -166,15 +167,17 @@ def check_checksums(
 
     whose: "the checkpoint" or "rank 0". hint: what to do. A checksum "" is not compared.
     """
-    files = itertools.zip_longest(expected, found, fillvalue=("nothing", []))
-    for (name, theirs), (file, ours) in files:
+    before, now = ([name for name, _ in files] for files in (expected, found))
+    if before != now:
+        kinds = {"added": Counter(now) - Counter(before), "missing": Counter(before) - Counter(now)}
+        changes = [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+        reason = f"{whose} read {len(before)} files, this process reads {len(now)}; "
+        reason = shorten(reason + ("; ".join(changes) or "their order differs"))
+        raise DataError("data.path", path, reason, hint)
+    for (file, theirs), (_, ours) in zip(expected, found, strict=True):
         pairs = enumerate(itertools.zip_longest(theirs, ours))
         blocks = [block for block, (a, b) in pairs if a != b and "" not in (a, b)]
-        if name != file:
-            reason = f"{whose} read {name}, this process reads {file}"
-        elif blocks:
+        if blocks:
             byte = blocks[0] * BLOCK_BYTES
             reason = f"{file} differs from the file of {whose}, starting at byte {byte} or later"
-        else:
-            continue
-        raise DataError("data.path", path, reason, hint)
+            raise DataError("data.path", path, reason, hint)
