@@ -43,9 +43,9 @@ from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedEr
 from clearhead.interop.huggingface import to_hf
 from clearhead.interop.pretrained import load_pretrained
 from clearhead.optim.optimizers import NonFiniteCheck
-from clearhead.run import evaluation
 from clearhead.reporting import run_log
 from clearhead.reporting.tracker import Tracker
+from clearhead.run import evaluation
 from data import load_datasets
 from train import fit, save, train_step
 
