@@ -29,6 +29,7 @@ from clearhead.config.schema import (
     Precision,
     Seed,
     Text,
+    Threads,
 )
 from clearhead.errors import CheckpointError, refuse, sanitize
 
@@ -63,6 +64,7 @@ class GenerateConfig(ScriptConfig):
     seed: Seed = Field(0, description="random seed")
     ignore_end: bool = Field(False, description="true: continue after <|endoftext|>")
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
+    threads: Threads = None
     precision: Precision = Field("auto", description="auto | fp32 | bf16 | fp16")
     compile: AutoOrBool = Field("auto", description="auto (long texts on a GPU) | true | false")
 
@@ -82,6 +84,7 @@ def main(settings: GenerateConfig) -> None:
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")  # replaces bytes that the encoding does not have
     refuse(device.check(settings.device, settings.precision))
+    device.set_threads(settings.threads)
     torch_device = device.prepare(settings.device, settings.seed)
     pretrained = load_pretrained(settings.checkpoint)
     num_texts = settings.num_samples * len(settings.prompts)

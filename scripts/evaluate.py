@@ -36,6 +36,7 @@ from clearhead.config.schema import (
     Paths,
     Positive,
     Precision,
+    Threads,
 )
 from clearhead.errors import CheckpointError, DataError, Problem, refuse, sanitize
 from clearhead.reporting.machine import machine
@@ -82,6 +83,7 @@ class EvaluateConfig(ScriptConfig):
     batch_size: Positive = Field(8, description="windows per batch")
     precision: Precision = Field("fp32", description="fp32 | bf16 | fp16 | auto (as in training)")
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
+    threads: Threads = None
     out: OutFile = Field("", description="JSON file for the results")
 
 
@@ -91,8 +93,10 @@ def main(settings: EvaluateConfig) -> None:
     from clearhead.inference.perplexity import ScoredWindows, WindowSettings, evaluate
     from clearhead.interop.pretrained import load_pretrained
     from clearhead.ops.specialize import specialize
+    from clearhead.reporting.console import progress
 
     refuse(device.check(settings.device, settings.precision))
+    device.set_threads(settings.threads)
     pretrained = load_pretrained(settings.checkpoint)
     sizes = window_sizes(settings, pretrained)
     window_settings = WindowSettings(*sizes, settings.data.within_documents)
@@ -106,8 +110,8 @@ def main(settings: EvaluateConfig) -> None:
     model = pretrained.model.to(strategy.device)
     specialize(model, strategy.device)
     lengths = token_byte_lengths(pretrained.tokenizer_name)
-    with strategy.inference(model):
-        results = evaluate(model, windows, lengths, settings.batch_size)
+    with strategy.inference(model), progress("evaluated windows") as report:
+        results = evaluate(model, windows, lengths, settings.batch_size, report)
     if not math.isfinite(results["loss"]):
         hint = "use another checkpoint, or precision=fp32"
         raise CheckpointError("checkpoint", settings.checkpoint, "the loss is NaN or inf", hint)

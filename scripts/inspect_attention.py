@@ -36,6 +36,7 @@ from clearhead.config.schema import (
     LensSettings,
     Paths,
     Positive,
+    Threads,
     rejected,
 )
 from clearhead.errors import ClearheadError, Problem, refuse, sanitize
@@ -97,6 +98,7 @@ class InspectConfig(ScriptConfig):
     )
     data: AblationText = Field(default_factory=AblationText)
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
+    threads: Threads = None
 
     @field_validator("repeat_length")
     @classmethod
@@ -108,7 +110,7 @@ class InspectConfig(ScriptConfig):
 
 @settings_command(InspectConfig)
 def main(settings: InspectConfig) -> None:
-    from clearhead.distributed.device import check, prepare
+    from clearhead.distributed.device import check, prepare, set_threads
     from clearhead.interop.pretrained import load_pretrained
     from clearhead.lens.page import page, run_data
     from clearhead.lens.snapshot_data import snapshot_bytes
@@ -119,6 +121,7 @@ def main(settings: InspectConfig) -> None:
     is_data = out is not None and out.lower().endswith(".npz")
     if is_data and settings.compare:
         refuse([Problem("compare", settings.compare, "an .npz file has one model", "use .html")])
+    set_threads(settings.threads)
     device = prepare(settings.device, seed=0)
     runs, settled = [], None
     for key in ("checkpoint", "compare"):
@@ -212,6 +215,7 @@ def inspect(
 
     from clearhead.inference.ablation import ablate_heads
     from clearhead.lens.snapshots import most_important_heads
+    from clearhead.reporting.console import progress
 
     model, state = trained.model.to(device), trained.state
     is_synthetic = bool(state and state.settings["data"].get("synthetic"))
@@ -230,7 +234,9 @@ def inspect(
             is_synthetic=is_synthetic and not settings.data.path,
             max_tokens=math.inf if settings.ablation == "exact" else 0,
         )
-    data, lines = lens.inspect(capture_attention, step, Path(path).resolve().name, ablate)
+    with progress("passes without heads") as report:
+        ablate = ablate and functools.partial(ablate, report=report)
+        data, lines = lens.inspect(capture_attention, step, Path(path).resolve().name, ablate)
     print(sanitize(f"{path}: most significant heads (in parentheses: uniform attention)"))
     print("\n".join(f"  {line}" for line in lines))
     if settings.ablation:

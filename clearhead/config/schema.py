@@ -76,6 +76,10 @@ Checkpoint = Annotated[
 Paths = Name | Annotated[list[Name], Field(min_length=1)]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Threads = Annotated[
+    Annotated[Positive, Field(le=1024)] | None,
+    Field(description="number of CPU threads; null: one per core, or OMP_NUM_THREADS"),
+]
 AutoOrBool = bool | Literal["auto"]
 
 
@@ -227,7 +231,7 @@ class TrainerConfig(Settings):
     precision: Precision
     compile: AutoOrBool
     device: Device
-    threads: Annotated[Positive, Field(le=1024)] | None
+    threads: Threads
     profile: bool
     on_nonfinite: Literal["skip", "stop"]
     max_skips: Positive

@@ -65,6 +65,12 @@ def prepare(device: str, seed: int) -> torch.device:
     return torch.device(chosen)
 
 
+def set_threads(threads: int | None) -> None:
+    """Sets the number of CPU threads of operations; None: leaves it."""
+    if threads:
+        torch.set_num_threads(threads)
+
+
 def best_device() -> str:
     if torch.cuda.is_available():
         return "cuda"

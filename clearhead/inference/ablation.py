@@ -25,6 +25,7 @@ def ablate_heads(
     dataset: WindowDataset,
     is_synthetic: bool,
     max_tokens: float,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict:
     """Returns the result of `ablate` on 8 to 32 evenly spaced windows of a dataset.
 
@@ -46,7 +47,8 @@ def ablate_heads(
     try:
         edited = EditedModel(model, input_ids, target_ids, is_synthetic)
         passes = model.config.num_heads * (model.config.num_layers + 1) / 2
-        return ablate(edited, edited.windows, groups, passes * input_ids.numel() <= max_tokens)
+        exact = passes * input_ids.numel() <= max_tokens
+        return ablate(edited, edited.windows, groups, exact, report)
     finally:
         model.train(was_training)
 

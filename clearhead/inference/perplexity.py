@@ -13,13 +13,11 @@ Shapes: B windows of a batch, T positions of the longest window, C emb_dim, N sc
 """
 
 import math
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from clearhead.tokens.stream import TokenStream
 from clearhead.tokens.windows import IGNORED
@@ -78,23 +76,20 @@ class ScoredWindows:
 
 
 def evaluate(
-    model: GPT, windows: ScoredWindows, token_lengths: np.ndarray, batch_size: int
+    model: GPT,
+    windows: ScoredWindows,
+    token_lengths: np.ndarray,
+    batch_size: int,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float | int | None]:
-    """Evaluates a model; the caller sets eval mode. Shows a progress bar if stderr is a terminal.
+    """Evaluates a model; the caller sets eval mode.
 
     Returns tokens, bytes, and the values of text_metrics. token_lengths: the bytes of text of each
-    token id.
+    token id. report: called after each batch with the numbers of finished and of all windows.
     """
     device = model.token_emb.weight.device
     num_tokens, num_bytes, nats = 0, 0, 0.0
-    batches = track(
-        range(0, len(windows), batch_size),
-        "evaluating",
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    for first in batches:
+    for first in range(0, len(windows), batch_size):
         numbers = np.arange(first, min(first + batch_size, len(windows)))
         input_ids, target_ids = windows.batch(numbers)  # (B, T)
         scored = target_ids != IGNORED  # (B, T)
@@ -103,6 +98,7 @@ def evaluate(
         nats += float(model.head_loss(x, model.token_emb.weight, targets.to(device))) * len(targets)
         num_tokens += len(targets)
         num_bytes += int(token_lengths[targets.numpy()].sum())
+        report(int(numbers[-1]) + 1, len(windows))
     found = {"tokens": num_tokens, "bytes": num_bytes}
     return found | text_metrics(nats / num_tokens, num_bytes / num_tokens)
 

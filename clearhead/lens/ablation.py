@@ -32,12 +32,17 @@ COLUMNS = ("loss_change", "loss_change_error", "accuracy_without")
 
 
 def ablate(
-    run: RunModel, windows: Tensor, groups: Mapping[str, Sequence[Head]], exact: bool
+    run: RunModel,
+    windows: Tensor,
+    groups: Mapping[str, Sequence[Head]],
+    exact: bool,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict:
     """Removes each head alone, and all heads of each group together. Returns a dict for JSON.
 
     windows (N,): the window, 0 to B - 1, of each target. groups: heads by name. exact: whether to
-    run the model without these heads, otherwise the estimate. Keys of the result:
+    run the model without these heads, otherwise the estimate. report: called after each of these
+    passes with their number until then and in all. Keys of the result:
 
         method              "exact" or "estimate"
         windows, targets    B and N
@@ -66,6 +71,7 @@ def ablate(
             difference = (without - losses).cpu().double()  # (N,)
             changes.append(torch.zeros_like(targets).index_add(0, windows, difference))
             accuracies[number] = _mean(found)
+            report(number + 1, len(removed))
     results = [
         _result(change, targets, accuracy)
         for change, accuracy in zip(changes, accuracies, strict=True)

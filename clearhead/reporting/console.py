@@ -1,15 +1,29 @@
-"""Progress of training on stdout: a progress bar on a terminal, plain lines elsewhere."""
+"""Progress of training (on stdout) and of scripts (on stderr): a progress bar on a terminal, plain
+lines elsewhere."""
 
 import collections
+import contextlib
 import datetime
+import functools
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from clearhead.errors import sanitize
+
+LINE_SECONDS = 10  # between two lines about the same work
+Report = Callable[[int, int], None]  # called with the number of finished and of all parts
 
 
 class Console:
@@ -43,6 +57,13 @@ class Console:
         else:
             self.print(line)
 
+    def validation(self) -> Report:
+        """Returns a function that shows how many windows of a validation are done."""
+        what = "validation windows"
+        if not self.bar:
+            return _report_lines(what, self.print)
+        return lambda done, total: self.bar.update(self.task, description=_line(what, done, total))
+
     def print(self, text: str = "") -> None:
         """Prints a line, above the progress bar if there is one. Does not interpret rich markup,
         and escapes control characters: a sample may contain any characters."""
@@ -55,11 +76,41 @@ class Console:
             self.bar.stop()
 
 
-def rich_console(**options) -> RichConsole:
-    """Returns a rich console on stdout. It ignores FORCE_COLOR, which would write control codes to
-    a file or a pipe, and Jupyter's terminal for `!python`, which keeps each redraw of a bar."""
-    terminal = None if sys.stdout.isatty() and "JPY_PARENT_PID" not in os.environ else False
-    return RichConsole(force_terminal=terminal, force_jupyter=False, **options)
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Report]:
+    """Yields report(done, total), which shows on stderr how much is done. what: the parts."""
+    console = rich_console(stderr=True)
+    if not console.is_terminal:
+        yield _report_lines(what, functools.partial(print, file=sys.stderr, flush=True))
+        return
+    columns = (TextColumn(what), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _report_lines(what: str, print_line: Callable[[str], None]) -> Report:
+    last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        if done < total and time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            print_line(_line(what, done, total))
+
+    return report
+
+
+def _line(what: str, done: int, total: int) -> str:
+    return f"{what}: {done:,} of {total:,}"
+
+
+def rich_console(stderr: bool = False, **options) -> RichConsole:
+    """Returns a rich console. It ignores FORCE_COLOR, which would write control codes to a file or
+    a pipe, and Jupyter's terminal for `!python`, which keeps each redraw of a bar."""
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    terminal = None if is_terminal and "JPY_PARENT_PID" not in os.environ else False
+    return RichConsole(stderr=stderr, force_terminal=terminal, force_jupyter=False, **options)
 
 
 def duration(seconds: float) -> str:

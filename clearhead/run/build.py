@@ -87,8 +87,7 @@ def check_machine(config: Config) -> None:
 def start_strategy(config: Config) -> Strategy:
     """Chooses threads, device, precision and distributed strategy, and joins the process group."""
     trainer = config.trainer
-    if trainer.threads:
-        torch.set_num_threads(trainer.threads)
+    device.set_threads(trainer.threads)
     return build_strategy(config.parallel, trainer.device, trainer.precision, config.seed)
 
 

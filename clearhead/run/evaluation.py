@@ -19,6 +19,7 @@ from clearhead.errors import DIVERGENCE_HINT, DivergedError
 from clearhead.inference.decoding import Sampling, generate
 from clearhead.inference.perplexity import text_metrics
 from clearhead.reporting.comparison import standard_error
+from clearhead.reporting.console import Report
 from clearhead.tokens.windows import evenly_spaced_windows
 from model import GPT
 
@@ -48,13 +49,22 @@ class Validation:
                 num_bytes, num_targets = num_bytes + int(lengths.sum()), num_targets + len(lengths)
             self.bytes_per_token = num_bytes / num_targets or None
 
-    def run(self, model: torch.nn.Module, strategy: Strategy, batch_size: int) -> dict[str, float]:
+    def run(
+        self,
+        model: torch.nn.Module,
+        strategy: Strategy,
+        batch_size: int,
+        report: Report = lambda done, total: None,
+    ) -> dict[str, float]:
         """Returns the mean loss in nats over all targets, and bits per byte or the accuracy. Each
-        rank evaluates some windows; all return the same. batch_size: windows per forward pass."""
-        (sums,) = self._sums(model, strategy, batch_size, [self.windows])
+        rank evaluates some windows; all return the same. batch_size: windows per forward pass.
+        report: called after each pass with the numbers of finished and of all windows."""
+        (sums,) = self._sums(model, strategy, batch_size, report, [self.windows])
         return {f"val/{name}": value for name, value in self._metrics(*sums).items()}
 
-    def run_in_parts(self, model: torch.nn.Module, strategy: Strategy, batch_size: int) -> dict:
+    def run_in_parts(
+        self, model: torch.nn.Module, strategy: Strategy, batch_size: int, report: Report
+    ) -> dict:
         """Returns the metrics of `run` without "val/", and
 
         windows     their number
@@ -63,17 +73,22 @@ class Validation:
                     windows are in one part, because their losses are not independent
         """
         parts = np.array_split(self.windows, min(PARTS, len(self.windows)))
-        sums = self._sums(model, strategy, batch_size, parts)
+        sums = self._sums(model, strategy, batch_size, report, parts)
         of_parts = [self._metrics(*of_part) for of_part in sums if of_part[2] > 0]
         found = self._metrics(*map(sum, zip(*sums, strict=True)))
         error = standard_error([of_part["loss"] for of_part in of_parts])
         return found | {"windows": len(self.windows), "loss_error": error, "parts": of_parts}
 
     def _sums(
-        self, model: torch.nn.Module, strategy: Strategy, batch_size: int, parts: list[np.ndarray]
+        self,
+        model: torch.nn.Module,
+        strategy: Strategy,
+        batch_size: int,
+        report: Report,
+        parts: list[np.ndarray],
     ) -> list[list[float]]:
         """Returns for each part: sum of the losses, number of right predictions and of targets."""
-        sums = []
+        sums, done = [], 0  # done: windows of finished parts
         with strategy.inference(model):
             for part in parts:
                 total, right, count = 0.0, 0, 0
@@ -93,6 +108,9 @@ class Validation:
                     if self.bytes_per_token is None:
                         logits, _ = model(input_ids)  # (B, T, V)
                         right += counts * int((logits.argmax(-1) == target_ids).sum())
+                    of_part = min((first + batch_size) * strategy.world_size, len(part))
+                    report(done + of_part, len(self.windows))
+                done += len(part)
                 sums.append((total, right, count))
         strategy.synchronize()
         return [strategy.all_reduce_sum(float(total), *counts) for total, *counts in sums]
@@ -114,16 +132,16 @@ class Evaluator:
     batch_size: int  # windows per forward pass on this rank
     final: dict | None = None  # the result of `validate_at_end`
 
-    def validate(self, model: GPT, step: int) -> dict[str, float]:
+    def validate(self, model: GPT, step: int, report: Report) -> dict[str, float]:
         """Returns validation metrics; {} without validation data. Raises DivergedError on all ranks
         if the loss is NaN or inf."""
         if self.validation is None:
             return {}
-        row = self.validation.run(model, self.strategy, self.batch_size)
+        row = self.validation.run(model, self.strategy, self.batch_size, report)
         self._check(row["val/loss"], step)
         return row
 
-    def validate_at_end(self, model: GPT, step: int) -> dict:
+    def validate_at_end(self, model: GPT, step: int, report: Report) -> dict:
         """Returns the content of validation.json: the metrics at the last step on more windows,
         see Validation.run_in_parts. Raises DivergedError as `validate` does.
 
@@ -134,7 +152,7 @@ class Evaluator:
         limit = max(trainer.eval_windows, int(FINAL_FRACTION * step * trainer.batch_size))
         windows = evenly_spaced_windows(dataset, limit)
         validation = Validation(dataset, windows, self.validation.token_lengths)
-        found = validation.run_in_parts(model, self.strategy, self.batch_size)
+        found = validation.run_in_parts(model, self.strategy, self.batch_size, report)
         self._check(found["loss"], step)
         self.final = {"step": step} | found
         return self.final

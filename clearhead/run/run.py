@@ -122,7 +122,9 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics."""
         with self.log.timed("validation"):
-            row = self.evaluator.validate(self.model, self.state.step)
+            row = self.evaluator.validate(
+                self.model, self.state.step, self.log.console.validation()
+            )
         if row:
             self.state.val_loss = row["val/loss"]
             self.log.validation(self.state.step, row)
@@ -133,7 +135,8 @@ class Run:
     def evaluate_at_end(self) -> None:
         """Computes the validation metrics on more windows and writes them to validation.json."""
         with self.log.timed("validation"):
-            found = self.evaluator.validate_at_end(self.model, self.state.step)
+            report = self.log.console.validation()
+            found = self.evaluator.validate_at_end(self.model, self.state.step, report)
         if self.strategy.is_rank_0:
             with best_effort(f"{VALIDATION_JSON}: could not be written", self.config.debug):
                 atomic_write(self.directory / VALIDATION_JSON, as_json(found))

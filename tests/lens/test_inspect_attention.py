@@ -23,6 +23,7 @@ from clearhead.lens.heads import NAMES
 from clearhead.lens.probe import from_codes, triangle_to_square, uniform_values
 from clearhead.lens.snapshot_data import read_snapshot
 from clearhead.lens.snapshots import clearest_prompt
+from clearhead.reporting import console
 from data import get_tokenizer
 from scripts.inspect_attention import main
 
@@ -214,9 +215,15 @@ def test_bad_values(in_process, home):
         assert sorted(home.iterdir()) == before
 
 
-def test_loss_without_each_head(in_process, home):
-    code, told, err = in_process(main, home, "checkpoint=runs/one", "ablation=exact", "out=a.html")
-    assert (code, err) == (0, "")
+def test_loss_without_each_head(in_process, home, monkeypatch):
+    numbers = []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", numbers.append)
+        patch.setattr(console, "LINE_SECONDS", 0)
+        arguments = ("checkpoint=runs/one", "ablation=exact", "out=a.html", "threads=3")
+        code, told, err = in_process(main, home, *arguments)
+    assert (code, numbers) == (0, [3])
+    assert re.search(r"\b1 of \d+\n", err)  # its progress
     (run,) = read(home / "a.html")
     assert run["ablation"]["method"] == "exact"
     assert len(run["ablation"]["heads"]) == run["layers"] * run["heads"]

@@ -71,6 +71,37 @@ def test_the_time_left_is_estimated_from_the_last_lines(monkeypatch, capsys):
     assert console_file.duration(1000 - 39) in lines[-1]
 
 
+def test_progress_of_scripts_is_a_bar_or_lines_now_and_then(monkeypatch, capsys):
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    now = [0.0]
+    monkeypatch.setattr(console_file.time, "monotonic", lambda: now[0])
+
+    def work():
+        with console_file.progress("windows") as report:
+            for done in range(1, 101):
+                now[0] += 1
+                report(done, 100)
+
+    work()
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 9)
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    work()
+    assert "100/100" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[2K")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_long_validation_shows_its_progress(make_run, monkeypatch, capsys):
+    monkeypatch.setattr(console_file, "LINE_SECONDS", 0)
+    run = make_run("trainer.eval_windows=5", "trainer.micro_batch_size=2")
+    capsys.readouterr()
+    run.evaluate()
+    assert "2 of 5\n" in (out := capsys.readouterr().out)
+    assert "4 of 5\n" in out
+
+
 def test_the_last_sample_is_printed_once(make_run, capsys):
     run = make_run("name=a", "trainer.sample_tokens=8", "trainer.eval_every=2")
     fit(run)
