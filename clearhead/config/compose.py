@@ -35,6 +35,8 @@ UNREADABLE = {  # errors of YAML files that do not name their file
     ReaderError: ("contains a character that YAML does not have", "save it as text in UTF-8"),
     RecursionError: ("nested too deeply, or contains itself", "correct the file"),
 }
+# Characters of web pages and editors, and those of a keyboard.
+COPIED = str.maketrans("“”‘’–—−\xa0", "\"\"''--- ", "\r")
 # In the value of an override: a quoted text, or text without quotes, brackets and commas.
 WORD = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.?|[^\\"'(){}\[\],])+""")
 
@@ -87,12 +89,15 @@ def in_quotes(value: str, kinds: Collection[type]) -> str:
     return WORD.sub(quote, value)
 
 
+def takes_text(key: str) -> bool:
+    return key in FIELDS and is_text(FIELDS[key].annotation)
+
+
 def with_quoted_numbers(override: str) -> str:
     """Returns an override with quotes around the numbers of a text setting."""
     key, equals, value = override.partition("=")
-    field = FIELDS.get(key.lstrip("+"))
     is_call = re.match(r"\w+\(", value)  # range(1,3)
-    if field is None or is_call or not is_text(field.annotation):
+    if is_call or not takes_text(key.lstrip("+")):
         return override
     return f"{key}{equals}{in_quotes(value, (int, float))}"
 
@@ -122,9 +127,16 @@ def one_line_each(arguments: Sequence[str]) -> Iterator[None]:
 def problems_of(error: Exception, arguments: Sequence[str]) -> list[Problem]:
     """Returns the problem that an error of Hydra is about, and further unknown settings."""
     if isinstance(error, OverrideParseException):
-        text = error.override
-        invalid = Problem(text, NO_VALUE, "not a valid Hydra override", quoting(text))
-        return [invalid if "=" in text else not_a_setting(text, "data.path")]
+        text, plain = error.override, error.override.translate(COPIED)
+        key, equals, value = plain.partition("=")
+        hint = quoting(text)
+        if plain != text:
+            hint = f"type {plain.strip()}" + f"; {hint}" * takes_text(key)
+            return [Problem(text, NO_VALUE, "contains characters of a page or editor", hint)]
+        if value[:1] + value[-1:] == "()":
+            hint = f"a list is {shlex.quote(f'{key}=[{value[1:-1]}]')}; {hint}"
+        invalid = Problem(text, NO_VALUE, "not a valid Hydra override", hint)
+        return [invalid if equals else not_a_setting(text, "data.path")]
     if isinstance(error, tuple(UNREADABLE)) and (found := unreadable_files(arguments)):
         return found
     if isinstance(error, MissingConfigException) and error.options:
@@ -132,6 +144,8 @@ def problems_of(error: Exception, arguments: Sequence[str]) -> list[Problem]:
         hint = f"use one of {', '.join(error.options)}"
         if group == "data" and os.path.exists(value):
             hint = not_a_setting(value, "data.path").hint
+        if any(Path(each, group, f"{value}.yml").is_file() for each in folders_of(arguments)):
+            hint = f"rename {value}.yml to {value}.yaml"
         return [Problem(group, value, f"no such {group}", hint)]
     if error.__cause__ and (not str(error) or str(error).startswith("Error merging override")):
         error = error.__cause__
@@ -157,6 +171,15 @@ def problems_of(error: Exception, arguments: Sequence[str]) -> list[Problem]:
     reason = first.rstrip(".")
     hint = "; ".join(line for line in more if not line.startswith(("full_key", "object_type")))
     hint = hint or "see --help"
+    if "defaults : bool" in said:
+        hint = 'write the choice in quotes, as in - override /wandb: "off"'
+    if found := re.match(r"Interpolation key 'hydra\.(.*)' not found", said):
+        hint = f"write ${{hydra:{found[1]}}}"
+    if said.startswith("Config group override must be"):  # null or false
+        for key, value in (text.split("=", 1) for text in arguments if "=" in text):
+            if key in GROUPS and value.lower() in ("null", "true", "false"):
+                names = sorted(path.stem for path in (CONFIGS / key).iterdir())
+                return [Problem(key, value, f"no such {key}", f"use one of {', '.join(names)}")]
     if key := getattr(error, "full_key", None):
         return [Problem(key, NO_VALUE, reason, hint)]
     for text in arguments:  # which one the message quotes

@@ -4,7 +4,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -59,25 +59,35 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
     # Omits the rest of the path: the index in a list or the type in a union.
     length = 2 if path[0] in groups_of(schema) else 1
     key = context.get("key") or ".".join(map(str, path[:length]))
+    if details["type"] == "extra_forbidden" and key == "experiment":
+        hint = "begin its file with the line # @package _global_ (and no byte order mark)"
+        return Problem(key, NO_VALUE, "sets no settings of other groups", hint)
     if details["type"] == "extra_forbidden":
         return unknown_key(key, details["input"], [*fields, *groups_of(schema)])
     if details["type"] == "missing":
-        return Problem(key, NO_VALUE, "is missing", f"set {key}=VALUE")
+        group = key in groups_of(schema)  # ~lens
+        hint = f"choose a file of configs/{key}: {key}=NAME" if group else f"set {key}=VALUE"
+        return Problem(key, NO_VALUE, "is missing", hint)
     if details["type"] == "model_type":
         choice = as_yaml(details["input"])
-        choice = {"true": '"on"', "false": '"off"'}.get(choice, choice)
+        choice = {"null": '"off"', "false": '"off"'}.get(choice, choice)
         hint = f"choose its file under defaults: with - override /{key}: {choice}"
         return Problem(key, details["input"], "is a group of settings", hint)
     reason = PATTERNS.get(context.get("pattern"), details["msg"])
     reason = re.sub("^(Input|List|String) should", "must", reason).replace("False", "false")
     value = flat(values).get(key, NO_VALUE)
-    return Problem(key, value, reason, context.get("hint") or _hint(key, value))
+    kinds = _members(fields[key].annotation) if key in fields else []
+    return Problem(key, value, reason, context.get("hint") or _hint(key, value, kinds))
 
 
-def _hint(key: str, value: object) -> str:
+def _hint(key: str, value: object, kinds: Sequence[object]) -> str:
     variable = environment_variable(key)
     if variable and os.environ.get(variable) == value:
         return f"correct the environment variable {variable}"
+    if None in kinds and value in ("", "none", "None"):
+        return f"write {key}=null"
+    if list in map(typing.get_origin, kinds) and isinstance(value, str):
+        return f"a list of one text is '{key}=[\"{value}\"]'"
     return "see --help"
 
 

@@ -123,6 +123,31 @@ def test_names_and_syntax():
     check_each(compose, [*names, *SYNTAX, *KEYS], KEYS)
 
 
+# A wrong argument, and what its hint says; the hint is accepted.
+HINTS = {
+    "trainer.eval_every=None": "trainer.eval_every=null",
+    "optimizer.matrix_lr=": "optimizer.matrix_lr=null",
+    "optimizer.betas=(0.9,0.95)": "optimizer.betas=[0.9,0.95]",
+    "lens.prompts=one": 'lens.prompts=["one"]',
+    "trainer.max_steps=5\r": "trainer.max_steps=5",
+    "optimizer.lr=1e\u22123": "optimizer.lr=1e-3",
+    "seed=5\xa0": "seed=5",
+    "trainer.sample_prompt=\u201cHello\u201d": 'trainer.sample_prompt="Hello"',
+}
+
+
+def test_hints_are_accepted():
+    for wrong, right in HINTS.items():
+        with pytest.raises(ConfigError) as caught:
+            compose([wrong])
+        assert right in caught.value.problems[0].hint
+        compose([right])
+    for group in ("wandb=null", "lens=false"):
+        with refused(ConfigError, *group.split("=")) as caught:
+            compose([group])
+        assert " off" in caught.value.problems[0].hint
+
+
 # The key is the option. KEYS_OF_OPTIONS and MODES: arguments: key.
 OPTIONS = """--nonsense --seed=5 --config-name=none --config-dir=nowhere trainer.resume=must
     --experimental-rerun=x.pickle --max-steps=2 -seed=5"""
@@ -188,6 +213,7 @@ CONTENTS = {
     "model:\n  num_heads: 7": "model.num_heads",
     "name: a\nseed: ${sead}": "seed",
     "model: [1, 2\nseed: 1": "mine/experiment/mine.yaml:3",
+    b"\xef\xbb\xbf# @package _global_\nseed: 1": "experiment",  # a byte order mark
     b"trainer: {keep: 1}": "experiment",  # without the line "# @package _global_"
     "seed: !!python/object/apply:os.mkdir [made]": "mine/experiment/mine.yaml:2",
     "model: {_target_: os.mkdir}": "model._target_",
