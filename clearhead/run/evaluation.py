@@ -63,7 +63,11 @@ class Validation:
         return {f"val/{name}": value for name, value in self._metrics(*sums).items()}
 
     def run_in_parts(
-        self, model: torch.nn.Module, strategy: Strategy, batch_size: int, report: Report
+        self,
+        model: torch.nn.Module,
+        strategy: Strategy,
+        batch_size: int,
+        report: Report = lambda done, total: None,
     ) -> dict:
         """Returns the metrics of `run` without "val/", and
 
