@@ -7,7 +7,7 @@ files are safetensors, possibly in shards, and JSON. The transformers library is
 """
 
 import json
-import os
+import re
 from pathlib import Path
 
 import torch
@@ -239,7 +239,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else {"nothing"}
     tensors: dict[str, Tensor] = {}
     for name in sorted(names):
-        if not name.endswith(".safetensors") or os.path.basename(name) != name:
+        if not re.fullmatch(r"[\w.-]+\.safetensors", name):
             raise gpt2_error(
                 index, f"lists {name!r:.80}, which is not a safetensors file in this folder"
             )

@@ -318,7 +318,11 @@ def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
             _text_field(dict.fromkeys(file.schema_arrow.names), part, "the file")
         groups = range(file.num_row_groups)[part.start : part.stop]
         for group in groups:
-            batches = file.iter_batches(MAX_ROWS, row_groups=[group], columns=[part.text_key])
+            # Few rows at once if they are long: a small file may contain much text.
+            rows = file.metadata.row_group(group)
+            row_bytes = rows.total_byte_size // max(1, rows.num_rows)
+            size = max(1, min(MAX_ROWS, MAX_RECORD // max(1, row_bytes)))
+            batches = file.iter_batches(size, row_groups=[group], columns=[part.text_key])
             values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
             for row, value in enumerate(values):
                 where = f"row {row} of row group {group}"

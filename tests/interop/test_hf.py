@@ -130,6 +130,7 @@ def test_shards(theirs, folder, tmp_path):
     assert_same_weights(from_hf(tmp_path), from_hf(folder))
     for change, refused_file in (
         ({"x": "../model.safetensors"}, index.name),
+        ({"x": "a\0.safetensors", "y": "\ud800.safetensors"}, index.name),
         ({"x": "model-9.safetensors"}, "model-9.safetensors"),  # which is missing
     ):
         index.write_text(json.dumps({"weight_map": places | change}))
