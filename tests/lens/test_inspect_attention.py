@@ -171,13 +171,6 @@ def test_figure_of_all_heads(in_process, home):
 def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
     """Unless the settings name a prompt, a text or a page."""
     before = set(home.iterdir())
-    for number in (1, 2, 3):
-        chosen = (f"figure=p{number}.svg", f"prompt={number}", "layer=1", "head=0")
-        in_process(main, home, "checkpoint=runs/seen", *chosen)
-    in_process(main, home, "checkpoint=runs/seen", "figure=best.svg", "layer=1", "head=0")
-    in_process(main, home, "checkpoint=runs/seen", "figure=grid.svg")
-    drawn = {f"{name}.svg" for name in ("p1", "p2", "p3", "best", "grid")}
-    assert {path.name for path in set(home.iterdir()) - before} == drawn
     data = read_snapshot(home / "runs" / "seen" / "attention" / "step_00000004.npz")
     clear = []
     for values, prompt in zip(data.of_prompts, data.prompts, strict=True):
@@ -185,8 +178,12 @@ def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
         pairs = [(values[key][1, 0], uniform[key]) for key in NAMES if uniform[key] is not None]
         clear.append(max((v - c) / (1 - c) for v, c in pairs))
     assert clearest_prompt(data, (1, 0)) == clear.index(max(clear))
-    best = (home / f"p{1 + clear.index(max(clear))}.svg").read_bytes()
-    assert (home / "best.svg").read_bytes() == best
+    head, chosen = ("layer=1", "head=0"), f"prompt={1 + clear.index(max(clear))}"
+    for name, *more in (("grid",), ("best", *head), ("chosen", *head, chosen)):
+        in_process(main, home, "checkpoint=runs/seen", f"figure={name}.svg", *more)
+    drawn = {path.stem: path.read_bytes() for path in set(home.iterdir()) - before}
+    assert drawn.keys() == {"chosen", "best", "grid"}
+    assert drawn["best"] == drawn["chosen"]
     texts = ("text=The fox.", "figure=text.svg", "out=with.html", "repeat_length=30")
     in_process(main, home, "checkpoint=runs/seen", *texts)
     assert b"The fox." in (home / "text.svg").read_bytes()

@@ -142,7 +142,7 @@ def test_arguments_that_do_not_fit_are_refused():
 @example(([1, 1], [1.0, 1.0]))
 @example(([3, 5, 7], [0.5, 0.25, 0.125]))
 @example(([2, 2, 2, 2, 2, 2], [6.0, 0.1, 6.0, 0.1, 6.0, 0.1]))
-@example(([9, 9, 9], [3000.0, 0.1, 0.7]))
+@example(([20_000, 9, 9], [3000.0, 0.1, 0.7]))
 def test_each_source_has_its_fraction_of_the_first_positions(mixture):
     """Among the first p positions, p w / sum(weights) windows with an error below one."""
     sizes, weights = mixture
