@@ -1,5 +1,6 @@
 """Settings and fixtures of all tests: no network, no W&B account, one thread, temporary folders."""
 
+import contextlib
 import functools
 import getpass
 import json
@@ -89,7 +90,8 @@ def make_run(tmp_path, monkeypatch, text_file):
     runs = []
     yield make
     for run in runs:
-        run.closing.close()
+        with contextlib.suppress(SystemExit):  # raised if the test has stopped the run by a signal
+            run.closing.close()
 
 
 @pytest.fixture

@@ -255,7 +255,14 @@ def test_run_directory(make_run, tmp_path):
     run = make_run("name=full", "lens=default", "lens.every=2", "trainer.save_every=3")
     fit(run)
     folder = tmp_path / "runs" / "full"
-    logs = {"metrics.jsonl", "samples.jsonl", "starts.jsonl", "report.html", "attention"}
+    logs = {
+        "metrics.jsonl",
+        "samples.jsonl",
+        "starts.jsonl",
+        "report.html",
+        "attention",
+        "validation.json",
+    }
     names = {".lock", "checkpoints", "config.yaml", "run.json", "summary.json", *logs}
     assert {p.name for p in folder.iterdir()} == names
     saved = yaml.safe_load((folder / "config.yaml").read_text())

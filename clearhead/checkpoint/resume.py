@@ -24,7 +24,7 @@ from clearhead.checkpoint.run_directory import (
     settings_of,
     summarized_step,
 )
-from clearhead.config.compose import override
+from clearhead.config.overrides import override
 from clearhead.config.schema import Config
 from clearhead.config.stored import (
     OF_THE_MACHINE,

@@ -6,13 +6,11 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import NoneType
 
 import hydra
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,10 +18,10 @@ from yaml.reader import ReaderError
 
 from clearhead.config.command_line import not_a_setting
 from clearhead.config.other_names import unknown_key
+from clearhead.config.overrides import override, takes_text, with_typed_text
 from clearhead.config.schema import GROUPS, Config, known_settings
 from clearhead.config.stored import config_from
-from clearhead.config.validation import flat_fields, is_text, keep_text, validate
-from clearhead.config.yaml_files import CONFIGS, default_values, flat, nested
+from clearhead.config.yaml_files import CONFIGS
 from clearhead.errors import NO_VALUE, ClearheadError, ConfigError, Problem, shorten
 
 VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4: only its own
@@ -37,10 +35,6 @@ UNREADABLE = {  # errors of YAML files that do not name their file
 }
 # Characters of web pages and editors, and those of a keyboard.
 COPIED = str.maketrans("“”‘’–—−\xa0", "\"\"''--- ", "\r")
-# In the value of an override: a quoted text, or text without quotes, brackets and commas.
-WORD = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.?|[^\\"'(){}\[\],])+""")
-
-PARSER, FIELDS = OverridesParser.create(), flat_fields(Config)
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -57,60 +51,6 @@ def checked(values: DictConfig, overrides: Sequence[str]) -> Config:
     with one_line_each(overrides):
         plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
         return config_from(with_typed_text(plain, overrides), overrides)
-
-
-def with_typed_text(values: dict, overrides: Sequence[str]) -> dict:
-    """Returns the composed values, with text settings as they were typed on the command line:
-    Hydra reads name=1_1_1 as the number 111."""
-    given = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
-    for key, value in given.items():
-        group, _, name = key.rpartition(".")
-        holder = values.get(group) if group else values
-        if key in FIELDS and isinstance(holder, dict) and "$" not in value:
-            holder[name] = typed_value(key, value)
-    return values
-
-
-def typed_value(key: str, value: str) -> object:
-    """Returns the value of the override KEY=VALUE; of a text setting, what was typed."""
-    texts = (value, in_quotes(value, (int, float, bool, NoneType)))
-    plain, quoted = (PARSER.parse_override(f"{key}={text}").value() for text in texts)
-    return keep_text(FIELDS[key].annotation, plain, quoted, value)
-
-
-def in_quotes(value: str, kinds: Collection[type]) -> str:
-    """Returns the value of an override with quotes around words that Hydra reads as these types."""
-
-    def quote(found: re.Match) -> str:
-        word = found[0].strip()
-        is_kind = word[:1] not in "'\"" and type(PARSER.parse_rule(word, "primitive")) in kinds
-        return f'"{word}"' if is_kind else found[0]
-
-    return WORD.sub(quote, value)
-
-
-def takes_text(key: str) -> bool:
-    return key in FIELDS and is_text(FIELDS[key].annotation)
-
-
-def with_quoted_numbers(override: str) -> str:
-    """Returns an override with quotes around the numbers of a text setting."""
-    key, equals, value = override.partition("=")
-    is_call = re.match(r"\w+\(", value)  # range(1,3)
-    if is_call or not takes_text(key.lstrip("+")):
-        return override
-    return f"{key}{equals}{in_quotes(value, (int, float))}"
-
-
-def problems_of_values(key: str, values: Sequence[str]) -> list[Problem]:
-    """Returns the problem of the first value, as in an override, that this setting cannot have."""
-    for value in values:
-        if key in FIELDS and "$" not in value:
-            tree = nested(flat(default_values()) | {key: typed_value(key, value)})
-            found = [each for each in validate(Config, tree, rules=False)[1] if each.key == key]
-            if found:
-                return found
-    return []
 
 
 @contextlib.contextmanager
@@ -216,11 +156,3 @@ def quoting(text: str) -> str:
     """Returns a hint: how to quote a value with a comma, a bracket, a quote or an accent."""
     key, _, value = text.partition("=")
     return "if the value is text, write " + shlex.quote(override(key, shorten(value)))
-
-
-def override(key: str, text: object) -> str:
-    """Returns KEY=TEXT for Hydra, with quotes if the text is not a plain word or path."""
-    if re.fullmatch(r"[\w./+ -]*", str(text), re.ASCII):
-        return f"{key}={text}"
-    escaped = str(text).replace('"', r"\"")
-    return f'{key}="{escaped}"'

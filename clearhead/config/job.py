@@ -10,15 +10,18 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from clearhead.config.compose import FIELDS, one_line_each, problems_of_values, with_quoted_numbers
+from clearhead.config.compose import one_line_each
+from clearhead.config.overrides import FIELDS, typed_value, with_quoted_numbers
 from clearhead.config.schema import Config
+from clearhead.config.validation import validate
+from clearhead.config.yaml_files import default_values, flat, nested
 from clearhead.errors import (
     DEBUG_HINT,
     Problem,
@@ -72,6 +75,17 @@ def check_sweep(config: DictConfig) -> None:
     if len(names) == 1 and swept - {"name"}:
         problems.append(same_name(*names))
     refuse(problems)
+
+
+def problems_of_values(key: str, values: Iterable[str]) -> list[Problem]:
+    """Returns the problem of the first value, as in an override, that this setting cannot have."""
+    for value in values:
+        if key in FIELDS and "$" not in value:
+            tree = nested(flat(default_values()) | {key: typed_value(key, value)})
+            found = [each for each in validate(Config, tree, rules=False)[1] if each.key == key]
+            if found:
+                return found
+    return []
 
 
 def same_name(name: str) -> Problem:

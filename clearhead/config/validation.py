@@ -76,7 +76,7 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
     reason = PATTERNS.get(context.get("pattern"), details["msg"])
     reason = re.sub("^(Input|List|String) should", "must", reason).replace("False", "false")
     value = flat(values).get(key, NO_VALUE)
-    kinds = _members(fields[key].annotation) if key in fields else []
+    kinds = members(fields[key].annotation) if key in fields else []
     return Problem(key, value, reason, context.get("hint") or _hint(key, value, kinds))
 
 
@@ -105,36 +105,14 @@ def flat_fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
     return flat(schema.model_fields | {n: g.model_fields for n, g in groups_of(schema).items()})
 
 
-def keep_text(kind: object, plain: object, quoted: object, written: object) -> object:
-    """Returns the value of a setting of type `kind`: what was written if it is text.
-
-    plain: the value with numbers, true and null; quoted: the same value with these as texts.
-    """
-    kinds = _members(kind)
-    lists = [typing.get_args(each)[0] for each in kinds if typing.get_origin(each) is list]
-    if lists and isinstance(plain, list):
-        pairs = zip(plain, quoted, strict=True)
-        return [keep_text(lists[0], first, text, first) for first, text in pairs]
-    if str not in kinds or any(type(plain) is type(each) for each in kinds):  # null, false
-        return plain
-    return quoted if isinstance(quoted, str) else written
-
-
-def is_text(kind: object) -> bool:
-    """Returns whether a setting of this type takes a text or a list of texts."""
-    kinds = _members(kind)
-    lists = [typing.get_args(each)[0] for each in kinds if typing.get_origin(each) is list]
-    return str in kinds or any(map(is_text, lists))
-
-
-def _members(kind: object) -> list[object]:
+def members(kind: object) -> list[object]:
     """Returns the types and literal values of which a setting of this type may be one."""
     arguments = typing.get_args(kind)
     match typing.get_origin(kind):
         case typing.Annotated:
-            return _members(arguments[0])
+            return members(arguments[0])
         case typing.Union | types.UnionType:
-            return [each for argument in arguments for each in _members(argument)]
+            return [each for argument in arguments for each in members(argument)]
         case typing.Literal:
             return [*arguments]
     return [None if kind is types.NoneType else kind]
