@@ -71,9 +71,10 @@ def check_sweep(config: DictConfig) -> None:
     swept = {key for key, values in found.items() if len(values) > 1}
     if "name" not in found and swept <= FIELDS.keys():  # otherwise a file may set the name
         found["name"] = [composed["name"]]
-    names = {name for name in found.get("name", ()) if name and "$" not in str(name)}
-    if len(names) == 1 and swept - {"name"}:
-        problems.append(same_name(*names))
+    names = [str(name) for name in found.get("name", ()) if name not in (None, "null")]
+    names = [name for name in names if "$" not in name]
+    if names and swept - {"name"}:
+        problems.append(same_name(names[0]))
     refuse(problems)
 
 

@@ -41,7 +41,6 @@ def write_summary(
         new = {key: value for key, value in new.items() if value != defaults[key]}
         if trainer.max_minutes:  # a number of steps replaces the time limit
             new["trainer.max_minutes"] = None
-            new |= {"trainer.compile": False} if trainer.compile == "auto" else {}
         if state.step != planned:
             new["trainer.max_steps"] = state.step
             new["trainer.schedule_steps"] = trainer.schedule_steps or planned

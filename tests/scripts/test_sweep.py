@@ -261,6 +261,7 @@ def test_a_sweep_is_checked_before_its_first_job(tmp_path, monkeypatch):
     refused = {("-m", "optimizer.lr=1e-3,abc"): "optimizer.lr", ("-m", "seed=range(5,1)"): "seed"}
     refused |= {("-m", "data.path=glob(*)"): "data.path", (*of_file, "name=x"): "name"}
     refused |= {("hydra.mode=MULTIRUN", "seed=1,-2"): "seed", (*of_file, "seed=1,x"): "seed"}
+    refused |= {("-m", "seed=1,2", "name=a,b"): "name"}
     for arguments, key in refused.items():
         code, out, err = run_in(tmp_path, *arguments)
         assert (code, out, printed_keys(err)) == (2, "", [key]), arguments
@@ -271,6 +272,7 @@ def test_a_sweep_is_checked_before_its_first_job(tmp_path, monkeypatch):
 
 def test_text_that_looks_like_a_number_is_kept(tmp_path):
     configs = []
+    assert sweep_in(tmp_path, lambda config: 0.0, "name=null", "seed=1,2")[0] == 0
     given = ("name=1_1,1.10", "trainer.sample_prompt=1_0", "seed=1_0")
     assert sweep_in(tmp_path, configs.append, *given)[0] == 0
     assert [config.name for config in configs] == ["1_1", "1.10"]
