@@ -115,9 +115,9 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
     if snapshot_due:
         with run.log.timed("attention snapshots"):
             snapshot = run.lens.snapshot(run.model, step, run.stop.last_step, row)
-    if row or snapshot or sample:
+    if row or snapshot_due or sample:  # equal on all ranks
         row["train/tokens"] = run.state.tokens
-        with run.log.timed("logging"):
+        with run.log.timed("logging"), run.strategy.raise_on_all_ranks():
             run.log.tracker.log(row, step, snapshot, sample)
     if snapshot and "attention/timelapse" in snapshot.pages and step < run.stop.last_step:
         with run.log.timed("logging"):

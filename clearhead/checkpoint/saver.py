@@ -24,7 +24,7 @@ from clearhead.checkpoint import listing
 from clearhead.checkpoint.format import State, Tensors
 from clearhead.checkpoint.tensors import all_finite
 from clearhead.errors import DIVERGENCE_HINT, NO_VALUE, DivergedError, NotSavedError, message_of
-from clearhead.files import fsync, make_folder, remove, rename
+from clearhead.files import fsync, remove, rename
 
 RETRY_AFTER = 2  # seconds until the second attempt to write a checkpoint
 
@@ -128,7 +128,8 @@ class Saver:
             return
         part = folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
-        make_folder(self.folder)
+        self.folder.mkdir(exist_ok=True)  # not its parents: the run directory may have been removed
+        fsync(self.run)
         part.mkdir()
         try:
             checkpoint.write(part, tensors, state)

@@ -3,7 +3,8 @@
     rows = RowFile(folder / "metrics.jsonl")
     rows.append({"step": 1, "train/loss": 4.2})
 
-An error never ends the run: rows that cannot be written are kept in memory and written later.
+Rows that cannot be written are kept in memory and written later. Only a file that was removed ends
+the run: nothing that follows could be found.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 from clearhead import files
+from clearhead.errors import RunError
 
 
 class RowFile:
@@ -26,7 +28,11 @@ class RowFile:
         self.has_failed = False
 
     def append(self, row: dict) -> None:
-        """Writes the pending rows and then this row."""
+        """Writes the pending rows and then this row. Raises RunError if the file was removed."""
+        with contextlib.suppress(OSError):  # writing reports it
+            if self.file and not self.path.exists():
+                reason, hint = f"{self.path} was removed during the run", "run the command again"
+                raise RunError("name", self.path.parent.name, reason, hint)
         # backslashreplace: writes a lone surrogate as its JSON escape.
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace")
         self.pending += line + b"\n"
@@ -40,7 +46,8 @@ class RowFile:
                 os.fsync(self.file.fileno())
                 files.fsync(self.path.parent)
         except OSError as error:
-            self._report(error, "the last rows may be lost if the machine crashes")
+            if not isinstance(error, FileNotFoundError):  # `append` raises
+                self._report(error, "the last rows may be lost if the machine crashes")
 
     def close(self) -> None:
         """Tries to write the pending rows, reports the number of lost rows, closes the file."""

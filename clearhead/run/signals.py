@@ -66,8 +66,11 @@ class StopSignals:
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
-        for number, handler in self._before.items():
+        handlers, self._before = self._before, {}
+        for number, handler in handlers.items():
             signal.signal(number, handler)
+        if not handlers:  # it was not entered
+            return
         if self.received and error is None:  # the loop has not seen the signal; a sweep must stop
             raise self.ending()
         if self.received:  # a sweep must stop after any error

@@ -25,12 +25,19 @@ from helpers.runs import (
 )
 from safetensors.torch import load_file
 
+import train
 from clearhead import files
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing
 from clearhead.checkpoint import saver as saving
 from clearhead.checkpoint.tensors import all_finite, load_model
-from clearhead.errors import CheckpointError, DamagedCheckpointError, DivergedError, NotSavedError
+from clearhead.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    DivergedError,
+    NotSavedError,
+    RunError,
+)
 from train import fit, save, save_if_due, stop, train_step
 
 MODEL = "model.safetensors"
@@ -197,6 +204,29 @@ def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
     model, state = load_model(listing.find_checkpoint(run.directory))
     assert state.step == newest == 1
     assert_same(dict(model.named_parameters()), wanted)
+
+
+@pytest.mark.parametrize("saves", ["after", "before"])
+def test_a_run_whose_directory_is_removed_ends_and_does_not_write_it_again(
+    make_run, tmp_path, monkeypatch, saves
+):
+    """At the next row, also if a checkpoint is saved before it."""
+    monkeypatch.setattr(saving, "RETRY_AFTER", 0)
+    run = make_run("name=a", "trainer.eval_every=0", "trainer.save_every=3", "trainer.log_every=1")
+    log_row = train.log_row
+
+    def remove(run):
+        if run.state.step == 2:
+            shutil.rmtree(run.directory)
+            if saves == "before":
+                save(run)
+        return log_row(run)
+
+    monkeypatch.setattr(train, "log_row", remove)
+    with refused(RunError, "name", "a", exit_code=4):
+        fit(run)
+    assert run.state.step == 2
+    assert not run.directory.exists()
 
 
 def test_a_full_disk_does_not_end_training(make_run, monkeypatch):

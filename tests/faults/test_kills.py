@@ -198,6 +198,7 @@ STOPS = [  # signals in the order in which they are sent, and the exit code
     ([signal.SIGINT], 130),
     ([signal.SIGTERM], 143),
     ([signal.SIGUSR1], 143),
+    ([signal.SIGHUP], 143),
 ]
 
 

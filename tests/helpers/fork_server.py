@@ -58,7 +58,7 @@ def import_everything() -> None:
 def run(order: dict) -> int:
     """Runs a training or code in this process. Returns its exit code."""
     os.setsid()
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     exit_on_stop_signals()

@@ -1,8 +1,10 @@
 """fit(build_run(...)) in a process that belongs to the user: interrupts, closed runs, and a process
 that is afterwards as it was before."""
 
+import contextlib
 import os
 import signal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from helpers.runs import rows
 from clearhead.checkpoint import listing
 from clearhead.distributed import device
 from clearhead.errors import RunDirectoryError, RunError
-from clearhead.run.signals import STOP_SIGNALS
+from clearhead.run.signals import STOP_SIGNALS, StopSignals
 from train import fit
 
 
@@ -42,6 +44,23 @@ def test_an_interrupt_saves_the_step_and_leaves_the_handlers(make_run, capsys):
     assert continued.state.step == 2
     fit(continued)
     assert rows(run.directory)[-1]["step"] == 4
+
+
+def test_a_closed_terminal_stops_the_command_unless_the_signal_is_ignored(monkeypatch):
+    """nohup ignores it. stderr cannot be written after the terminal was closed."""
+    before = signal.getsignal(signal.SIGHUP)
+    monkeypatch.setattr(os, "write", Mock(side_effect=OSError))
+    try:
+        for handler, received in [(signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)]:
+            signal.signal(signal.SIGHUP, handler)
+            signals = StopSignals()
+            with contextlib.suppress(SystemExit), signals:
+                signals.start_training()
+                signal.raise_signal(signal.SIGHUP)
+            assert signals.received == received
+            assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_ends_at_once(make_run):
