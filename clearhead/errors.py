@@ -12,6 +12,7 @@ by SIGINT, 143 stopped by SIGTERM.
 """
 
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -67,7 +68,13 @@ def problems_of(error: BaseException, hint: str = "") -> list[Problem]:
     if isinstance(error, ClearheadError):
         return error.problems
     reason = f"{type(error).__name__}: {message_of(error) or 'no message'}"
-    return [Problem("", NO_VALUE, reason, hint)]
+    return [Problem("", NO_VALUE, reason, hint_of(error, hint))]
+
+
+def hint_of(error: BaseException, hint: str) -> str:
+    """Returns the hint for an error of the operating system; the given one for most errors."""
+    is_limit = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return "raise the limit of open files: ulimit -n" if is_limit else hint
 
 
 def message_of(error: BaseException) -> str:
@@ -132,7 +139,7 @@ class ConfigError(ClearheadError, ValueError):
     @property
     def print_on_this_rank(self) -> bool:
         """True for local rank 0: the command or devices of its machine may differ from rank 0's."""
-        return os.environ.get("LOCAL_RANK") == "0"
+        return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 class DataError(ClearheadError, ValueError):

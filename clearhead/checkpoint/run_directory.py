@@ -20,7 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from clearhead.config.stored import SETTINGS_JSON, settings_of
-from clearhead.errors import RunDirectoryError, RunFileError
+from clearhead.errors import RunDirectoryError, RunFileError, hint_of
 from clearhead.files import atomic_write, fsync, make_folder, read_json, remove_temporary_files
 
 LOCK, CONFIG_YAML = ".lock", "config.yaml"
@@ -54,7 +54,7 @@ def writable(runs: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = f"{error.filename or runs} cannot be written ({error.strerror})"
-        hint = "use a writable directory or another name"
+        hint = hint_of(error, "use a writable directory or another name")
         raise RunDirectoryError("runs_dir", runs, reason, hint) from error
 
 

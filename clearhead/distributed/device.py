@@ -7,7 +7,6 @@ distributed/strategy.py.
 import ctypes
 import functools
 import importlib.util
-import os
 import platform
 import shutil
 import sys
@@ -59,7 +58,7 @@ def prepare(device: str, seed: int) -> torch.device:
     if chosen == "cpu":
         keep_freed_memory()
     elif chosen == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(launch.number("LOCAL_RANK", 0))
         chosen = f"cuda:{torch.cuda.current_device()}"
     torch.manual_seed(seed)  # of all devices
     return torch.device(chosen)

@@ -6,7 +6,9 @@ Reads the environment variables that torchrun sets; does not import torch.
 import os
 
 from clearhead.config.schema import ParallelConfig
+from clearhead.errors import Problem, refuse
 
+PARENT_PID = os.getppid()
 TORCHRUN = "start it with torchrun --nproc_per_node=N train.py"
 
 
@@ -17,12 +19,12 @@ def launched() -> bool:
 
 def rank_count() -> int:
     """Returns the number of processes that were started together."""
-    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+    return number("WORLD_SIZE", least=1) if launched() else 1
 
 
 def local_ranks() -> int:
     """Returns the number of these processes on this machine; 1 if the launcher does not tell."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return number("LOCAL_WORLD_SIZE", 1, least=1)
 
 
 def launch_command() -> list[str]:
@@ -30,7 +32,7 @@ def launch_command() -> list[str]:
     if not launched():
         return ["python"]
     ranks = rank_count()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    local = number("LOCAL_WORLD_SIZE", ranks, least=1)
     nodes = [f"--nnodes={ranks // local}", "..."] if local < ranks else []
     restarts = [f"--max-restarts={max_restarts()}"] if max_restarts() else []
     return ["torchrun", *nodes, f"--nproc_per_node={local}", *restarts]
@@ -38,7 +40,23 @@ def launch_command() -> list[str]:
 
 def max_restarts() -> int:
     """Returns how often torchrun restarts all ranks after one has died."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return number("TORCHELASTIC_MAX_RESTARTS", 0)
+
+
+def number(name: str, default: int | None = None, least: int = 0, most: int = 2**31) -> int:
+    """Returns the value of an environment variable of the launcher. Raises ConfigError if it is not
+    an integer from `least` to `most`, or if it is missing and has no default."""
+    if (text := os.environ.get(name)) is None and default is not None:
+        return default
+    if text is None or not (text.isdecimal() and least <= int(text[:12]) <= most):
+        reason = "is not set" if text is None else f"must be an integer from {least} to {most}"
+        refuse([Problem(name, text, f"the environment variable {reason}", TORCHRUN)])
+    return int(text)
+
+
+def torchrun_died() -> bool:
+    """Returns whether the torchrun that started this process has ended: nothing would stop it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT_PID
 
 
 def check(config: ParallelConfig, batch_size: int | None) -> list[tuple]:
@@ -50,7 +68,7 @@ def check(config: ParallelConfig, batch_size: int | None) -> list[tuple]:
     if not launched() and strategy in ("ddp", "fsdp"):
         hint = f"{TORCHRUN} parallel={strategy} ..."
         return [(key, strategy, "needs several processes, but there is only one", hint)]
-    if not launched() and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if not launched() and number("SLURM_STEP_NUM_TASKS", 1) > 1:
         reason = "srun started several processes without a process group"
         hint = "let srun start one torchrun per machine, as scripts/slurm.sh does"
         return [(key, strategy, reason, hint)]

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from clearhead.distributed.launch import launched
+from clearhead.distributed.launch import launched, torchrun_died
 
 # Slurm can send SIGUSR1 a given time before the time limit.
 STOP_SIGNALS = tuple(
@@ -18,7 +18,6 @@ STOP_SIGNALS = tuple(
     for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
     if hasattr(signal, name)
 )
-PARENT_PID = os.getppid()
 # The start of the process: until now it has computed all the time, mostly imports.
 STARTED = time.monotonic() - time.process_time()
 
@@ -92,8 +91,7 @@ class StopSignals:
         """Returns the number of the first signal of this process; 0 without one. The end of
         torchrun counts as SIGTERM: otherwise nothing would stop its processes, and they would keep
         the run directory locked."""
-        orphaned = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT_PID
-        if orphaned and not self.received:
+        if torchrun_died() and not self.received:
             self.received = signal.SIGTERM
             self._print("torchrun has ended; stopping after this step")
         return self.received

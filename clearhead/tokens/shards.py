@@ -28,7 +28,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
-from clearhead.errors import DataError, message_of
+from clearhead.errors import DataError, hint_of, message_of
 from clearhead.files import atomic_write, open_regular, read_json, rename, temporary_name
 from clearhead.tokens import VOCABULARIES, TokenizerName
 from clearhead.tokens.paths import find_files, translate_read_errors
@@ -324,7 +324,7 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
     try:
         ids = np.asarray(np.memmap(path, TOKEN_DTYPE, "r", first_byte, (count,)))
     except OSError as error:
-        hint = "raise the limit of open files: ulimit -n"
+        hint = hint_of(error, "copy the file to a local disk")
         raise _bad_file(path, f"cannot be memory-mapped ({error.strerror})", hint) from error
     return _Shard(path, size, first_byte, ids, vocab_size, entry, checksums)
 

@@ -2,18 +2,28 @@
 
 test_ranks.py starts real ranks."""
 
+import errno
+import os
+import signal
+
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.refusals import printed_keys
+from helpers import TIMEOUT, TINY
+from helpers.ranks import free_port
+from helpers.refusals import printed_keys, refused
+from helpers.settings import settings
+from torch.distributed import TCPStore
 
 import train
-from clearhead.distributed import device, device_memory
+from clearhead.distributed import device, device_memory, process_group
 from clearhead.distributed.build import build_strategy
 from clearhead.distributed.ddp import DDP
 from clearhead.distributed.launch import ParallelConfig, check
 from clearhead.distributed.strategy import Strategy
-from clearhead.errors import RunDirectoryError
+from clearhead.errors import ConfigError, RankLostError, RunDirectoryError, problems_of
+from clearhead.run.build import build_run
+from clearhead.run.signals import StopSignals
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHERS += ("SLURM_STEP_NUM_TASKS",)
@@ -101,6 +111,47 @@ def test_a_wrong_command_is_printed_once_per_machine(
     code, _, err = in_process(train.main, tmp_path, "trainer.batch_size=9")
     assert code == 2
     assert len(printed_keys(err)) == err.count("trainer.batch_size=9") == printed
+
+
+VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+
+
+@pytest.mark.parametrize("name", [*VARIABLES, "TORCHELASTIC_MAX_RESTARTS", "MASTER_ADDR"])
+@pytest.mark.parametrize("value", ["", "x", "-1"])
+def test_wrong_variables_of_a_launcher_are_named(launched, monkeypatch, text_file, name, value):
+    """One that is missing, no number or negative."""
+    launched(2, LOCAL_WORLD_SIZE=2, LOCAL_RANK=0)
+    monkeypatch.setenv(name, value)
+    if name == "MASTER_ADDR":
+        monkeypatch.delenv(name)
+    if name == "LOCAL_RANK":
+        monkeypatch.setattr(device, "best_device", lambda: "cuda")
+        monkeypatch.setattr(device, "check", lambda *_: [])
+    with refused(ConfigError, name, exit_code=2):
+        build_run(settings(*TINY, f"data.path={text_file}", "trainer.device=auto"))
+
+
+@pytest.mark.parametrize("waits_for", ["server", "rank 0", "rank 1"])
+def test_a_signal_ends_a_rank_that_waits_for_the_others(launched, monkeypatch, waits_for):
+    """And so does the end of torchrun, from which no signal may come."""
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = server.port if waits_for == "rank 0" else free_port()
+    launched(2, RANK=0 if waits_for == "rank 1" else 1, MASTER_PORT=port)
+    with monkeypatch.context() as patched:
+        patched.setattr("time.sleep", lambda _: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(SystemExit) as ended, StopSignals():
+            process_group.join("gloo", timeout=3)
+    assert ended.value.code == 143
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with refused(RankLostError, "parallel.timeout", exit_code=4):
+        process_group.join("gloo", timeout=TIMEOUT)
+
+
+def test_too_many_open_files_have_a_hint():
+    error = OSError(errno.EMFILE, "Too many open files", "a.txt")
+    ((*_, hint),) = problems_of(error, "rerun")
+    assert "ulimit" in hint
 
 
 def test_a_sweep_on_several_ranks_is_refused(launched, in_process, tmp_path):
