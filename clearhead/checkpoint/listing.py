@@ -5,9 +5,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from clearhead.checkpoint.format import CHECKPOINT_NAME, MODEL, STATE, verify
 from clearhead.errors import CheckpointError, DamagedCheckpointError
+
+Found, Content = TypeVar("Found", Path, Path | None), TypeVar("Content")
 
 
 def run_directory_of(folder: Path) -> Path | None:
@@ -95,6 +98,20 @@ def find_checkpoint(
         reason = f"{pickles[0].name} is a pickle, which can execute code"
         hint = "if you trust its author, convert it to safetensors (docs/models.md)"
     raise CheckpointError(key, path, reason, hint)
+
+
+def read_found(
+    find: Callable[[], Found], read: Callable[[Found], Content]
+) -> tuple[Found, Content]:
+    """Returns (find(), read(find())). Searches again if a training process has replaced the
+    checkpoint by a newer one in the meantime."""
+    folder = find()
+    try:
+        return folder, read(folder)
+    except DamagedCheckpointError:
+        if folder.exists():
+            raise
+    return read_found(find, read)
 
 
 def similar_run(path: Path) -> Path | None:

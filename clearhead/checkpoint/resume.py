@@ -17,13 +17,14 @@ from hydra.types import RunMode
 from attention import SCORES
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing
-from clearhead.checkpoint.format import State
+from clearhead.checkpoint.format import State, Tensors
 from clearhead.checkpoint.run_directory import (
     has_other_files,
     lock_directory,
     settings_of,
     summarized_step,
 )
+from clearhead.checkpoint.tensors import read_tensors
 from clearhead.config.overrides import override
 from clearhead.config.schema import Config
 from clearhead.config.stored import (
@@ -68,6 +69,9 @@ class Start:
     checkpoint: Path | None = None  # None: a new run
     state: State | None = None  # of the checkpoint
     in_place: bool = False  # True: resumes in the run directory of the checkpoint; False: a branch
+    # On rank 0: the tensors of model and optimizer, mapped to the files. A branch reads a run that
+    # may be training, which then may remove the checkpoint.
+    tensors: Tensors | None = None
     locked: Path | None = None  # on rank 0: the run directory if it is locked already
     was_finished: bool = False  # True: no step is left, and summary.json was written after the last
 
@@ -92,9 +96,11 @@ def complete_settings(
             path = own
         # No warning about damage here: find_start reports it.
         files = (checkpoint.STATE,)
-        found = listing.find_checkpoint(path, "trainer.resume", files, lambda line: None)
-        named = found, checkpoint.load_state(found)
-        return str(found), named[1].settings
+        named = listing.read_found(
+            lambda: listing.find_checkpoint(path, "trainer.resume", files, lambda line: None),
+            checkpoint.load_state,
+        )
+        return str(named[0]), named[1].settings
 
     shared = strategy.broadcast(strategy.on_rank_0(read))
     if shared is None:
@@ -129,18 +135,26 @@ def find_start(
 
     Raises ConfigError if a setting differs that must be the same as in the checkpoint.
     """
-    locked = state = None
+    locked = state = tensors = None
 
     def find() -> tuple[str, dict, bool, int | None] | None:
-        nonlocal locked, state
+        nonlocal locked, state, tensors
         own = own_directory(config)
         # Settings files may be missing from a run with checkpoints.
         if own and own.is_dir() and (listing.has_checkpoint(own) or not has_other_files(own)):
             closing.enter_context(lock_directory(own))  # no other process can change it now
             locked = own
-        if (found := find_resume_checkpoint(config)) is None:
+
+        def read(found: Path | None) -> tuple:
+            if found is None:
+                return None, None
+            files = (found / checkpoint.MODEL, found / checkpoint.OPTIMIZER)
+            known = named[1] if named and named[0] == found else checkpoint.load_state(found)
+            return known, tuple(map(read_tensors, files))
+
+        found, (state, tensors) = listing.read_found(lambda: find_resume_checkpoint(config), read)
+        if found is None:
             return None
-        state = named[1] if named and named[0] == found else checkpoint.load_state(found)
         return str(found), asdict(state), is_in_place(found, config), own and summarized_step(own)
 
     # Other ranks may have no access to the directory.
@@ -164,7 +178,7 @@ def find_start(
     with strategy.raise_on_all_ranks():
         refuse(problems)
     was_finished = config.trainer.max_steps <= state.step == summarized
-    return config, Start(Path(found), state, in_place, locked, was_finished)
+    return config, Start(Path(found), state, in_place, tensors, locked, was_finished)
 
 
 def longer(config: Config, step: int) -> str:

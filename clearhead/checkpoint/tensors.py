@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from clearhead.checkpoint.format import MODEL, OPTIMIZER, State, Tensors, load_state, read_error
+from clearhead.checkpoint.format import MODEL, State, Tensors, load_state, read_error
 from clearhead.config.schema import ModelSettings
 from clearhead.config.validation import validate
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
@@ -59,13 +59,8 @@ def load_model(folder: Path) -> tuple[GPT, State]:
     if problems:
         reason = f"invalid model settings ({problems[0].key}: {problems[0].reason})"
         raise _checkpoint_error(folder, reason)
-    return load_parameters(folder, ModelConfig(**settings.model_dump())), state
-
-
-def load_parameters(folder: Path, config: ModelConfig) -> GPT:
-    """Returns a model with these settings and the parameters of a checkpoint, in eval mode."""
-    file = folder / MODEL
-    return model_from_tensors(config, read_tensors(file), file)
+    file, config = folder / MODEL, ModelConfig(**settings.model_dump())
+    return model_from_tensors(config, read_tensors(file), file), state
 
 
 def model_from_tensors(config: ModelConfig, tensors: dict[str, torch.Tensor], file: Path) -> GPT:
@@ -97,14 +92,18 @@ def model_from_tensors(config: ModelConfig, tensors: dict[str, torch.Tensor], fi
 
 
 def load_optimizer(
-    folder: Path, model: GPT, optimizer: torch.optim.Optimizer, strategy: "Strategy"
+    file: Path,
+    read: dict[str, torch.Tensor],
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    strategy: "Strategy",
 ) -> None:
-    """Restores the optimizer state. On all ranks; rank 0 reads the file.
+    """Restores the optimizer state. On all ranks; rank 0 has the tensors `read` from the file.
 
     A parameter whose saved state is of another optimizer (trainer.resume_override) starts with an
     empty state. Raises CheckpointError for keys that no optimizer here has.
     """
-    tensors = strategy.on_rank_0(lambda: read_optimizer(folder / OPTIMIZER, model)) or {}
+    tensors = strategy.on_rank_0(lambda: by_parameter(file, read, model)) or {}
     keys = strategy.broadcast({name: list(state) for name, state in tensors.items()})
     # A fused optimizer has its step counters on the device, any other on the CPU.
     of_steps = next(model.parameters()).device if optimizer.defaults.get("fused") else "cpu"
@@ -113,7 +112,7 @@ def load_optimizer(
         if name not in keys or (found := set(keys[name])) != needed[parameter]:
             if name in keys and found not in OPTIMIZER_STATE.values():
                 reason = f"unknown optimizer state of {name}: {', '.join(sorted(found))}"
-                raise _checkpoint_error(folder / OPTIMIZER, reason)
+                raise _checkpoint_error(file, reason)
             continue
         like = {"step": torch.empty((), device=of_steps)}
         optimizer.state[parameter] = {
@@ -122,15 +121,17 @@ def load_optimizer(
         }
 
 
-def read_optimizer(file: Path, model: GPT) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns the optimizer state of a checkpoint: parameter name -> key -> tensor.
+def by_parameter(
+    file: Path, read: dict[str, torch.Tensor], model: GPT
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns the optimizer state read from a file: parameter name -> key -> tensor.
 
     Raises CheckpointError if it does not match the model, DamagedCheckpointError for a negative
     step or second moment, which would result in NaN.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     state: dict[str, dict[str, torch.Tensor]] = {}
-    for full_name, value in read_tensors(file).items():
+    for full_name, value in read.items():
         key, _, name = full_name.partition(".")
         if name not in shapes:
             raise _checkpoint_error(file, f"unknown tensor {full_name:.80}")

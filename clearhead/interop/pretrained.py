@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clearhead.checkpoint.format import State
-from clearhead.checkpoint.listing import find_checkpoint, similar_run
+from clearhead.checkpoint.listing import find_checkpoint, read_found, similar_run
 from clearhead.checkpoint.tensors import load_model
-from clearhead.errors import CheckpointError, DamagedCheckpointError
+from clearhead.errors import CheckpointError
 from clearhead.interop import hub
 from clearhead.interop.huggingface import (
     CLEARHEAD,
@@ -51,7 +51,7 @@ def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedMode
     positions count as trained; tokenizer files of another tokenizer are refused. Raises
     CheckpointError, naming the setting `key`.
     """
-    folder, model, state = _load(path, key)
+    folder, (model, state) = read_found(lambda: _folder(path, key), _load)
     vocab_size, context = model.config.vocab_size, model.config.context_length
     if state:
         data = state.settings["data"]
@@ -73,18 +73,9 @@ def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedMode
     return PretrainedModel(model, name, get_tokenizer(name), window, state, folder)
 
 
-def _load(path: str | Path, key: str) -> tuple[Path, GPT, State | None]:
-    """Returns (directory, model, state) for a path."""
-    folder = _folder(path, key)
-    try:
-        if (folder / CONFIG).is_file():
-            return folder, from_hf(folder), None
-        return folder, *load_model(folder)
-    except DamagedCheckpointError:
-        if folder.exists():
-            raise
-    # The run is still training and has replaced the checkpoint by a newer one.
-    return _load(path, key)
+def _load(folder: Path) -> tuple[GPT, State | None]:
+    """Returns (model, state) of a checkpoint or a Hugging Face directory."""
+    return (from_hf(folder), None) if (folder / CONFIG).is_file() else load_model(folder)
 
 
 def _folder(path: str | Path, key: str) -> Path:

@@ -15,7 +15,7 @@ import torch
 from attention import computes_its_scores
 from clearhead.checkpoint import run_directory
 from clearhead.checkpoint.checkpointer import Checkpointer
-from clearhead.checkpoint.format import State
+from clearhead.checkpoint.format import MODEL, OPTIMIZER, State
 from clearhead.checkpoint.resume import (
     check_same_settings,
     complete_settings,
@@ -25,7 +25,7 @@ from clearhead.checkpoint.resume import (
     raised_rate,
 )
 from clearhead.checkpoint.saver import Saver
-from clearhead.checkpoint.tensors import load_optimizer, load_parameters
+from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors
 from clearhead.config.schema import Config
 from clearhead.distributed import device, launch
 from clearhead.distributed.build import build_strategy
@@ -234,7 +234,8 @@ class Builder:
 
         def build() -> GPT:
             if self.start.checkpoint:
-                return load_parameters(self.start.checkpoint, shape)
+                model_tensors, _ = self.start.tensors
+                return model_from_tensors(shape, model_tensors, self.start.checkpoint / MODEL)
             if not self.config.trainer.init_from:
                 return GPT(shape)
             return initial_weights(self.config, self.notes)
@@ -284,7 +285,10 @@ class Builder:
         if not self.start.in_place:  # a branch has another W&B run and best checkpoint
             state.wandb_id = state.best_loss = state.best_step = None
         self.notes += raised_rate(self.config, self.start.state)
-        load_optimizer(self.start.checkpoint, self.model, self.optimizer, self.strategy)
+        _, tensors = self.start.tensors or (None, {})
+        self.start.tensors = None  # the model and the optimizer have copies
+        file = self.start.checkpoint / OPTIMIZER
+        load_optimizer(file, tensors, self.model, self.optimizer, self.strategy)
         if state.scaler:
             self.strategy.scaler.load_state_dict(state.scaler)
         return state

@@ -33,8 +33,9 @@ def exit_on_stop_signals() -> None:
 
 
 def handle(numbers: tuple[int, ...], handler: Callable) -> dict[int, object]:
-    """Installs a handler for the signals that are not ignored. Returns their handlers before."""
-    numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    """Installs a handler, not for SIGHUP if nohup ignores it. Returns the handlers before."""
+    if (hangup := getattr(signal, "SIGHUP", None)) and signal.getsignal(hangup) == signal.SIG_IGN:
+        numbers = tuple(number for number in numbers if number != hangup)
     return {number: signal.signal(number, handler) for number in numbers}
 
 

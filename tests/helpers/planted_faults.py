@@ -337,7 +337,7 @@ def slow(seconds: float) -> None:
     """Delays everything on this rank except training steps."""
     parts = ["run.run.Run.evaluate", "run.run.Run.sample", "run.build.Builder.open_directory"]
     parts += [
-        "run.build.load_parameters",
+        "run.build.model_from_tensors",
         "checkpoint.format.write",
         "lens.snapshots.Lens.snapshot",
     ]
