@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+MAX_NESTING = 100  # far below the recursion limit of functions that copy or compare values
 MAX_LOG_BYTES = 2**28  # larger logs are not read
 
 
@@ -109,11 +110,17 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int = 2**24) -> object:
-    """Reads a JSON file of at most `limit` bytes. Raises OSError or ValueError."""
-    try:
-        return json.loads(read_bounded(path, limit))
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
+    """Reads a JSON file of at most `limit` bytes and MAX_NESTING levels. Raises OSError or
+    ValueError."""
+    with contextlib.suppress(RecursionError):
+        value = json.loads(read_bounded(path, limit))
+        level = [[value]]
+        for _ in range(MAX_NESTING):
+            parts = [part.values() if isinstance(part, dict) else part for part in level]
+            level = [each for part in parts for each in part if isinstance(each, dict | list)]
+            if not level:
+                return value
+    raise ValueError("is nested too deeply")
 
 
 def as_json(value: object) -> bytes:

@@ -3,6 +3,7 @@
 import builtins
 import errno
 import fcntl
+import functools
 import io
 import json
 import math
@@ -254,6 +255,14 @@ def test_invalid_states_are_refused_by_name(trained, tmp_path):
             with refused(CheckpointError, "checkpoint", exit_code=3) as caught:
                 read(copy)
             assert len(str(caught.value)) < 2000, text[:20]
+
+
+def test_settings_that_are_nested_deeply_are_refused(newest, resumed):
+    """They can be read, but not copied."""
+    deep = functools.reduce(lambda value, _: [value], range(900), 1)
+    change_state(newest, **{"settings.other": deep})
+    with refused(CheckpointError, "checkpoint", newest.resolve() / "state.json", exit_code=3):
+        resumed(LONGER)
 
 
 def test_nonfinite_losses_of_skipped_steps_are_valid(run, newest, resumed):
