@@ -11,12 +11,15 @@ import os
 import secrets
 import shutil
 import stat
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_NESTING = 100  # far below the recursion limit of functions that copy or compare values
 MAX_LOG_BYTES = 2**28  # larger logs are not read
+MAX_ITEMS = 5_000_000  # of a JSON file or a log: about a gigabyte of Python objects
 
 
 def script_path(name: str) -> str:
@@ -31,12 +34,13 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
 
 
-def atomic_write(path: Path, content: bytes) -> None:
-    """Writes a file atomically: a reader never sees an incomplete file."""
+def atomic_write(path: Path, content: bytes | Iterable[bytes]) -> None:
+    """Writes a file atomically: a reader never sees an incomplete file. content: all of it, or
+    pieces."""
     part = temporary_name(path)
     try:
         with open(part, "wb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         rename(part, path)
@@ -110,10 +114,13 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int = 2**24) -> object:
-    """Reads a JSON file of at most `limit` bytes and MAX_NESTING levels. Raises OSError or
-    ValueError."""
+    """Reads a JSON file of at most `limit` bytes, MAX_NESTING levels and MAX_ITEMS items. Raises
+    OSError or ValueError."""
+    content = read_bounded(path, limit)
+    if content.count(b",") > MAX_ITEMS:
+        raise ValueError(f"has more than {MAX_ITEMS:,} items")
     with contextlib.suppress(RecursionError):
-        value = json.loads(read_bounded(path, limit))
+        value = json.loads(content)
         level = [[value]]
         for _ in range(MAX_NESTING):
             parts = [part.values() if isinstance(part, dict) else part for part in level]
@@ -130,20 +137,31 @@ def as_json(value: object) -> bytes:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Reads the rows of a .jsonl log, sorted by step; [] if the file is missing or too large.
-
-    Skips lines that are truncated, have no step, or are longer than 1 MiB. Ignores read errors.
-    """
-    rows = []
+    """Reads the rows of a .jsonl log, sorted by step; [] if the file is missing or, with a line on
+    stderr, too large. Ignores read errors."""
+    rows, items = [], 0
     with contextlib.suppress(OSError), open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_LOG_BYTES:
+        too_large = os.fstat(file.fileno()).st_size > MAX_LOG_BYTES
+        for line, row in log_lines(file) if not too_large else ():
+            items += line.count(b",") + 1
+            if too_large := items > MAX_ITEMS:
+                break
+            rows.append(row)
+        if too_large:
+            most = f"{MAX_LOG_BYTES:,} bytes or {MAX_ITEMS:,} values"
+            print(f"{path}: not read, because it has more than {most}", file=sys.stderr)
             return []
-        while line := file.readline(2**20):  # pieces of a longer line are not valid JSON
-            try:
-                row = json.loads(line.decode("utf-8", "replace"))
-            except (ValueError, RecursionError):
-                continue
-            step = row.get("step") if isinstance(row, dict) else None
-            if type(step) is int and 0 <= step < 2**53:
-                rows.append(row)
     return sorted(rows, key=lambda row: row["step"])
+
+
+def log_lines(file: IO[bytes]) -> Iterator[tuple[bytes, dict]]:
+    """Yields the lines of a .jsonl log and their rows. Skips lines that are truncated, have no step
+    or are longer than 1 MiB."""
+    while line := file.readline(2**20):  # pieces of a longer line are not valid JSON
+        try:
+            row = json.loads(line.decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            continue
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is int and 0 <= step < 2**53:
+            yield line, row

@@ -136,8 +136,11 @@ def read(folder: Path, metric: str) -> ComparedRun:
     run = ComparedRun(folder, settings, metrics, points, is_finished)
     final, name = final_validation(folder, last) or {}, metric.removeprefix("val/")
     if metric.startswith("val/") and name in final:
-        run.final, run.windows = number(final[name]), final["windows"]
-        run.parts = [number(part[name]) for part in final["parts"]]
+        try:
+            run.final, run.windows = number(final[name]), int(final["windows"])
+            run.parts = [number(part[name]) for part in final["parts"]]
+        except (TypeError, KeyError, OverflowError) as error:
+            raise ValueError(f"{VALIDATION_JSON} is damaged") from error
     return run
 
 

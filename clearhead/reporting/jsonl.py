@@ -80,11 +80,8 @@ def drop_rows_after(folder: Path, step: int) -> None:
     """Removes invalid rows and rows after `step` from metrics.jsonl and samples.jsonl, so that a
     run that resumes after `step` logs each step once."""
     for name in ("metrics.jsonl", "samples.jsonl"):
-        if not (path := folder / name).exists():
-            continue
-        kept = []
-        for line in path.read_bytes().split(b"\n"):
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # truncated by a crash
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + b"\n")
-        files.atomic_write(path, b"".join(kept))
+        if (path := folder / name).exists():
+            with open(path, "rb") as file:
+                lines = files.log_lines(file)  # without a line that was truncated by a crash
+                kept = (line.rstrip(b"\n") + b"\n" for line, row in lines if row["step"] <= step)
+                files.atomic_write(path, kept)

@@ -136,7 +136,7 @@ def training_time(tokens: Points, speeds: dict[int, float]) -> str:
 
 def sample_article(row: dict) -> str:
     """Returns a row of samples.jsonl as HTML, with the prompt in bold."""
-    prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
+    prompt, text = (sanitize(str(row.get(key, ""))) for key in ("prompt", "text"))
     if not text.startswith(prompt):
         prompt = ""
     text = re.sub(r"\n\s*\n\s*\n", "\n\n", text[len(prompt) :].rstrip())  # no tall empty box
@@ -147,7 +147,7 @@ def sample_article(row: dict) -> str:
 def sample_page(row: dict) -> str:
     """Returns one sample as a page without scripts, for the W&B dashboard."""
     template = (PAGE / "sample.html").read_text(encoding="utf-8")
-    return template.replace("__SAMPLE__", sanitize(sample_article(row)))
+    return template.replace("__SAMPLE__", sample_article(row))
 
 
 def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes | str:

@@ -116,7 +116,7 @@ def test_sync_calls_fsync_on_the_file_and_its_folder(tmp_path, monkeypatch, caps
 
 def test_rows_after_a_step_are_dropped(tmp_path):
     metrics, samples = tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl"
-    damage = b'null\n[1]\n{"step": "a"}\n\xff\xfe\n'
+    damage = b'null\n[1]\n{"step": "a"}\n\xff\xfe\n' + b"[" * 200_000 + b"\n"
     metrics.write_bytes(b'{"step": 1}\n' + damage + b'{"step": 2}\n{"step": 3}\n{"st\x00\x00')
     samples.write_text(text := '{"step": 1, "text": "a\u2028b\x85c"}\n')
     drop_rows_after(tmp_path, 2)
