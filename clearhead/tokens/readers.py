@@ -194,42 +194,47 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
     with open_decompressed(part.path) as file:
         if offset:
             file.seek(offset)
-        raw = b" "
+        raw, before = b" ", b""  # before: the text before this block, at most 32 KiB
         while raw:
             raw = file.read(BLOCK if end is None else min(BLOCK, end - offset))
-            if is_utf8(part.encoding) and (zero := raw.find(b"\0")) >= 0:
-                reason = f"binary (a zero byte at byte {offset + zero})"
-                hint = (
-                    f"decompress it ({', '.join(COMPRESSED)} are supported) or convert it to UTF-8"
-                )
-                if offset == 0 and raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                    hint = "use data.encoding=utf-16"
-                raise DataError("data.path", part.path, reason, hint)
             carried = decoder.getstate()[0]  # first bytes of a character that continues here
             try:
                 text = decoder.decode(raw, final=not raw)
-            except UnicodeDecodeError as error:
-                text = carried + raw
-                reason = f"0x{text[error.start]:02x} at byte {offset - len(carried) + error.start}"
-                reason, hint = f"not {part.encoding} ({reason})", _encoding_hint(text, error.start)
+                if (zero := text.find("\0")) >= 0:  # not in a text, whatever its encoding
+                    start = len(text[:zero].encode(part.encoding))
+                    raise UnicodeDecodeError(part.encoding, carried + raw, start, start + 1, "zero")
+                block = text.removeprefix("" if offset else "\ufeff").encode()
+            except UnicodeError as error:  # other types have no position in the file
+                start = error.start if isinstance(error, UnicodeDecodeError) else 0
+                position, near = offset - len(carried) + start, before + raw
+                start += len(before) - len(carried)  # in `near`
+                byte = f"0x{near[start : start + 1].hex()} at byte {position}"
+                reason, hint = f"not {part.encoding} text ({byte})", _encoding_hint(near, start)
                 raise DataError("data.path", part.path, reason, hint) from error
-            if offset == 0:
-                text = text.removeprefix("\ufeff")
             offset += len(raw)
-            if text:
-                yield text.encode()
+            before = (before + raw)[-(2**15) :]
+            if block:
+                yield block
 
 
 def _encoding_hint(text: bytes, position: int) -> str:
     """Names the likely encodings of a text that is not valid at this byte position."""
     near = text[max(0, position - 2**14) : position + 2**14]
-    if len(re.findall(rb"[\xc2-\xf4][\x80-\xbf]+", near)) > 9 * near.decode(errors="replace").count(
-        "\ufffd"
-    ):
+    found = list(charset_normalizer.from_bytes(near))
+    has_mark = bool(found) and found[0].bom
+    if b"\0" in near and not has_mark:
+        kinds = ", ".join(COMPRESSED)
+        return f"decompress it ({kinds} are supported); UTF-16 without a mark: utf-16-le, utf-16-be"
+    decoded = near.decode(errors="replace")
+    invalid = decoded.count("\ufffd")
+    if 0 < 2 * invalid <= sum(char > "\x7f" for char in decoded):
         return "most other characters are UTF-8: correct this one in an editor"
-    likely = [found.encoding for found in charset_normalizer.from_bytes(near)]
-    if "cp1252" in likely:  # by far the most frequent one
-        likely.sort(key="cp1252".__ne__)
+    likely = [match.encoding for match in found]
+    is_western = 0 < 20 * invalid < len(near)
+    is_western |= any("cp1252" in match.could_be_from_charset for match in found)
+    if is_western and not has_mark and "\ufffd" not in near.decode("cp1252", "replace"):
+        # The library cannot tell it from others if there are few such characters. It is the usual.
+        likely = ["cp1252", *(name for name in likely if name != "cp1252")]
     lines = [
         f"data.encoding={encoding} reads {shown!r}"
         for encoding in likely[:3]

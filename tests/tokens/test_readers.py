@@ -2,7 +2,6 @@
 
 import errno
 import glob
-import itertools
 import json
 import os
 import re
@@ -209,7 +208,7 @@ def test_json_array(tmp_path, monkeypatch):
             assert 1 in numbers_in(check_refused(path))
 
 
-def test_text_in_another_encoding(tmp_path):
+def test_text_in_another_encoding(tmp_path, monkeypatch):
     """The hint names the encoding, with which the text is read."""
     cases = {
         "cp1252": "Le café était fermé, mais l’été arrive à Noël. Garçon, un œuf s’il vous plaît. ",
@@ -217,18 +216,32 @@ def test_text_in_another_encoding(tmp_path):
         "koi8_r": "Все счастливые семьи похожи друг на друга, каждая несчастливая по-своему. ",
         "cp932": "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。",
         "gb18030": "道可道，非常道。名可名，非常名。无名天地之始，有名万物之母。",
-        "utf-16": "A text of Notepad.",
+        "utf_16": "A text of Notepad.",
+        "utf_32": "A text.",
     }
     for encoding, text in cases.items():
         path = write(tmp_path / "a.txt", (text * 9).encode(encoding))
         assert encoding in check_refused(path).hint
         (part,) = split_file(str(path), 50, encoding=encoding)
         assert b"".join(b"".join(blocks) for blocks in documents(part)).decode() == text * 9
-    bad = "Größe und Straße, überall. ".encode() * 9
-    error = check_refused(write(tmp_path / "a.txt", bad + b"\xe9" + bad))
-    assert "encoding=" not in error.hint
-    with refused(DataError, "data.path", path):  # not cp1252
-        list(itertools.chain(*documents(FilePart(str(path), encoding="ascii"))))
+    quote = b"It was the best of times. It\x92s over."
+    assert "cp1252" in check_refused(write(path, quote)).hint
+    good = "Größe und Straße, überall. ".encode()
+    for block in (2**20, len(good)):
+        monkeypatch.setattr(readers, "BLOCK", block)
+        for end in (b"\xe9 " + good, b"\xc3"):  # a wrong byte; a truncated file
+            error = check_refused(write(path, good + end))
+            assert len(good) in numbers_in(error)
+            assert "encoding=" not in error.hint
+    for encoding, content in (
+        ("ascii", good),
+        ("latin-1", good.decode().encode("utf-16")),  # all bytes are valid
+        ("utf-16", "text".encode("utf-16-le")),  # no byte-order mark
+        ("utf-16", "text".encode("utf-32")),
+        ("utf-7", b"+2AA-"),  # a lone surrogate
+    ):
+        with refused(DataError, "data.path", write(path, content)):
+            read(path, encoding=encoding)
 
 
 def test_invalid_json_line_is_refused(tmp_path):
