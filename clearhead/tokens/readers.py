@@ -323,9 +323,12 @@ def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
             _text_field(dict.fromkeys(file.schema_arrow.names), part, "the file")
         groups = range(file.num_row_groups)[part.start : part.stop]
         for group in groups:
-            # Few rows at once if they are long: a small file may contain much text.
+            # Few rows at once if they may be long: the average length times the compression ratio.
+            # A small file may contain much text, and its average says little if few rows have it.
             rows = file.metadata.row_group(group)
-            row_bytes = rows.total_byte_size // max(1, rows.num_rows)
+            columns = [rows.column(number) for number in range(rows.num_columns)]
+            ratio = rows.total_byte_size / max(1, sum(c.total_compressed_size for c in columns))
+            row_bytes = int(ratio * rows.total_byte_size / max(1, rows.num_rows))
             size = max(1, min(MAX_ROWS, MAX_RECORD // max(1, row_bytes)))
             batches = file.iter_batches(size, row_groups=[group], columns=[part.text_key])
             values = itertools.chain.from_iterable(batch.column(0) for batch in batches)

@@ -284,6 +284,16 @@ def test_parquet_of_many_row_groups(tmp_path):
     assert read(path, 699) == [texts[699].encode(), b""]  # null
 
 
+def test_small_parquet_file_with_much_text(tmp_path, monkeypatch):
+    """A dictionary holds a repeated text once, so the size of the rows is not in the file."""
+    monkeypatch.setattr(readers, "MAX_RECORD", 2**21)
+    path = write_parquet(tmp_path / "a.parquet", ["a" * 10**6] * 40, compression="zstd")
+    before = pyarrow.total_allocated_bytes()
+    for number, _ in enumerate(documents(FilePart(str(path))), start=1):
+        assert pyarrow.total_allocated_bytes() - before < 5e6
+    assert number == 40
+
+
 def test_invalid_parquet_is_refused(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["a"], "content")
     assert "'content'" in check_refused(path).reason
