@@ -9,6 +9,7 @@ fraction of the peak FLOP/s that training reaches. The utilisation is measured f
 (distributed/hardware.py) and assumed for others; the output states which.
 """
 
+import contextlib
 import math
 from datetime import timedelta
 from typing import Annotated, Literal
@@ -34,7 +35,7 @@ from clearhead.distributed.hardware import (
     WORTH_COMPILING,
 )
 from clearhead.distributed.launch import check_ranks
-from clearhead.errors import ConfigError, refuse
+from clearhead.errors import ConfigError, DataError, refuse
 
 
 class PlanConfig(ScriptConfig):
@@ -107,10 +108,25 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
         "utilisation_source": source,
         "tokens_per_second": rate,
         "tokens": tokens,
+        "tokens_of_data": tokens_of_data(config),
         "seconds": tokens / rate,
         "price": price,
         "cost": tokens / rate / 3600 * plan.devices * price,
     }
+
+
+def tokens_of_data(config: Config) -> int | None:
+    """Returns the number of training tokens in the token files of data.path. None for texts, which
+    have to be tokenized first, and for files that are not on this machine."""
+    from clearhead.tokens.shards import is_shards, open_shards
+
+    data = config.data
+    with contextlib.suppress(DataError):
+        if is_shards(data.path):
+            streams = open_shards(data.path, data.tokenizer, verify=False)
+            is_split = not data.val_path and "val" not in streams
+            return round(len(streams["train"]) * (1 - data.val_fraction * is_split))
+    return None
 
 
 def utilisation(config: Config, plan: PlanConfig, precision: str) -> tuple[float, str]:
@@ -144,6 +160,10 @@ def text_of(config: Config, plan: dict) -> str:
         if needed[name] > 0
     ]
     steps = plan["tokens"] / (plan["batch_size"] * length)
+    data = ""
+    if available := plan["tokens_of_data"]:
+        epochs = plan["tokens"] / available
+        data = f"Data     {available:,} tokens in {config.data.path}: {epochs:.2f} epochs\n"
     return f"""\
 Model    {plan["parameters"]:,} parameters: {model.num_layers} layers of {model.num_heads} heads, \
 {model.emb_dim} wide
@@ -159,7 +179,7 @@ Speed    {plan["tokens_per_second"]:,.0f} tokens/s with utilisation={plan["utili
 ({plan["utilisation_source"]})
 Time     {timedelta(seconds=round(plan["seconds"]))} for {plan["tokens"]:,.0f} tokens, \
 {steps:,.0f} steps
-Cost     ${plan["cost"]:,.2f} at ${plan["price"]:.2f} per device-hour
+{data}Cost     ${plan["cost"]:,.2f} at ${plan["price"]:.2f} per device-hour
 
 These are estimates. Time = FLOPs / (devices x peak FLOP/s x utilisation). Communication,
 validation, samples and checkpoints are included only if the utilisation includes them."""

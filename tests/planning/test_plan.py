@@ -7,6 +7,7 @@ import shlex
 import typing
 from statistics import median
 
+import numpy as np
 import pytest
 from helpers.refusals import printed_keys, refused
 
@@ -33,6 +34,18 @@ def test_hand_computed_time_and_cost():
     assert found["cost"] == pytest.approx(6.884 * 8 * 2, rel=1e-3)
     fp32 = figures(*given, "trainer.precision=fp32")["tokens_per_second"]
     assert fp32 / found["tokens_per_second"] == pytest.approx(67 / 989)
+
+
+def test_tokens_of_the_data_and_epochs(tmp_path):
+    ids = np.arange(1000, dtype=np.uint16)
+    given = ("model=gpt2-nano", "data=shards", f"data.path={tmp_path}", "tokens=5000")
+    assert figures(*given)["tokens_of_data"] is None  # there are no files yet
+    ids.tofile(tmp_path / "train.bin")
+    given += ("data.val_fraction=0.2",)
+    assert figures(*given)["tokens_of_data"] == 800
+    assert "6.25 epochs" in plan.text_of(plan.composed([*given])[0], figures(*given))
+    ids.tofile(tmp_path / "val.bin")
+    assert figures(*given, "seed=1")["tokens_of_data"] == 1000
 
 
 def test_measured_utilisation_follows_from_the_results():
