@@ -155,4 +155,7 @@ def folders_of(arguments: Sequence[str]) -> list[Path]:
 def quoting(text: str) -> str:
     """Returns a hint: how to quote a value with a comma, a bracket, a quote or an accent."""
     key, _, value = text.partition("=")
+    if value.startswith("[") and value.endswith("]"):
+        items = [override("", item.strip(" \"'"))[1:] for item in value[1:-1].split(",")]
+        return "write " + shlex.quote(shorten(f"{key}=[{','.join(items)}]"))
     return "if the value is text, write " + shlex.quote(override(key, shorten(value)))

@@ -30,7 +30,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import charset_normalizer
 import numpy as np
@@ -209,7 +209,12 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
                 position, near = offset - len(carried) + start, before + raw
                 start += len(before) - len(carried)  # in `near`
                 byte = f"0x{near[start : start + 1].hex()} at byte {position}"
-                reason, hint = f"not {part.encoding} text ({byte})", _encoding_hint(near, start)
+                reason, hint = (
+                    f"not {part.encoding} text ({byte})",
+                    "JSON must be UTF-8: convert it",
+                )
+                if part.format == "text":
+                    hint = _encoding_hint(near, start)
                 raise DataError("data.path", part.path, reason, hint) from error
             offset += len(raw)
             before = (before + raw)[-(2**15) :]
@@ -267,29 +272,29 @@ def _json_lines(part: FilePart) -> Iterator[Iterable[bytes]]:
 
 def _json_records(part: FilePart) -> Iterator[Iterable[bytes]]:
     """Reads the text of each record of a JSON array. Other files are read as JSON lines."""
-    with open_decompressed(part.path) as file:
-        is_array = file.read(BLOCK).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    if not is_array:
+    blocks = (block.decode() for block in _decoded_blocks(replace(part, encoding="utf-8")))
+    text = next(blocks, "")
+    if not text.lstrip().startswith("["):
         yield from _json_lines(part)
         return
     decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
-    with open_decompressed(part.path) as raw:
-        file = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape")
-        text, number = file.read(BLOCK), 0
-        position = text.index("[") + 1
-        while not text.startswith("]", position := between.match(text, position).end()):
-            where = f"record {number}"
-            try:
-                record, position = decoder.raw_decode(text, position)
-            except (ValueError, RecursionError) as error:
-                more = file.read(max(BLOCK, len(text) - position))
-                text, position = text[position:] + more, 0
-                if not more or len(text) > 2 * MAX_RECORD or isinstance(error, RecursionError):
-                    reason = f"{where} is not valid JSON ({message_of(error)})"
-                    raise DataError("data.path", part.path, reason, "correct it") from error
-                continue
-            yield utf8_blocks(_text_field(record, part, where), BLOCK)
-            number += 1
+    position, number = text.index("[") + 1, 0
+    while not text.startswith("]", position := between.match(text, position).end()):
+        where = f"record {number}"
+        try:
+            record, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            more = "".join(itertools.islice(blocks, 1 + (len(text) - position) // BLOCK))
+            text, position = text[position:] + more, 0
+            if not more or len(text) > 2 * MAX_RECORD or isinstance(error, RecursionError):
+                reason = f"{where} is not valid JSON ({message_of(error)})"
+                raise DataError("data.path", part.path, reason, "correct it") from error
+            continue
+        yield utf8_blocks(_text_field(record, part, where), BLOCK)
+        number += 1
+    if any(block.strip() for block in itertools.chain([text[position + 1 :]], blocks)):
+        reason = f"there is more after the array, which has {number} records"
+        raise DataError("data.path", part.path, reason, "give one array, or one object per line")
 
 
 def _text_field(record: object, part: FilePart, where: str) -> str:
@@ -302,10 +307,12 @@ def _text_field(record: object, part: FilePart, where: str) -> str:
         return text
     if key in keys and text is None:
         return ""
-    names = ", ".join(f"{name!r:.60}" for name in itertools.islice(keys, 10)) or "no keys"
-    reason = f"{where} has no key {key!r} (its keys: {names})"
+    names = ", ".join(f"{name!r:.60}" for name in itertools.islice(keys, 10))
+    reason = f"{where} has no key {key!r}" + (f" (its keys: {names})" if names else "")
     if key in keys:
-        reason = f"{where} has a {type(text).__name__} with the key {key!r}, not a text"
+        reason = f"the value of {key!r} in {where} has the type {type(text).__name__}, not text"
+    elif not isinstance(record, dict):
+        reason = f"{where} has the type {type(record).__name__}, not an object with a key {key!r}"
     raise DataError("data.path", part.path, reason, "set data.text_key, or correct the file")
 
 

@@ -129,6 +129,7 @@ HINTS = {
     "optimizer.matrix_lr=": "optimizer.matrix_lr=null",
     "optimizer.betas=(0.9,0.95)": "optimizer.betas=[0.9,0.95]",
     "lens.prompts=one": 'lens.prompts=["one"]',
+    "data.path=[s.txt,a b (1).txt]": 'data.path=[s.txt,"a b (1).txt"]',
     "trainer.max_steps=5\r": "trainer.max_steps=5",
     "optimizer.lr=1e\u22123": "optimizer.lr=1e-3",
     "seed=5\xa0": "seed=5",
