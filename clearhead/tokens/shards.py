@@ -341,8 +341,8 @@ def _check_plain_ids(path: Path, start: bytes) -> None:
         raise _bad_file(path, reason, "train on the text: data.path=input.txt data.tokenizer=byte")
     ids = np.frombuffer(start[: len(start) // 8 * 8], "<u2").reshape(-1, 4)
     zeros = (ids == 0).mean(axis=0) > 0.9
-    if zeros[3] and not zeros[0]:
-        width = "<i8" if zeros[2] and zeros[1] else "<u4"
+    if zeros[1] and zeros[3] and not zeros[0]:
+        width = "<i8" if zeros[2] else "<u4"
         hint = f"{convert % width} writes 16-bit ids"
         raise _bad_file(path, f"its ids have {8 * int(width[2])} bits instead of 16", hint)
 

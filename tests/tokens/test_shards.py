@@ -112,8 +112,9 @@ def test_ids_of_another_width_or_vocabulary_are_refused(tmp_path):
         np.save(file, ids.astype("<u2"))
     with refuses(path):
         opened(path)
-    path.write_bytes(ids.astype("<u2").tobytes())
-    assert read(path) == ids.tolist()
+    for few in (ids, np.array([5, 6, 7, 0])):
+        path.write_bytes(few.astype("<u2").tobytes())
+        assert read(path) == few.tolist()
     (tmp_path / "meta.pkl").write_bytes(b"the names of 60 characters")
     with refuses(path):
         opened(path)
