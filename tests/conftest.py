@@ -124,6 +124,8 @@ def in_process(monkeypatch, capsys):
             main()
         except SystemExit as stopped:
             code = stopped.code
+        if hydra := sys.modules.get("hydra.core.hydra_config"):
+            hydra.HydraConfig.instance().cfg = None  # as in a process that has not run a command
         return code, *capsys.readouterr()
 
     return run
