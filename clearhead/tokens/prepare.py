@@ -145,7 +145,8 @@ class Preparation:
         self.plan = hash_of([names, values])
 
     def start(self) -> None:
-        """Creates the folder. Raises DataError when it contains other token files."""
+        """Creates the folder. Raises DataError when it contains other token files, or if the first
+        document of a file cannot be read."""
         preparing = self.folder / "preparing"
         reason = None
         if not preparing.exists() and any(self.folder.glob("*.bin")):
@@ -155,8 +156,12 @@ class Preparation:
         elif (self.folder / MANIFEST).exists() and self.unfinished(self.tasks):
             reason = "the text files have changed, or the token files are damaged"
         if reason:
-            hint = "use another out=, or delete the folder"
+            hint = "use another out=, or delete the folder; training reads several: data.path=[A,B]"
             raise DataError("out", self.folder, reason, hint)
+        for part in itertools.chain(*(task.parts for task in self.unfinished(self.assigned))):
+            if part.start == 0 and part.format != "hub":  # not after hours of other files
+                for blocks in itertools.islice(documents(part), 1):
+                    next(iter(blocks), None)
         preparing.mkdir(parents=True, exist_ok=True)
 
     def _records(self) -> dict[int, TaskRecord]:
@@ -286,6 +291,10 @@ def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> 
                     writer = None
         if writer:
             shards.append(writer.close())
+    except BaseException:
+        for shard in shards:
+            (folder / shard.file).unlink(missing_ok=True)
+        raise
     finally:
         if writer:
             writer.discard()

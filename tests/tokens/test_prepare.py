@@ -262,6 +262,19 @@ def test_bad_byte_is_reported_with_its_position(tmp_path):
     assert not (out / "manifest.json").exists()
 
 
+def test_a_wrong_key_leaves_only_finished_tasks(tmp_path):
+    """In a first line it is found before any file is tokenized."""
+    web, out = tmp_path / "web", tmp_path / "out"
+    lines = [json.dumps({"text": TEXT}) + "\n"] * 9
+    write_packed(web / "1.jsonl", "".join(lines))
+    for position in (0, 8):
+        write_packed(web / "2.jsonl", "".join([*lines[:position], '{"content": ""}\n', *lines]))
+        with refused(DataError, "data.path", web / "2.jsonl", 3):
+            prepare(web, out, tokenizer="byte", shard_tokens=200)
+        assert out.exists() == (position > 0)
+    assert {path.name for path in out.glob("*.bin")} == {*finished_shards(out)} != set()
+
+
 @pytest.mark.parametrize("share", [0.3, 1])
 def test_text_that_changes_during_preparation_is_prepared_again(tmp_path, share):
     """Other files are not. If a file became shorter, its superfluous shards are removed."""
