@@ -31,6 +31,7 @@ from clearhead.config.schema import (
     Checkpoint,
     DataConfig,
     Device,
+    Encoding,
     Name,
     ParallelConfig,
     Paths,
@@ -61,6 +62,9 @@ class TextConfig(ScriptGroup):
     )
     text_key: Name | None = Field(
         None, description="JSON field or Parquet column that has the text; null: as in the run"
+    )
+    encoding: Encoding | None = Field(
+        None, description="encoding of text files, such as cp1252; null: as in the run"
     )
     endoftext: Literal["token", "text"] | None = Field(
         None, description="read <|endoftext|> in the text as: token | text; null: as in the run"
