@@ -105,11 +105,8 @@ def make_tasks(files: list[str], shard_tokens: int, **options: str) -> list[Task
     """Divides files into tasks of similar size, in order.
 
     Large files are split and small ones combined. A task has at most about one shard of tokens.
-    options: text_key and encoding. Raises DataError if the first record of a file has no text.
+    options: text_key and encoding.
     """
-    for file in files:
-        if not file.startswith(HUB):
-            next(documents(FilePart(file, **options)), None)
     total = sum(os.path.getsize(file) for file in files if not file.startswith(HUB))
     task_bytes = min(max(MIN_TASK_BYTES, total // MIN_TASKS), 4 * shard_tokens)
     groups: list[list[FilePart]] = [[]]

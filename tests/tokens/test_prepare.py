@@ -153,15 +153,6 @@ def test_parts_in_any_order_make_the_same_files(draw, collection, n, smallest):
         assert files_of(shared) == files_of(whole)
 
 
-def test_the_keys_of_all_files_are_checked_first(tmp_path):
-    write_source(tmp_path / "texts" / "a.jsonl", [TEXT])
-    last = tmp_path / "texts" / "b.jsonl"
-    last.write_text('{"body": "other key"}\n')
-    with refused(DataError, "data.path", last, 3):
-        prepare(tmp_path / "texts", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_other_texts_or_settings_are_refused(tmp_path, subtests):
     path = write_source(tmp_path / "a.txt", [TEXT])
     other = str(write_source(tmp_path / "other.txt", [TEXT.replace("text", "test")]))
