@@ -213,7 +213,7 @@ def of_training(overrides: list[str]) -> Config:
     try:
         return compose(overrides)
     except ConfigError:
-        return compose([*overrides, "data.path=none"])
+        return compose([*overrides, "data.path=any"])
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def test_half_precision_on_mps_is_refused(mps, tmp_path, in_process, chosen):
         with refused(ConfigError, "trainer.precision", precision, exit_code=2):
             build_run(config)
         options = ("checkpoint=none", f"device={chosen}", f"precision={precision}")
-        for main, more in ((generate.main, ()), (evaluate.main, ("data.path=none",))):
+        for main, more in ((generate.main, ()), (evaluate.main, ("data.path=any",))):
             code, _, err = in_process(main, tmp_path, *options, *more)
             assert (code, printed_keys(err)) == (2, ["precision"])
 

@@ -601,7 +601,7 @@ def test_train_without_network_account_or_stdout(tmp_path, text_file):
 
 
 def test_debug_adds_the_traceback(in_process, tmp_path):
-    given = [*TINY, "data.path=none.txt", "debug=true"]
+    given = [*TINY, "data.path=any.txt", "debug=true"]
     code, _, err = in_process(train.main, tmp_path, *given)
     assert code == 3
     assert "Traceback" in err

@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from clearhead.config.schema import Config
 from clearhead.config.validation import flat_fields, members
+from clearhead.errors import Problem, refuse
 
 # In a value: a quoted text, or text without quotes, brackets and commas.
 WORD = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.?|[^\\"'(){}\[\],])+""")
@@ -19,13 +20,18 @@ PARSER, FIELDS = OverridesParser.create(), flat_fields(Config)
 
 
 def with_typed_text(values: dict, overrides: Sequence[str]) -> dict:
-    """Returns the composed values, with text settings as they were typed on the command line."""
+    """Returns the composed values, with text settings as they were typed on the command line.
+    Raises ConfigError for None in place of null."""
+    problems = []
     given = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
     for key, value in given.items():
         group, _, name = key.rpartition(".")
         holder = values.get(group) if group else values
         if key in FIELDS and isinstance(holder, dict) and "$" not in value:
             holder[name] = typed_value(key, value)
+            if holder[name] in ("None", "none") and None in members(FIELDS[key].annotation):
+                problems.append(Problem(key, value, "is a text, not null", f"write {key}=null"))
+    refuse(problems)
     return values
 
 

@@ -340,7 +340,7 @@ def test_automatic_settings_depend_on_the_length_of_the_run():
 
 def test_a_run_records_the_arguments_of_the_user(in_process, tmp_path):
     """starts.jsonl and the command that resumes a run have sys.argv."""
-    seen, given = [], ["data.path=none", "seed=3"]
+    seen, given = [], ["data.path=any", "seed=3"]
     main = hydra_main(lambda config: seen.append(sys.argv[1:]))
     assert in_process(main, tmp_path, *given)[0] == 0
     assert seen == [given]
@@ -351,25 +351,25 @@ def test_environment_variables_of_wandb(monkeypatch):
     empty = ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "JOB_TYPE", "CONSOLE", "RUN_ID", "DIR", "MODE")
     for name in empty:
         monkeypatch.setenv(f"WANDB_{name}", "")
-    unset = compose(["data.path=none"]).wandb
+    unset = compose(["data.path=any"]).wandb
     assert (unset.project, unset.job_type, unset.tags) == ("clearhead", "train", [])
     for name, value in {"PROJECT": "heads", "TAGS": "a,b", "CONSOLE": "wrap"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    found = compose(["data.path=none", "wandb.tags=[c]"]).wandb
+    found = compose(["data.path=any", "wandb.tags=[c]"]).wandb
     assert (found.project, found.tags, found.name, found.console) == ("heads", ["c"], None, "wrap")
-    assert compose(["data.path=none"]).wandb.tags == ["a", "b"]
+    assert compose(["data.path=any"]).wandb.tags == ["a", "b"]
     for mode, meant in {"dryrun": "offline", "run": "online", "shared": "online"}.items():
         monkeypatch.setenv("WANDB_MODE", mode)
-        assert compose(["data.path=none"]).wandb.wanted() == meant
+        assert compose(["data.path=any"]).wandb.wanted() == meant
     monkeypatch.setenv("WANDB_PROJECT", "a/b")
     monkeypatch.setenv("WANDB_MODE", "on")
     with pytest.raises(ConfigError) as error:
-        compose(["data.path=none"])
+        compose(["data.path=any"])
     assert {problem.key for problem in error.value.problems} == {"WANDB_MODE", "wandb.project"}
     assert "WANDB_PROJECT" in error.value.problems[-1].hint
     with pytest.raises(ConfigError):
         compose(["trainer.resume=runs/a", "wandb.project=c"])
-    compose(["data.path=none", "wandb=online", "wandb.project=c"])  # the variables do not count
+    compose(["data.path=any", "wandb=online", "wandb.project=c"])  # the variables do not count
 
 
 def test_a_choice_of_wandb_changes_the_mode_of_a_resumed_run():

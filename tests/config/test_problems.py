@@ -125,6 +125,8 @@ def test_names_and_syntax():
 
 # A wrong argument, and what its hint says; the hint is accepted.
 HINTS = {
+    "name=None": "name=null",
+    "data.val_path=none": "data.val_path=null",
     "trainer.eval_every=None": "trainer.eval_every=null",
     "optimizer.matrix_lr=": "optimizer.matrix_lr=null",
     "optimizer.betas=(0.9,0.95)": "optimizer.betas=[0.9,0.95]",

@@ -193,5 +193,5 @@ def test_random_numbers_are_a_function_of_seed_step_and_rank():
 
 def test_ranks_that_are_restarted_need_the_name_of_their_run(monkeypatch, in_process, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    code, _, err = in_process(train.main, tmp_path, "data.path=none")
+    code, _, err = in_process(train.main, tmp_path, "data.path=any")
     assert (code, printed_keys(err)) == (2, ["name"])

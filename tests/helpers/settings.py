@@ -27,13 +27,13 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
 
 def settings(*overrides: str) -> Config:
     """Returns the same as compose(overrides), in less time: the values of settings are
-    changed in a copy of the composed config. data.path=none, if the overrides do not select data.
+    changed in a copy of the composed config. data.path=any, if the overrides do not select data.
 
     Raises ConfigError with all problems.
     """
     selects_data = ("data=", "data.path=", "experiment=", "trainer.resume=")
     if not any(text.startswith(selects_data) for text in overrides):
-        overrides = ("data.path=none", *overrides)
+        overrides = ("data.path=any", *overrides)
     keys = {text: text.partition("=")[0] for text in overrides}
     if not {*keys.values()} <= {*known_settings()} - {"experiment"}:
         return compose(overrides)

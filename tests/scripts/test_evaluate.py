@@ -181,7 +181,7 @@ def test_refusals_name_the_setting_and_write_nothing(in_process, home):
         "stride=34 max_length=33": (2, "stride"),
         "max_length=34": (2, "max_length"),
         "out=no/figures.json": (2, "out"),
-        "data.path=none.txt": (3, "data.path"),
+        "data.path=any.txt": (3, "data.path"),
         "data.path=shards checkpoint=gpt2": (3, "data.tokenizer"),
         "split=val data.path=i.txt": (3, "data.path"),
         "checkpoint=huge": (3, "checkpoint"),  # whose loss is not finite

@@ -38,7 +38,7 @@ run_in = functools.partial(run_command, train.main)
 
 def sweep_in(folder, run, *arguments):
     """Runs a sweep whose jobs call run(config). Returns (exit code, out, err)."""
-    return run_command(hydra_main(run), folder, "-m", "data.path=none", *arguments)
+    return run_command(hydra_main(run), folder, "-m", "data.path=any", *arguments)
 
 
 def log(config):
@@ -385,7 +385,7 @@ def test_the_agents_trial_is_the_run(tmp_path, monkeypatch):
     """The agent sets the W&B run id of each trial in the environment and waits for that run."""
     monkeypatch.setenv("WANDB_SWEEP_ID", "thesweep")
     monkeypatch.setenv("WANDB_RUN_ID", "thetrial")
-    config = compose(["data.path=none", "wandb=offline"])
+    config = compose(["data.path=any", "wandb=offline"])
     tracker = Tracker(config.wandb, tmp_path, {"optimizer": {"lr": 1e-3}})
     try:
         assert (tracker.run_id, tracker.run.sweep_id) == ("thetrial", "thesweep")
