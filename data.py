@@ -54,7 +54,7 @@ def load_streams(
     """Returns {"train": stream}; also "val" if some, not all, token files are named val. Appends
     notes about skipped files and texts."""
     if is_shards(path):
-        return open_shards(path, config.tokenizer, config.verify)
+        return open_shards(path, config.tokenizer, config.verify, config.token_dtype)
     files = find_files(path, notes)
     encoder = StreamEncoder(config.tokenizer, config.endoftext)
     options = {"text_key": config.text_key, "encoding": config.encoding}

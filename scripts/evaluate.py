@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from clearhead.interop.pretrained import PretrainedModel
     from clearhead.tokens.stream import TokenStream
 
-FROM_RUN = ("text_key", "encoding", "endoftext", "val_fraction")  # default: the settings of the run
+# The settings of the run are the default.
+FROM_RUN = ("text_key", "encoding", "token_dtype", "endoftext", "val_fraction")
 
 
 class TextConfig(ScriptGroup):
@@ -65,6 +66,9 @@ class TextConfig(ScriptGroup):
     )
     encoding: Encoding | None = Field(
         None, description="encoding of text files, such as cp1252; null: as in the run"
+    )
+    token_dtype: Literal["uint16", "uint32", "uint64"] | None = Field(
+        None, description="of token files without a header; null: as in the run"
     )
     endoftext: Literal["token", "text"] | None = Field(
         None, description="read <|endoftext|> in the text as: token | text; null: as in the run"

@@ -173,6 +173,7 @@ class DataConfig(Settings):
     val_path: Paths | None
     text_key: Name
     encoding: Encoding
+    token_dtype: Literal["uint16", "uint32", "uint64"]
     stride: Positive | None
     within_documents: bool
     val_fraction: Fractional

@@ -198,14 +198,15 @@ def _shard_files(entry: str) -> list[Path]:
 
 
 def open_shards(
-    path: str | list[str], tokenizer: str, verify: str | bool = "auto"
+    path: str | list[str], tokenizer: str, verify: str | bool = "auto", dtype: str = "uint16"
 ) -> dict[str, TokenStream]:
     """Memory-maps the token files of data.path: {"train": ..., "val": ...}.
 
     Files whose names contain the word "val" (VALIDATION_NAME) are the validation data, as in llm.c
     and nanoGPT. If all files or none have such a name, there is only "train". verify: true reads
     every byte; false reads only headers; auto reads every byte up to 1 GiB in total, otherwise the
-    first and last block of each file. Raises DataError with the file and the byte position.
+    first and last block of each file. dtype: of ids without a header; with one they are uint16.
+    Raises DataError with the file and the byte position.
     """
     files = []
     for entry in [path] if isinstance(path, str) else path:
@@ -225,7 +226,7 @@ def open_shards(
             raise DataError("data.tokenizer", tokenizer, reason, hint)
     if resource:
         _raise_file_limit(len(files) + 256)  # each memory-mapped file needs a file descriptor
-    shards = [_open_shard(file, manifests.get(file.parent), tokenizer) for file in files]
+    shards = [_open_shard(f, manifests.get(f.parent), tokenizer, dtype) for f in files]
     total = sum(shard.size for shard in shards)
     for shard in shards:
         blocks = range(len(shard.checksums))
@@ -286,11 +287,12 @@ class _Shard:
                     raise _bad_file(self.path, reason)
                 self.checksums[block] = checksum[:12]
                 skip = max(0, self.first_byte - first)
-                ids = np.frombuffer(raw[skip : len(raw) // 2 * 2], TOKEN_DTYPE)
+                ids = np.frombuffer(raw[skip:], self.ids.dtype)
                 if len(ids) and ids.max() >= self.vocab_size:
                     index = int((ids >= self.vocab_size).argmax())
-                    reason = f"id {ids[index]} at byte {first + skip + 2 * index} is not below the "
-                    reason += f"vocabulary size {self.vocab_size}"
+                    byte = first + skip + ids.itemsize * index
+                    reason = f"id {ids[index]} at byte {byte} is not below the vocabulary size "
+                    reason += str(self.vocab_size)
                     raise _bad_file(self.path, reason, "set data.tokenizer, or prepare it again")
 
 
@@ -298,7 +300,7 @@ def _bad_file(path: Path, reason: str, hint: str = "prepare or copy it again") -
     return DataError("data.path", path, reason, hint)
 
 
-def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard:
+def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str, dtype: str) -> _Shard:
     """Checks a token file's header against its size and the manifest, and memory-maps it."""
     with translate_read_errors(str(path), OSError), open_regular(path) as file:
         header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
@@ -306,45 +308,46 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
     entry = manifest and next((e for e in manifest.shards if e.file == path.name), None)
     if int.from_bytes(header[:4], "little") == MAGIC:
         first_byte, count = HEADER_BYTES, _count_in_header(path, header, size)
+        plain = TOKEN_DTYPE
     else:
         # nanoGPT's format: ids without a header. A header has zeros after its three numbers.
-        _check_plain_ids(path, header)
-        ids = np.frombuffer(header[: len(header) // 2 * 2], TOKEN_DTYPE)
+        plain = np.dtype(dtype).newbyteorder("<")
+        _check_plain_ids(path, header, plain)
+        ids = np.frombuffer(header[: len(header) // plain.itemsize * plain.itemsize], plain)
         is_header = len(header) == HEADER_BYTES and not any(header[12:])
-        if entry or is_header or size == 0 or size % 2 or ids.max() >= vocab_size:
+        if entry or is_header or not len(ids) or size % plain.itemsize or ids.max() >= vocab_size:
             magic = int.from_bytes(header[:4], "little", signed=True)
             reason = f"not a token file: magic number {magic} at byte 0 instead of {MAGIC}, and "
-            reason += f"its {size} bytes are not uint16 ids below {vocab_size}"
+            reason += f"its {size} bytes are not {dtype} ids below {vocab_size}"
             raise _bad_file(path, reason, "use token files in the format of llm.c or nanoGPT")
-        first_byte, count = 0, size // 2
+        first_byte, count = 0, size // plain.itemsize
     blocks = -(-size // BLOCK_BYTES)
     checksums = [checksum[:12] for checksum in entry.sha256] if entry else [""] * blocks
     if len(checksums) != blocks or (entry and entry.tokens != count):
         raise _bad_file(path, f"its number of tokens, {count} (byte 8), does not match {MANIFEST}")
     try:
-        ids = np.asarray(np.memmap(path, TOKEN_DTYPE, "r", first_byte, (count,)))
+        ids = np.asarray(np.memmap(path, plain, "r", first_byte, (count,)))
     except OSError as error:
         hint = hint_of(error, "copy the file to a local disk")
         raise _bad_file(path, f"cannot be memory-mapped ({error.strerror})", hint) from error
     return _Shard(path, size, first_byte, ids, vocab_size, entry, checksums)
 
 
-def _check_plain_ids(path: Path, start: bytes) -> None:
+def _check_plain_ids(path: Path, start: bytes, dtype: np.dtype) -> None:
     """Raises DataError if a file of ids without a header seems to have another vocabulary or width.
     start: its first bytes."""
-    convert = f"numpy.fromfile({str(path)!r}, '%s').astype('<u2').tofile('ids.bin')"
     if start.startswith(b"\x93NUMPY"):
-        hint = f"numpy.load({str(path)!r}).astype('<u2').tofile('ids.bin') writes the ids alone"
+        hint = f"numpy.load({str(path)!r}).tofile('ids.bin') writes the ids alone"
         raise _bad_file(path, "a file of numpy.save, not plain ids", hint)
     if (path.parent / "meta.pkl").exists():  # written by nanoGPT's character-level data
         reason = "there is a meta.pkl: these are not ids of a tokenizer of this project"
         raise _bad_file(path, reason, "train on the text: data.path=input.txt data.tokenizer=byte")
     ids = np.frombuffer(start[: len(start) // 8 * 8], "<u2").reshape(-1, 4)
     zeros = (ids == 0).mean(axis=0) > 0.9
-    if zeros[1] and zeros[3] and not zeros[0]:
-        width = "<i8" if zeros[2] else "<u4"
-        hint = f"{convert % width} writes 16-bit ids"
-        raise _bad_file(path, f"its ids have {8 * int(width[2])} bits instead of 16", hint)
+    if dtype == TOKEN_DTYPE and zeros[1] and zeros[3] and not zeros[0]:
+        bits = 64 if zeros[2] else 32
+        reason = f"its ids have {bits} bits instead of 16"
+        raise _bad_file(path, reason, f"set data.token_dtype=uint{bits}")
 
 
 def _count_in_header(path: Path, header: bytes, size: int) -> int:

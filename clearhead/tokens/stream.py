@@ -42,7 +42,7 @@ class TokenStream:
         self.names = names or [("the text", 0)] * len(arrays)
         self._checksums = checksums
         self.array_starts = np.cumsum([0, *map(len, arrays)])  # and the end of the last array
-        self.dtype = arrays[0].dtype if arrays else np.dtype(np.uint16)
+        self.dtype = np.result_type(np.uint16, *(array.dtype for array in arrays))
         self._maps = [_mmap_of(array) for array in arrays]
 
     def __len__(self) -> int:
@@ -97,7 +97,8 @@ class TokenStream:
     def _raise_invalid_id(self, token: int, position: int) -> None:
         number = int(np.searchsorted(self.array_starts, position, side="right")) - 1
         name, first_byte = self.names[number]
-        byte = first_byte + (position - int(self.array_starts[number])) * self.dtype.itemsize
+        index = position - int(self.array_starts[number])
+        byte = first_byte + index * self.arrays[number].itemsize
         reason = f"id {token} at byte {byte} is not below the vocabulary size {self.vocab_size}"
         raise DataError("data.path", name, reason, "set data.tokenizer, or create the file again")
 
@@ -109,7 +110,7 @@ class TokenStream:
         arrays, names = [], []
         for n, position, part in self._slices(start, end):
             name, byte = self.names[n]
-            byte += (position - int(self.array_starts[n])) * self.dtype.itemsize
+            byte += (position - int(self.array_starts[n])) * part.itemsize
             arrays.append(part)
             names.append((name, byte))
         return TokenStream(arrays, self.vocab_size, self.end_of_text, names)

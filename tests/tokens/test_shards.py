@@ -104,10 +104,20 @@ def test_ids_of_another_width_or_vocabulary_are_refused(tmp_path):
     ids = np.random.default_rng(0).integers(0, 60, 5000)
     ids[::7] = 0
     path = tmp_path / "a.bin"
-    for content in (ids.astype("<u4").tobytes(), ids.astype("<i8").tobytes()):
-        path.write_bytes(content)
-        with refuses(path, 8 * len(content) // len(ids)):
+    header = tmp_path / "header.bin"
+    header.write_bytes(llm_c_bytes([9]))
+    for dtype, bits in (("<u4", 32), ("<i8", 64)):
+        path.write_bytes(ids.astype(dtype).tobytes())
+        with refuses(path, bits):
             opened(path)
+        name = f"uint{bits}"
+        stream = open_shards([str(header), str(path)], "gpt2", dtype=name)["train"]
+        assert ids_in(stream) == [9, *ids.tolist()]
+        for bad in (-1, 70_000):  # 70,000 is 4,464 in 16 bits
+            path.write_bytes(np.append(ids, bad).astype(dtype).tobytes())
+            for verify in (True, False):
+                with refuses(path, len(ids) * bits // 8):
+                    ids_in(open_shards([str(header), str(path)], "gpt2", verify, name)["train"])
     with open(path, "wb") as file:
         np.save(file, ids.astype("<u2"))
     with refuses(path):
