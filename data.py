@@ -15,7 +15,6 @@ Needs torch, numpy and tiktoken. Shapes: B batch, T positions in a window.
 
 import itertools
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,10 +27,10 @@ from torch.utils.data import DataLoader
 from clearhead.config.schema import DataConfig
 from clearhead.errors import ConfigError, DataError, sanitize
 from clearhead.tokens.encoding import StreamEncoder, Tokenizer, concatenate, encode_text
-from clearhead.tokens.paths import find_files
+from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.readers import FilePart, encode_part
 from clearhead.tokens.sampler import WindowOrder, integer_weights
-from clearhead.tokens.shards import is_shards, open_shards, shard_files
+from clearhead.tokens.shards import is_shards, open_shards, shard_files, split_by_name
 from clearhead.tokens.stream import Checksums, TokenStream
 from clearhead.tokens.synthetic import CycleWalks, RepeatedSequences
 from clearhead.tokens.tokenizers import get_tokenizer
@@ -300,14 +299,16 @@ def load_datasets(config: DataConfig) -> LoadedData:
 def notes_about_repeated_files(config: DataConfig) -> list[str]:
     """Returns notes about files that are read more than once."""
     train, val = (
-        [os.path.realpath(file) for file in shard_files(path) or find_files(path)] if path else []
+        split_by_name(shard_files(path)) if is_shards(path) else {"train": find_files(path or [])}
         for path in (config.path, config.val_path)
     )
-    repeated = [file for file, count in Counter(train).items() if count > 1]
-    notes = [f"data.path: {file} is read more than once" for file in repeated[:3]]
-    if both := sorted({*train} & {*val}):
-        notes.append(f"data.val_path: {both[0]} is also in data.path, so training sees it")
-    return [sanitize(note, keep="") for note in notes]
+    notes = notes_about_repeated(train["train"])
+    both = {*map(os.path.realpath, train["train"])}
+    both &= {*map(os.path.realpath, val.get("val", val["train"]))}
+    for file in sorted(both)[:1]:
+        note = f"data.val_path: {file} is also in data.path, so training sees it"
+        notes.append(sanitize(note, keep=""))
+    return notes
 
 
 def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:

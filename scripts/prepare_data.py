@@ -32,7 +32,7 @@ from clearhead.errors import ConfigError, sanitize
 from clearhead.files import script_path
 from clearhead.reporting.console import rich_console
 from clearhead.tokens import TokenizerName
-from clearhead.tokens.paths import find_files
+from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.prepare import Preparation, PrepareSettings
 
 
@@ -86,6 +86,7 @@ def main(settings: PrepareConfig) -> None:
     )
     part, parts = map(int, settings.part.split("/"))
     files = find_files(data.path, notes := [])
+    notes += notes_about_repeated(files)
     print(*notes, sep="\n", end="\n" * bool(notes))
     preparation = Preparation(files, Path(settings.out), prepare_settings, (part, parts))
     try:

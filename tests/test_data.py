@@ -300,6 +300,11 @@ def test_notes_about_files_that_are_read_twice(tmp_path):
         notes = load(path, **options).notes
         assert len(notes) == len(files), (path, options)
         assert all(file in note for file, note in zip(files, notes, strict=True))
+    (ids := tmp_path / "ids").mkdir()
+    for name in ("train", "val"):  # training does not read val.bin
+        np.arange(99, dtype="<u2").tofile(ids / f"{name}.bin")
+    for name, count in (("", 0), ("val.bin", 0), ("train.bin", 1)):
+        assert len(load(ids, val_path=f"{ids}/{name}").notes) == count
 
 
 def test_a_mixture_of_texts(tmp_path):

@@ -4,7 +4,7 @@ import contextlib
 import glob
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from os.path import isfile
 from pathlib import Path
 
@@ -91,6 +91,13 @@ def _text_files_in(folder: str) -> tuple[list[str], list[str]]:
             else:
                 others.append(name)
     return sorted(found, key=Path), others
+
+
+def notes_about_repeated(files: Iterable[str | Path]) -> list[str]:
+    """Returns notes about files that are read more than once."""
+    counts = Counter(os.path.realpath(file) for file in files).most_common(3)
+    repeated = [file for file, count in counts if count > 1]
+    return [sanitize(f"data.path: {file} is read more than once", keep="") for file in repeated]
 
 
 def _raise_read_error(error: OSError) -> None:

@@ -234,11 +234,16 @@ def open_shards(
             blocks = sorted({0, len(blocks) - 1})
         if verify:
             shard.verify(blocks)
-    train = [shard for shard in shards if not VALIDATION_NAME.search(shard.path.stem)]
-    val = [shard for shard in shards if VALIDATION_NAME.search(shard.path.stem)]
-    if not train or not val:
-        return {"train": _stream(shards)}
-    return {"train": _stream(train), "val": _stream(val)}
+    opened = {shard.path: shard for shard in shards}
+    parts = split_by_name(files)
+    return {name: _stream([opened[path] for path in part]) for name, part in parts.items()}
+
+
+def split_by_name(files: list[Path]) -> dict[str, list[Path]]:
+    """Returns {"train": files, "val": files}; only "train" if all files or none are named val."""
+    val = [file for file in files if VALIDATION_NAME.search(file.stem)]
+    train = [file for file in files if not VALIDATION_NAME.search(file.stem)]
+    return {"train": train, "val": val} if train and val else {"train": files}
 
 
 def _raise_file_limit(wanted: int) -> None:

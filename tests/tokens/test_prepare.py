@@ -118,6 +118,16 @@ def test_text_key(here, tmp_path):
     assert ids_of(tmp_path / "out") == expected_ids([("jsonl", ["One bell."])])
 
 
+def test_notes_about_files(here, tmp_path):
+    """What is not read, and what is read twice."""
+    for name in ("a.txt", "a.html", "b.html"):
+        write_packed(tmp_path / "web" / name, "A text. ")
+    code, out, _ = here("data.path=[web,web/a.txt]", "out=out")
+    assert code == 0
+    assert "2 .html" in out
+    assert f"{tmp_path}/web/a.txt" in out
+
+
 def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
     """A fake dataset of three parts; real ones need the network."""
     rows = [[{"text": f"Part {n}, row {row}."} for row in range(4)] for n in range(3)]
