@@ -158,20 +158,21 @@ SCORES: dict[str, AttentionScores] = {}
 def computes_its_scores(name: str, num_tokens: int, head_dim: int, **options) -> bool:
     """Returns whether a kernel computes softmax(scores) V, where the scores are those in SCORES.
 
-    Compares them on random queries, keys and values of T = num_tokens, for all queries and for the
-    last one. options: their dtype and device.
+    Compares them on random queries, keys and values of T = num_tokens, for the last queries and for
+    the last one alone. options: their dtype and device.
     """
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(3, 1, 1, num_tokens, head_dim, generator=generator)
     queries, keys, values = random.to(**options)
-    attn_scores = SCORES.get(name, causal_attn_scores)(queries, keys)
+    last = queries[:, :, -256:]  # not all: the scores of 32,768 tokens take 4 GiB
+    attn_scores = SCORES.get(name, causal_attn_scores)(last, keys)
     expected = attn_scores.softmax(dim=-1) @ values.float()
-    kernel = KERNELS[name]
-    is_equal = torch.isclose(kernel(queries, keys, values, 0.0).float(), expected, atol=0.05).all()
-    last = kernel(queries[:, :, -1:], keys, values, 0.0).float()
-    is_equal &= torch.isclose(last, expected[:, :, -1:], atol=0.05).all()
-    later = ~causal_mask(num_tokens, num_tokens, keys.device)
-    return bool(is_equal & attn_scores[:, :, later].isneginf().all())
+    later = ~causal_mask(last.shape[2], num_tokens, keys.device)
+    is_equal = attn_scores[:, :, later].isneginf().all()
+    for asked in (queries, queries[:, :, -1:]):
+        found = KERNELS[name](asked, keys, values, 0.0)[:, :, -256:].float()
+        is_equal &= torch.isclose(found, expected[:, :, -found.shape[2] :], atol=0.05).all()
+    return bool(is_equal)
 
 
 class MultiHeadAttention(nn.Module):
