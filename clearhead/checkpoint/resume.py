@@ -333,7 +333,7 @@ def resume_command(directory: Path, is_saved: bool = False) -> str:
         folder = shlex.quote(f"hydra.sweep.dir={HydraConfig.get().sweep.dir}")
         return f"rerun the same command with {folder}"
     if Path(sys.argv[0]).stem != "train":
-        return f"resume with: fit(build_run(compose([{f'trainer.resume={directory}'!r}])))"
+        return f"resume with: fit(build_run(compose([{override('trainer.resume', directory)!r}])))"
     kept = []
     for text in sys.argv[1:]:
         key = text.lstrip("+-")

@@ -80,9 +80,10 @@ def check_sweep(config: DictConfig) -> None:
 
 def problems_of_values(key: str, values: Iterable[str]) -> list[Problem]:
     """Returns the problem of the first value, as in an override, that this setting cannot have."""
+    defaults = flat(default_values())
     for value in values:
         if key in FIELDS and "$" not in value:
-            tree = nested(flat(default_values()) | {key: typed_value(key, value)})
+            tree = nested(defaults | {key: typed_value(key, value)})
             found = [each for each in validate(Config, tree, rules=False)[1] if each.key == key]
             if found:
                 return found

@@ -348,7 +348,7 @@ def _check_plain_ids(path: Path, start: bytes, dtype: np.dtype) -> None:
         reason = "there is a meta.pkl: these are not ids of a tokenizer of this project"
         raise _bad_file(path, reason, "train on the text: data.path=input.txt data.tokenizer=byte")
     ids = np.frombuffer(start[: len(start) // 8 * 8], "<u2").reshape(-1, 4)
-    zeros = (ids == 0).mean(axis=0) > 0.9
+    zeros = (ids == 0).sum(axis=0) > 0.9 * len(ids)
     if dtype == TOKEN_DTYPE and zeros[1] and zeros[3] and not zeros[0]:
         bits = 64 if zeros[2] else 32
         reason = f"its ids have {bits} bits instead of 16"
