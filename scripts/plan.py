@@ -123,7 +123,7 @@ def tokens_of_data(config: Config) -> int | None:
     data = config.data
     with contextlib.suppress(DataError):
         if is_shards(data.path):
-            streams = open_shards(data.path, data.tokenizer, verify=False)
+            streams = open_shards(data.path, data.tokenizer, False, data.token_dtype)
             is_split = not data.val_path and "val" not in streams
             return round(len(streams["train"]) * (1 - data.val_fraction * is_split))
     return None

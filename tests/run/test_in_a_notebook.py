@@ -30,7 +30,8 @@ def during_step(run, step: int, action) -> None:
     run.strategy.update = act
 
 
-def test_an_interrupt_saves_the_step_and_leaves_the_handlers(make_run, capsys):
+def test_an_interrupt_saves_the_step_and_leaves_the_handlers(make_run, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py"])
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     run = make_run("name=a", "trainer.save_every=0", "trainer.eval_every=0")
     during_step(run, 2, lambda: signal.raise_signal(signal.SIGINT))
