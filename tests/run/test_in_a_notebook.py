@@ -1,8 +1,10 @@
 """fit(build_run(...)) in a process that belongs to the user: interrupts, closed runs, and a process
 that is afterwards as it was before."""
 
+import ast
 import contextlib
 import os
+import re
 import signal
 from unittest.mock import Mock
 
@@ -33,15 +35,15 @@ def during_step(run, step: int, action) -> None:
 def test_an_interrupt_saves_the_step_and_leaves_the_handlers(make_run, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py"])
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    run = make_run("name=a", "trainer.save_every=0", "trainer.eval_every=0")
+    run = make_run('name="a,1"', "trainer.save_every=0", "trainer.eval_every=0")
     during_step(run, 2, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         fit(run)
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
     assert listing.newest_step(run.directory) == rows(run.directory)[-1]["step"] == 2
     printed = capsys.readouterr().err.splitlines()[-1]
-    assert "fit(build_run(" in printed
-    continued = make_run("trainer.device=cpu", "trainer.resume=runs/a", tiny=False)
+    (overrides,) = re.findall(r"fit\(build_run\(compose\((.*)\)\)\)", printed)
+    continued = make_run("trainer.device=cpu", *ast.literal_eval(overrides), tiny=False)
     assert continued.state.step == 2
     fit(continued)
     assert rows(run.directory)[-1]["step"] == 4
