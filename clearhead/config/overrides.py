@@ -14,8 +14,8 @@ from clearhead.config.schema import Config
 from clearhead.config.validation import flat_fields, members
 from clearhead.errors import Problem, refuse
 
-# In a value: a quoted text, or text without quotes, brackets and commas.
-WORD = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.?|[^\\"'(){}\[\],])+""")
+# In a value: a quoted text, or text without quotes, brackets and commas, except in ${...}.
+WORD = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\$\{[^}]*\}|\\.?|[^\\"'(){}\[\],])+""")
 PARSER, FIELDS = OverridesParser.create(), flat_fields(Config)
 
 

@@ -277,6 +277,8 @@ def test_text_that_looks_like_a_number_is_kept(tmp_path):
     assert sweep_in(tmp_path, configs.append, *given)[0] == 0
     assert [config.name for config in configs] == ["1_1", "1.10"]
     assert {(config.trainer.sample_prompt, config.seed) for config in configs} == {("1_0", 10)}
+    assert sweep_in(tmp_path, configs.append, "name=a${seed}-2", "seed=3,4")[0] == 0
+    assert [config.name for config in configs[2:]] == ["a3-2", "a4-2"]
 
 
 def test_files_of_others_are_left_alone(tmp_path):
