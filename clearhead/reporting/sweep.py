@@ -29,9 +29,7 @@ class SweepResults(Callback):
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for launchers
-        with errors_in_one_line(
-            config.get("debug") is True
-        ):  # Hydra only warns of errors in a callback
+        with errors_in_one_line(config.get("debug") is True):  # Hydra only warns of errors here
             check_sweep(config)
         sweep = sweep_directory(config.hydra)
         for path in Path(sweep).rglob("result.json"):

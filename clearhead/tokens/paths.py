@@ -52,7 +52,7 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
                 kinds = Counter(Path(name).suffix.lower() or "without extension" for name in others)
                 skipped = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(9))
                 read = f"{len(found)} file{'s' * (len(found) != 1)} read"
-                notes.append(sanitize(f"data.path={entry}: {read}; skipped: {skipped}", keep=""))
+                notes.append(sanitize(f"{entry}: {read}; skipped: {skipped}", keep=""))
             if not found:
                 hint = "use a glob for files with another extension, such as FOLDER/*.html"
                 names = ", ".join(f"*{extension}" for extension in TEXT_EXTENSIONS)
@@ -114,7 +114,7 @@ def translate_read_errors(path: str, *errors: type[Exception]) -> Iterator[None]
         raise
     except errors as error:
         reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
-        hint = "create or download it again; zstd without --long"
+        hint = "create or download it again" + "; zstd without --long" * path.endswith(".zst")
         if isinstance(error, PermissionError):
             hint = "check its permissions"
         if path.startswith(HUB):

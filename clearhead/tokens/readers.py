@@ -209,12 +209,9 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
                 position, near = offset - len(carried) + start, before + raw
                 start += len(before) - len(carried)  # in `near`
                 byte = f"0x{near[start : start + 1].hex()} at byte {position}"
-                reason, hint = (
-                    f"not {part.encoding} text ({byte})",
-                    "JSON must be UTF-8: convert it",
-                )
-                if part.format == "text":
-                    hint = _encoding_hint(near, start)
+                reason = f"not {part.encoding} text ({byte})"
+                is_json = part.format != "text"
+                hint = "JSON must be UTF-8: convert it" if is_json else _encoding_hint(near, start)
                 raise DataError("data.path", part.path, reason, hint) from error
             offset += len(raw)
             before = (before + raw)[-(2**15) :]
