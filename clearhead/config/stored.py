@@ -109,6 +109,9 @@ def _with_settings_of(source: str, config: Config) -> Config:
     if "experiment" in config.given:
         hint = "remove one of them, or give single settings or groups"
         refuse([Problem("experiment", NO_VALUE, "sets all groups, as `from` does", hint)])
+    if names_run(config.trainer.resume):
+        reason, hint = "names a second run", "remove it, or remove from"
+        refuse([Problem("trainer.resume", config.trainer.resume, reason, hint)])
     if (stored := settings_of(Path(source))) is None:
         reason = f"contains no run (no valid {SETTINGS_JSON})"
         raise CheckpointError("from", source, reason, "give the directory of a run")
