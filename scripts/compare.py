@@ -98,7 +98,7 @@ def found(settings: CompareConfig) -> list[results.ComparedRun]:
             runs.append(results.read(folder, settings.metric))
         except (ValueError, RecursionError) as error:
             if folder.name != SWEEPS:
-                say(f"{folder}: skipped, not a run directory ({message_of(error)})")
+                say(f"{folder}: skipped, not a run that can be read ({message_of(error)})")
     if not runs:
         hint = "use runs='runs/*' in the directory in which train.py was started"
         refuse([("runs", " ".join(patterns), "no run directory found", hint)])

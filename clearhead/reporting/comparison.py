@@ -20,6 +20,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 
 import yaml
 
@@ -116,10 +117,11 @@ class Difference:
 
 
 def read(folder: Path, metric: str) -> ComparedRun:
-    """Reads a run directory. Raises ValueError for any other directory."""
+    """Reads a run directory. Raises ValueError for any other directory, and for files with values
+    of a wrong type."""
     settings = flat(settings_of(folder) or {})
-    max_steps = settings.get("trainer.max_steps")
-    if type(max_steps) is not int:
+    max_steps, scheduled = (settings.get(f"trainer.{n}_steps") for n in ("max", "schedule"))
+    if type(max_steps) is not int or type(scheduled) not in (int, NoneType):
         raise ValueError("run.json is missing or damaged")
     rows, points = read_rows(folder / "metrics.jsonl"), []
     for row in rows:

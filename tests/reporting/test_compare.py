@@ -131,6 +131,7 @@ def test_damaged_and_unlimited_files_are_skipped(run, compared):
     os.mkfifo(run("a", [1.0, 2.0]) / "config.yaml")
     record = '{"settings": {"trainer": {"max_steps": "many", "batch_size": 1}, "data": {}}}'
     (run("bad-value", [1.0]) / "run.json").write_text(record)
+    run("bad-schedule", [1.0], trainer={"schedule_steps": "many"})
     (run("bad-json", [1.0]) / "run.json").write_text('{"settings": ' * 3000)
     (run("bad-rows", [1.0]) / "metrics.jsonl").write_text("[" * 100_000)
     many = '{"step": 10, "val/loss": 1, "a": [' + "1," * 500_000 + "1]}\n"
@@ -141,7 +142,7 @@ def test_damaged_and_unlimited_files_are_skipped(run, compared):
         os.truncate(run(f"bad-huge-{name}", [1.0]) / name, 2**33)  # sparse
         for kind, make in SPECIAL_FILES.items():
             make(run(f"bad-{kind}-{name}", [1.0]) / name)
-    bad = 9 + 2 * len(SPECIAL_FILES)  # the two logs that are too large have two lines
+    bad = 10 + 2 * len(SPECIAL_FILES)  # the two logs that are too large have two lines
     with time_limit():
         tables, skipped, _ = compared("runs=[runs/*,nowhere]")
     assert [len(table) for table in tables.values()] == [3]
