@@ -47,19 +47,20 @@ class MatchedRun:
 def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:
     """Returns the runs with the prompts that all have. paths: of their folders "attention", or of
     single snapshot files. Raises RunError."""
-    found = [(path, _snapshots(path)) for path in paths]
+    found = [(path, _files(path)) for path in paths]
     if not found:
         return []
-    first, [*_, last] = found[0]
+    last_of = {path: _read(path, files[-1]) for path, files in found}
+    first, last = next(iter(last_of.items()))
     shape, prompts = last.row.names.shape, _tokens(last)
-    for path, [*_, last] in found:
+    for path, last in last_of.items():
         if (other := last.row.names.shape) != shape:
             reason = "{} layers of {} heads, but {} has {} of {}".format(*other, first, *shape)
             raise RunError(path, reason)
         prompts = [of_prompt for of_prompt in prompts if of_prompt in _tokens(last)]
         if not prompts:
             raise RunError(path, "has no prompt with the same tokens as all runs before it")
-    runs = [_load(snapshots, prompts) for _, snapshots in found]
+    runs = [_load(path, files, last_of[path], prompts) for path, files in found]
     count = Counter(run.name for run in runs)
     for number, run in enumerate(runs, start=1):
         if count[run.name] > 1:
@@ -97,42 +98,46 @@ def head_rows(groups: Sequence[Group], runs: Sequence[MatchedRun]) -> list[dict]
     ]
 
 
-def _snapshots(path: Path) -> list[SnapshotData]:
-    """Returns the snapshots of a run that have the prompts and the shape of its last one."""
+def _files(path: Path) -> list[Path]:
     files = [path] if path.suffix == ".npz" else snapshot_files(path)
     if not files:
         raise RunError(path, "has no snapshots")
+    return files
+
+
+def _read(path: Path, file: Path) -> SnapshotData:
     try:
-        snapshots = [read_snapshot(file) for file in files]
+        return read_snapshot(file)
     except ValueError as error:
         raise RunError(path, str(error)) from error
-    return [snapshot for snapshot in snapshots if snapshot.prompts == snapshots[-1].prompts]
 
 
 def _tokens(snapshot: SnapshotData) -> list[list[str]]:
     return [prompt.tokens for prompt in snapshot.prompts]
 
 
-def _load(snapshots: Sequence[SnapshotData], prompts: Sequence[list[str]]) -> MatchedRun:
-    """Returns a run. prompts: the tokens of the compared prompts."""
-    last = snapshots[-1]
+def _load(
+    path: Path, files: Sequence[Path], last: SnapshotData, prompts: Sequence[list[str]]
+) -> MatchedRun:
+    """Returns a run. prompts: the tokens of the compared prompts. Uses the snapshots that have the
+    prompts of the last one, and has one of them in memory at a time."""
     places = [_tokens(last).index(tokens) for tokens in prompts]
 
     def compared(snapshot: SnapshotData) -> list[np.ndarray]:
         return directions([snapshot.codes[place] for place in places])
 
-    at_end = compared(last)
-    similar = [
-        similarities(compared(snapshot), at_end).diagonal(axis1=1, axis2=2)
-        for snapshot in snapshots
-    ]
+    at_end, steps, similar = compared(last), [], []
+    for snapshot in (_read(path, file) for file in files):
+        if snapshot.prompts == last.prompts:
+            steps.append(snapshot.step)
+            similar.append(similarities(compared(snapshot), at_end).diagonal(axis1=1, axis2=2))
     return MatchedRun(
         name=last.run,
         texts=[last.prompts[place].text for place in places],
         periods=[last.prompts[place].period for place in places],
         codes=[last.codes[place] for place in places],
         directions=at_end,
-        steps=[snapshot.step for snapshot in snapshots],
+        steps=steps,
         similar=np.stack(similar),
         names=np.array(ALL_NAMES)[last.row.names].tolist(),
     )

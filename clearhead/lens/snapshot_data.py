@@ -31,6 +31,7 @@ from .predictions import MOST_LIKELY, Predictions
 from .probe import Frame, Prompt, token_texts
 
 FORMAT = 1
+MAX_BYTES, MAX_JSON_BYTES = 2**30, 2**25  # uncompressed; a JSON object takes 30 times its bytes
 
 
 @dataclass
@@ -122,6 +123,9 @@ def read_snapshot(path: Path) -> SnapshotData:
         if not path.is_file():  # opening a FIFO would wait for a writer
             raise ValueError("not a file")
         with np.load(path, allow_pickle=False) as arrays:
+            sizes = {part.filename: part.file_size for part in arrays.zip.infolist()}
+            if sum(sizes.values()) > MAX_BYTES or sizes.get("json.npy", 0) > MAX_JSON_BYTES:
+                raise ValueError("is too large")
             values = json.loads(arrays["json"].tobytes())
             if values["format"] != FORMAT:
                 raise ValueError(f"format {values['format']}, not {FORMAT}")
@@ -131,8 +135,8 @@ def read_snapshot(path: Path) -> SnapshotData:
             norms = [arrays[key] for key in arrays.files if key.startswith("norms_")]
         for prompt, of_prompt in zip(prompts, codes, strict=True):
             triangle = prompt.shown * (prompt.shown + 1) // 2
-            if of_prompt.shape != (*row.names.shape, triangle):
-                raise ValueError("weights of another shape")
+            if (of_prompt.dtype, of_prompt.shape) != (np.uint8, (*row.names.shape, triangle)):
+                raise ValueError("weights of another type or shape")
     except (
         *(OSError, ValueError, LookupError, TypeError, AttributeError, EOFError),
         *(StopIteration, RecursionError, zipfile.BadZipFile, zlib.error),

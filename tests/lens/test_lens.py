@@ -359,7 +359,7 @@ def test_policy_allows_only_the_script_and_style_of_the_page(hostile_page):
     }
 
 
-def test_other_and_truncated_files_are_refused(tmp_path):
+def test_other_and_truncated_files_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "step_00000000.npz"
     whole = snapshot_bytes(a_run().snapshots[0])
     wrong = [whole[:cut] for cut in range(0, len(whole), len(whole) // 20)]
@@ -373,11 +373,21 @@ def test_other_and_truncated_files_are_refused(tmp_path):
         np.savez(file, **arrays | {"json": text})
         wrong.append(file.getvalue())
     file = io.BytesIO()
+    np.savez(file, **arrays | {"weights_0": arrays["weights_0"].astype(np.float32)})
+    wrong.append(file.getvalue())
+    file = io.BytesIO()
     np.savez(file, json=np.array([{"format": 1}], dtype=object))  # pickled
     for content in (*wrong, file.getvalue(), b"of another program"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="step_00000000"):
             read_snapshot(path)
+    path.write_bytes(whole)
+    read_snapshot(path)
+    for limit in ("MAX_BYTES", "MAX_JSON_BYTES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"clearhead.lens.snapshot_data.{limit}", 1000)
+            with pytest.raises(ValueError, match="step_00000000"):
+                read_snapshot(path)
 
 
 def watched_run(make_run, *overrides):
