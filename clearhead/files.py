@@ -136,22 +136,41 @@ def as_json(value: object) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def read_rows(path: Path) -> list[dict]:
+def read_rows(path: Path, *keys: str) -> list[dict]:
     """Reads the rows of a .jsonl log, sorted by step; [] if the file is missing or, with a line on
-    stderr, too large. Ignores read errors."""
+    stderr, too large. Ignores read errors.
+
+    keys: only these numbers and texts and `step`, of the rows that have any; without keys, all. A
+    run that logs each step may have too many values to keep all of them.
+    """
     rows, items = [], 0
     with contextlib.suppress(OSError), open_regular(path) as file:
         too_large = os.fstat(file.fileno()).st_size > MAX_LOG_BYTES
         for line, row in log_lines(file) if not too_large else ():
-            items += line.count(b",") + 3  # a row takes as much memory as two or three values
+            if keys:
+                kept = {
+                    key: row[key] for key in keys if isinstance(row.get(key), float | int | str)
+                }
+                row = kept and {"step": row["step"]} | kept
+            # In memory, a row is as large as two or three lists, and a number as half of one.
+            items += 2 + len(row) // 2 if keys else line.count(b",") + 3
             if too_large := items > MAX_ITEMS:
                 break
-            rows.append(row)
+            rows += [row] if row else []
         if too_large:
             most = f"{MAX_LOG_BYTES:,} bytes or {MAX_ITEMS:,} values"
             print(f"{path}: not read, because it has more than {most}", file=sys.stderr)
             return []
     return sorted(rows, key=lambda row: row["step"])
+
+
+def last_values(path: Path) -> dict[str, object]:
+    """Returns the last value of each key in the rows after step 0 of a log. Ignores read errors."""
+    values = {}
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        for _, row in log_lines(file):
+            values |= row if row["step"] and len(values) < MAX_ITEMS else {}
+    return values
 
 
 def log_lines(file: IO[bytes]) -> Iterator[tuple[bytes, dict]]:

@@ -29,7 +29,7 @@ def main(settings: RenderConfig) -> None:
     from clearhead.files import read_rows
     from clearhead.lens.render import render_run
     from clearhead.reporting.report import write_report
-    from clearhead.run.lens_runner import curves
+    from clearhead.run.lens_runner import CURVES, curves
 
     folder = Path(settings.run)
     stored = settings_of(folder)
@@ -37,7 +37,8 @@ def main(settings: RenderConfig) -> None:
         raise DataError("run", settings.run, "not a run directory", "give runs/NAME")
     frames = stored["lens"]["frames"]
     try:
-        render_run(folder / "attention", frames, curves(read_rows(folder / "metrics.jsonl")))
+        rows = read_rows(folder / "metrics.jsonl", *CURVES)
+        render_run(folder / "attention", frames, curves(rows))
     except ValueError as error:
         hint = "remove the file, or use the version of clearhead that wrote it"
         raise DataError("run", settings.run, str(error), hint) from error

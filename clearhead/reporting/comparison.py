@@ -28,7 +28,7 @@ from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config.stored import automatic_warmup
 from clearhead.config.yaml_files import CONFIGS, flat
 from clearhead.errors import as_yaml, sanitize
-from clearhead.files import read_json, read_rows
+from clearhead.files import last_values, read_json, read_rows
 from clearhead.reporting.charts import number
 from clearhead.tokens import VOCABULARIES
 
@@ -123,14 +123,15 @@ def read(folder: Path, metric: str) -> ComparedRun:
     max_steps, scheduled = (settings.get(f"trainer.{n}_steps") for n in ("max", "schedule"))
     if type(max_steps) is not int or type(scheduled) not in (int, NoneType):
         raise ValueError("run.json is missing or damaged")
-    rows, points = read_rows(folder / "metrics.jsonl"), []
+    log, points = folder / "metrics.jsonl", []
+    rows = read_rows(log, metric, "train/tokens")
     for row in rows:
         tokens = row.get("train/tokens")
         if metric in row and type(tokens) is int and 0 <= tokens < 2**63:
             points.append((tokens, number(row[metric])))
     if points and points[-1][0] == 0:  # only step 0
         points = []
-    metrics = {name: value for row in rows if row["step"] for name, value in row.items()}
+    metrics = last_values(log) if rows else {}
     if settings.get("trainer.max_minutes") and not was_given(folder, "trainer.max_steps"):
         hide_measured_steps(settings)
     last = rows[-1]["step"] if rows else -1

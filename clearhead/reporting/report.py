@@ -23,7 +23,7 @@ from clearhead.config.yaml_files import flat
 from clearhead.errors import sanitize
 from clearhead.files import atomic_write, read_bounded, read_rows
 from clearhead.lens.assemble import assemble, content_security_policy
-from clearhead.reporting.charts import Points, chart_data, finite, number, points_of
+from clearhead.reporting.charts import KEYS, Points, chart_data, finite, number, points_of
 from clearhead.reporting.comparison import final_validation
 from clearhead.reporting.console import duration
 from clearhead.reporting.report_heads import heads_section
@@ -34,7 +34,8 @@ MAX_CONFIG, MAX_PANEL, MAX_PAGE = 2**20, 2**22, 2**30  # bytes; larger files are
 
 def write_report(folder: Path) -> Path:
     """Writes folder/report.html from the files in a run directory; returns its path."""
-    rows, samples = read_rows(folder / "metrics.jsonl"), read_rows(folder / "samples.jsonl")
+    rows = read_rows(folder / "metrics.jsonl", *KEYS, "train/tokens", "train/mfu")
+    samples = read_rows(folder / "samples.jsonl", "prompt", "text")
     config = read(folder / "config.yaml", MAX_CONFIG).decode("utf-8", "replace")
     template, attention = assemble(PAGE / "index.html").encode(), attention_page(folder)
     embedded = read(attention, MAX_PAGE) if attention else b""

@@ -17,7 +17,7 @@ from clearhead.config.yaml_files import default_values, flat
 from clearhead.distributed import launch
 from clearhead.distributed.device_memory import peak_memory
 from clearhead.errors import as_yaml
-from clearhead.files import REPOSITORY, as_json, atomic_write, read_rows
+from clearhead.files import REPOSITORY, as_json, atomic_write, last_values, read_rows
 from clearhead.reporting.comparison import final_validation
 
 
@@ -32,7 +32,7 @@ def write_summary(
     notebook or one that torchrun may restart.
     """
     trainer, starts = config.trainer, read_rows(folder / "starts.jsonl")
-    last = read_rows(folder / "metrics.jsonl")[-1]
+    last = last_values(folder / "metrics.jsonl")
     planned, repeat = state.settings["trainer"]["max_steps"], None
     is_resumed = len(starts) > 1 or names_run(trainer.resume)
     if HydraConfig.initialized() and not is_resumed and not launch.max_restarts():

@@ -84,7 +84,7 @@ class LensRunner:
                 self.directory / "attention",
                 run_name=self.directory.name,
                 write=self.strategy.is_rank_0,
-                curves=lambda: curves([*read_rows(log), {"step": step, **row}]),
+                curves=lambda: curves([*read_rows(log, *CURVES), {"step": step, **row}]),
                 ablate=ablate if self.ablate else None,
             )
             failed = False

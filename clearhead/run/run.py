@@ -20,7 +20,7 @@ from clearhead.checkpoint.run_directory import write_settings
 from clearhead.config.schema import Config
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DivergedError, RunError, best_effort
-from clearhead.files import as_json, atomic_write, read_rows
+from clearhead.files import as_json, atomic_write, last_values
 from clearhead.optim.optimizers import learning_rate
 from clearhead.reporting.comparison import VALIDATION_JSON, final_validation
 from clearhead.reporting.metrics import Metrics
@@ -189,5 +189,4 @@ class Run:
             return final["loss"]
         if self.state.val_loss is not None:
             return self.state.val_loss
-        losses = [row.get("train/loss") for row in read_rows(self.directory / "metrics.jsonl")]
-        return next((loss for loss in reversed(losses) if loss is not None), math.inf)
+        return last_values(self.directory / "metrics.jsonl").get("train/loss", math.inf)

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 from helpers import REPOSITORY, TIMEOUT
 from helpers.tally import CAMPAIGN, tally
 
-from clearhead.files import read_rows
+from clearhead.files import last_values, read_rows
 from clearhead.reporting.jsonl import RowFile, drop_rows_after
 
 FAULT = "disk full or failing below a log"
@@ -125,3 +125,17 @@ def test_rows_after_a_step_are_dropped(tmp_path):
     assert sorted(tmp_path.iterdir()) == [metrics, samples]
     drop_rows_after(tmp_path, -1)
     assert metrics.read_bytes() == samples.read_bytes() == b""
+
+
+def test_of_a_log_with_many_values_the_named_ones_are_read(tmp_path, monkeypatch, capsys):
+    path, more = tmp_path / "log.jsonl", {f"m{n}": n for n in range(9)}
+    start = {"step": 0, "loss": 9.0, "first": 1}
+    log = [start, *({"step": n, "loss": 1 / n} | more for n in (2, 1, 3)), {"step": 4, "m1": []}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in log))
+    assert read_rows(path) == sorted(log, key=lambda row: row["step"])
+    monkeypatch.setattr("clearhead.files.MAX_ITEMS", 30)
+    assert read_rows(path) == []
+    assert str(path) in capsys.readouterr().err
+    losses = [{"step": n, "loss": loss} for n, loss in ((0, 9.0), (1, 1.0), (2, 0.5), (3, 1 / 3))]
+    assert read_rows(path, "loss", "m") == losses
+    assert last_values(path) == {"step": 4, "loss": 1 / 3} | more | {"m1": []}
