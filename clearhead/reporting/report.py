@@ -41,7 +41,7 @@ def write_report(folder: Path) -> Path:
     embedded = read(attention, MAX_PAGE) if attention else b""
     parts = {
         "CSP": content_security_policy(template, embedded),
-        "NAME": escape(folder.resolve().name),
+        "NAME": escape(sanitize(folder.resolve().name)),
         "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {progress(folder, rows)}",
         "FACTS": facts(
             rows,
@@ -52,7 +52,7 @@ def write_report(folder: Path) -> Path:
         "CHARTS": json.dumps(chart_data(rows)),
         "SAMPLES": "".join(map(sample_article, reversed(samples))),
         "ATTENTION": attention_section(folder, attention, embedded),
-        "SETTINGS": escape(config),
+        "SETTINGS": escape(sanitize(config)),
     }
 
     def part(found: re.Match) -> bytes:

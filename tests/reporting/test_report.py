@@ -129,16 +129,16 @@ def test_text_with_markup_is_escaped(run, opened, tmp_path):
     text = f"{HOSTILE}\n{HOSTILE}\u2028\ud800\x00\u202eend"
     samples = [{"step": n, "prompt": HOSTILE, "text": text} for n in (1, 2)]
     rows = [ROWS[1] | {HOSTILE: HOSTILE, "attention/heatmap/x": "x.png"}]
-    folder = run(rows, samples, f"name: {HOSTILE}\n", name="<img src=x>&amp;")
+    folder = run(rows, samples, f"name: {HOSTILE}\u202e\n", name="<img src=x>&amp;\x1b")
     opened_page = opened(write_report(folder))
-    assert opened_page.locator("h1").inner_text() == "<img src=x>&amp;"
+    assert opened_page.locator("h1").inner_text() == "<img src=x>&amp;\\x1b"
     articles = opened_page.locator(".samples article")
     assert numbers(articles.locator("h3").all_inner_texts()) == [["2"], ["1"]]
     newest = articles.first
     assert newest.locator(".prompt").text_content() == HOSTILE
     shown = newest.locator("p").text_content()
     assert shown.startswith(f"{HOSTILE}\n{HOSTILE}\u2028\\ud800\\x00\\u202eend")
-    assert opened_page.locator("details pre").text_content() == f"name: {HOSTILE}\n"
+    assert opened_page.locator("details pre").text_content() == f"name: {HOSTILE}\\u202e\n"
     assert opened_page.locator("img").count() == 0
 
     path = tmp_path / "sample.html"
