@@ -15,6 +15,7 @@ the validation data of the run or on data.path. With figure= and without out=, i
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -66,12 +67,15 @@ class InspectConfig(ScriptConfig):
     text: str = Field("", description="prompt; empty: the prompts of the run, or three sentences")
     out: OutFile | None = Field(
         None,
+        pattern=r"(?i)(\.html|\.npz|^)$",
         description="HTML file to write, or .npz for the data alone; null: attention.html, but "
         "none with figure=",
     )
     compare: str = Field("", description="second model, shown next to the first")
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)] | None = Field(
-        None, description="longer prompts are truncated; null: as in the run, or 64"
+        None,
+        description="longer prompts are truncated, also to the training window; null: as in the "
+        "run, or 64",
     )
     repeat_length: Annotated[Count, Field(le=127)] | None = Field(
         None,
@@ -135,6 +139,10 @@ def main(settings: InspectConfig) -> None:
             if not lens.prompts:
                 hint = "give a text, or no repeat_length"
                 refuse([Problem("text", "", "no prompt is left", hint)])
+            for prompt in lens.prompts if settings.text and not runs else ():
+                if prompt.truncated and prompt.text == settings.text:
+                    shown = f"only its first {len(prompt.token_ids)} tokens are used"
+                    print(f"text: {shown} (max_tokens=, training window)", file=sys.stderr)
             if not runs:
                 check_figure(settings, lens, trained)
             runs.append(inspect(path, trained, lens, settings, device))

@@ -213,7 +213,7 @@ def test_validation_is_the_mean_over_evenly_spaced_windows(make_run):
 
 
 def test_the_validation_at_the_end_reads_more_windows(make_run, monkeypatch):
-    """So many that it takes a fixed part of the training; the curve keeps its windows."""
+    """Their number is a fixed fraction of the training windows; `val/loss` keeps its windows."""
     monkeypatch.setattr(evaluation, "FINAL_FRACTION", 2.0)
     steps = ("data.val_fraction=0.5", "trainer.max_steps=3", "trainer.batch_size=4")
     run = make_run("name=one", *steps, "trainer.eval_windows=5", "trainer.micro_batch_size=2")

@@ -115,6 +115,9 @@ def _with_settings_of(source: str, config: Config) -> Config:
     if (stored := settings_of(Path(source))) is None:
         reason = f"contains no run (no valid {SETTINGS_JSON})"
         raise CheckpointError("from", source, reason, "give the directory of a run")
+    if config.name and Path(config.runs_dir, config.name).resolve() == Path(source).resolve():
+        reason, hint = f"is the run {source} itself", "give another name, or none"
+        refuse([Problem("name", config.name, reason, hint)])
     given, (config, _) = config.given, complete(config, source, stored, is_new=True)
     for key, value in (("data.path", config.data.path), ("data.val_path", config.data.val_path)):
         for path in [value] if isinstance(value, str) else value or []:

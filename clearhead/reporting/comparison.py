@@ -24,7 +24,7 @@ from types import NoneType
 
 import yaml
 
-from clearhead.checkpoint.run_directory import settings_of
+from clearhead.checkpoint.run_directory import settings_of, summarized_step
 from clearhead.config.stored import automatic_warmup
 from clearhead.config.yaml_files import CONFIGS, flat
 from clearhead.errors import as_yaml, sanitize
@@ -135,7 +135,7 @@ def read(folder: Path, metric: str) -> ComparedRun:
     if settings.get("trainer.max_minutes") and not was_given(folder, "trainer.max_steps"):
         hide_measured_steps(settings)
     last = rows[-1]["step"] if rows else -1
-    is_finished = last >= max_steps or last == ended_at(folder)
+    is_finished = last >= max_steps or last == summarized_step(folder)  # a time limit ended it
     run = ComparedRun(folder, settings, metrics, points, is_finished)
     final, name = final_validation(folder, last) or {}, metric.removeprefix("val/")
     if metric.startswith("val/") and name in final:
@@ -155,12 +155,6 @@ def final_validation(folder: Path, step: int) -> dict | None:
         if isinstance(found, dict) and found.get("step") == step:
             return found
     return None
-
-
-def ended_at(folder: Path) -> object:
-    """Returns the last step according to summary.json, which a run writes at its end; a time limit
-    may end it before max_steps. None if there is no such file."""
-    return value_in(folder / "summary.json", "steps")
 
 
 def was_given(folder: Path, setting: str) -> bool:

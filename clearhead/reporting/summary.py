@@ -44,9 +44,11 @@ def write_summary(
         if state.step != planned:
             new["trainer.max_steps"] = state.step
             new["trainer.schedule_steps"] = trainer.schedule_steps or planned
-        script = sys.argv[0] if is_single_run() else str(REPOSITORY / "train.py")
+        script, source = sys.argv[0], folder
+        if not is_single_run():  # a command that works in every folder
+            script, source = str(REPOSITORY / "train.py"), folder.resolve()
         overrides = [f"{key}={as_yaml(value)}" for key, value in new.items()]
-        command = [*launch.launch_command(), script, override("from", folder), *overrides]
+        command = [*launch.launch_command(), script, override("from", source), *overrides]
         repeat = shlex.join(command)
     peak, final = peak_memory(), final_validation(folder, state.step) or {}
     summary = {

@@ -172,6 +172,8 @@ def test_a_run_with_the_settings_of_another(in_process, tmp_path, monkeypatch):
         compose([source, "experiment=laptop"])
     with refused(ConfigError, "trainer.resume"):
         compose([source, "trainer.resume=runs/b"])
+    with refused(ConfigError, "name", "a=1"):  # the run itself
+        compose([source, 'name="a=1"'])
     with refused(CheckpointError, "from", "runs/none", exit_code=3):
         compose(["from=runs/none"])
     folder = ("--config-dir", "runs/a=1", "--config-name", "config")  # would train the defaults

@@ -119,7 +119,7 @@ VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_POR
 @pytest.mark.parametrize("name", [*VARIABLES, "TORCHELASTIC_MAX_RESTARTS", "MASTER_ADDR"])
 @pytest.mark.parametrize("value", ["", "x", "-1"])
 def test_wrong_variables_of_a_launcher_are_named(launched, monkeypatch, text_file, name, value):
-    """One that is missing, no number or negative."""
+    """A variable that is missing, is not a number or is negative."""
     launched(2, LOCAL_WORLD_SIZE=2, LOCAL_RANK=0)
     monkeypatch.setenv(name, value)
     if name == "MASTER_ADDR":

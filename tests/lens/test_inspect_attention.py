@@ -197,6 +197,7 @@ def test_bad_values(in_process, home):
     for code, keys, arguments in (
         (2, ["max_tokens", "out"], ["max_tokens=1", "out=none/page.html"]),
         (2, ["figure"], ["figure=heads.gif"]),
+        (2, ["out"], ["out=text.txt"]),
         (2, ["head", "layer", "prompt"], ["figure=a.pdf", "layer=2", "head=2", "prompt=5"]),
         (2, ["layer"], ["figure=a.pdf", "layer=2", "head=0", "ablation=exact"]),
         (2, ["text"], ["checkpoint=runs/none-left", "repeat_length=0"]),
