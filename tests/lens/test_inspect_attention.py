@@ -114,6 +114,13 @@ def test_prompts_and_names_are_those_of_the_run(in_process, home):
     assert [len(tokens) for tokens in shown] == [9, 6, 7]
 
 
+def test_a_text_that_is_truncated_is_reported(in_process, home):
+    for text, is_long in (("The fox", False), ("The fox. " * 99, True)):
+        given = ("checkpoint=runs/one", f"text={text}", "out=long.npz")
+        code, _, err = in_process(main, home, *given)
+        assert (code, bool(err)) == (0, is_long)
+
+
 def test_page_opens_with_the_given_text(in_process, home):
     for text, index in (("text=The fox.", 0), ("text=", None)):
         in_process(main, home, "checkpoint=runs/one", text, "out=opens.html")
