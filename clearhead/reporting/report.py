@@ -104,7 +104,7 @@ def facts(rows: list[dict], starts: list[dict], final: dict) -> str:
         if step in accuracy:
             shown.append(("Accuracy", f"{accuracy[step]:.1%}", f"at step {step:,}"))
     if not math.isnan(loss := number(final.get("loss"))):
-        error = f"± {number(final.get('loss_error')):.4f}, ".replace("± nan, ", "")
+        error = f"± {number(final.get('loss_error')):.4f} on ".replace("± nan ", "")
         windows = f"{error}{number(final.get('windows')):,.0f} windows"
         shown.append(("Validation at the end", f"{loss:.4f}", windows))
     for _, parameters in finite(points_of(starts, "parameters"))[-1:]:

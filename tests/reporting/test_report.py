@@ -102,7 +102,7 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
     # e^7; 1000 tokens at each of 20, 30 and 40 tokens per second
     expected = [["5.0000", "30"], ["7.0000", "10"], ["1,096.63", "10"], ["3.000", "10"]]
     expected += [
-        ["7.2500", "0.1250", "1,900", "30"],
+        ["7.2500", "0.1250", "1,900"],
         ["402,976"],
         ["3,000"],
         ["0", "01", "48"],
