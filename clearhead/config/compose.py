@@ -33,6 +33,10 @@ UNREADABLE = {  # errors of YAML files that do not name their file
     ReaderError: ("contains a character that YAML does not have", "save it as text in UTF-8"),
     RecursionError: ("nested too deeply, or contains itself", "correct the file"),
 }
+HINTS = {  # better ones than in the message of Hydra: pattern of the message, hint
+    r"(?s).*defaults : bool": 'write the choice in quotes, as in - override /wandb: "off"',
+    r"Interpolation key 'hydra\.(.*)' not found": r"write ${hydra:\1}",
+}
 # Characters of web pages and editors, and those of a keyboard.
 COPIED = str.maketrans("“”‘’–—−\xa0", "\"\"''--- ", "\r")
 
@@ -67,67 +71,81 @@ def one_line_each(arguments: Sequence[str]) -> Iterator[None]:
 def problems_of(error: Exception, arguments: Sequence[str]) -> list[Problem]:
     """Returns the problem that an error of Hydra is about, and further unknown settings."""
     if isinstance(error, OverrideParseException):
-        text, plain = error.override, error.override.translate(COPIED)
-        key, equals, value = plain.partition("=")
-        hint = quoting(text)
-        if plain != text:
-            hint = f"type {plain.strip()}" + f"; {hint}" * takes_text(key)
-            return [Problem(text, NO_VALUE, "contains characters of a page or editor", hint)]
-        if value[:1] + value[-1:] == "()":
-            hint = f"a list is {shlex.quote(f'{key}=[{value[1:-1]}]')}; {hint}"
-        invalid = Problem(text, NO_VALUE, "not a valid Hydra override", hint)
-        return [invalid if equals else not_a_setting(text, "data.path")]
+        return [invalid_override(error.override)]
     if isinstance(error, tuple(UNREADABLE)) and (found := unreadable_files(arguments)):
         return found
     if isinstance(error, MissingConfigException) and error.options:
-        group, _, value = error.missing_cfg_file.rpartition("/")
-        hint = f"use one of {', '.join(error.options)}"
-        if group == "data" and os.path.exists(value):
-            hint = not_a_setting(value, "data.path").hint
-        if any(Path(each, group, f"{value}.yml").is_file() for each in folders_of(arguments)):
-            hint = f"rename {value}.yml to {value}.yaml"
-        return [Problem(group, value, f"no such {group}", hint)]
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return [unknown_choice(group, name, error.options, arguments)]
     if error.__cause__ and (not str(error) or str(error).startswith("Error merging override")):
         error = error.__cause__
     if mark := getattr(error, "problem_mark", None):  # invalid YAML
         where = f"{os.path.relpath(mark.name)}:{mark.line + 1}"
         return [Problem(where, NO_VALUE, error.problem, "correct the file")]
+    given = [text.partition("=") for text in arguments if not text.startswith("-")]
     said = str(error).strip() or type(error).__name__
     if unknown := re.match(r"Could not override '([^']+)'", said):
-        given = [text.partition("=") for text in arguments if not text.startswith("-")]
-        return [
-            unknown_key(key, value, known_settings())
+        known = known_settings()
+        wrong = [
+            unknown_key(key, value, known)
             for key, _, value in given
-            if key == unknown[1]
-            or (key.partition(".")[0] in GROUPS and key not in known_settings())
-        ] or [unknown_key(unknown[1], NO_VALUE, known_settings())]
-    if found := re.match(r"Ambiguous value for argument '(.*)'\n", said):
+            if key == unknown[1] or (key.partition(".")[0] in GROUPS and key not in known)
+        ]
+        return wrong or [unknown_key(unknown[1], NO_VALUE, known)]
+    if several := re.match(r"Ambiguous value for argument '((.*?)=(.*))'\n", said):
         reason = "several values are a sweep, which needs -m"
-        key, _, value = found[1].partition("=")
-        return [Problem(key, value, reason, quoting(found[1]))]
+        return [Problem(several[2], several[3], reason, quoting(several[1]))]
+    if said.startswith("Config group override must be"):  # such as wandb=null
+        for key, _, value in given:
+            if key in GROUPS and value.lower() in ("null", "true", "false"):
+                names = sorted(path.stem for path in (CONFIGS / key).iterdir())
+                return [unknown_choice(key, value, names, arguments)]
+    return [problem_as_said(error, said, given)]
+
+
+def invalid_override(text: str) -> Problem:
+    """Returns the problem of an argument that is not in Hydra's grammar."""
+    plain = text.translate(COPIED)
+    key, equals, value = plain.partition("=")
+    hint = quoting(text)
+    if plain != text:
+        hint = f"type {plain.strip()}" + f"; {hint}" * takes_text(key)
+        return Problem(text, NO_VALUE, "contains characters of a page or editor", hint)
+    if not equals:
+        return not_a_setting(text, "data.path")
+    if value[:1] + value[-1:] == "()":
+        hint = f"a list is {shlex.quote(f'{key}=[{value[1:-1]}]')}; {hint}"
+    return Problem(text, NO_VALUE, "not a valid Hydra override", hint)
+
+
+def unknown_choice(
+    group: str, name: str, options: Sequence[str], arguments: Sequence[str]
+) -> Problem:
+    """Returns the problem of a group of settings that has no file of this name."""
+    hint = f"use one of {', '.join(options)}"
+    if group == "data" and os.path.exists(name):
+        hint = not_a_setting(name, "data.path").hint
+    if any(Path(each, group, f"{name}.yml").is_file() for each in folders_of(arguments)):
+        hint = f"rename {name}.yml to {name}.yaml"
+    return Problem(group, name, f"no such {group}", hint)
+
+
+def problem_as_said(error: Exception, said: str, given: Sequence[tuple]) -> Problem:
+    """Returns a problem with Hydra's own message: its first sentence is the reason."""
     first, *more = [line.strip() for line in said.splitlines()]
     if first.endswith(":") and more:
         first = f"{first} {more.pop(0)}"
-    reason = first.rstrip(".")
     hint = "; ".join(line for line in more if not line.startswith(("full_key", "object_type")))
-    hint = hint or "see --help"
-    if "defaults : bool" in said:
-        hint = 'write the choice in quotes, as in - override /wandb: "off"'
-    if found := re.match(r"Interpolation key 'hydra\.(.*)' not found", said):
-        hint = f"write ${{hydra:{found[1]}}}"
-    if said.startswith("Config group override must be"):  # null or false
-        for key, value in (text.split("=", 1) for text in arguments if "=" in text):
-            if key in GROUPS and value.lower() in ("null", "true", "false"):
-                names = sorted(path.stem for path in (CONFIGS / key).iterdir())
-                return [Problem(key, value, f"no such {key}", f"use one of {', '.join(names)}")]
-    if key := getattr(error, "full_key", None):
-        return [Problem(key, NO_VALUE, reason, hint)]
-    for text in arguments:  # which one the message quotes
-        key, equals, value = text.partition("=")
+    for pattern, better in HINTS.items():
+        if found := re.match(pattern, said):
+            hint = found.expand(better)
+    named = getattr(error, "full_key", None) or "command line", NO_VALUE
+    for key, equals, value in given:  # which one the message quotes
         key = key.lstrip("+~")
-        if key and re.search(rf"'[+~]*{re.escape(key)}[=']", said):
-            return [Problem(key, value if equals else NO_VALUE, reason, hint)]
-    return [Problem("command line", NO_VALUE, reason, hint)]
+        quoted = key and re.search(rf"'[+~]*{re.escape(key)}[=']", said)
+        if quoted and named[0] == "command line":
+            named = key, value if equals else NO_VALUE
+    return Problem(*named, first.rstrip("."), hint or "see --help")
 
 
 def unreadable_files(arguments: Sequence[str]) -> list[Problem]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from types import NoneType
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 
 from clearhead.config.schema import Config
 from clearhead.config.validation import flat_fields, members
@@ -81,5 +82,4 @@ def override(key: str, text: object) -> str:
     """Returns KEY=TEXT for Hydra, with quotes if the text is not a plain word or path."""
     if re.fullmatch(r"[\w./+ -]*", str(text), re.ASCII):
         return f"{key}={text}"
-    escaped = str(text).replace('"', r"\"")
-    return f'{key}="{escaped}"'
+    return f"{key}={QuotedString(str(text), Quote.double).with_quotes()}"

@@ -158,7 +158,7 @@ def complete(
     is_sample = isinstance(path, str) and Path(path).parts[-2:] == SAMPLE
     if is_sample and not Path(path).exists():  # the repository was moved
         before["data.path"] = str(REPOSITORY.joinpath(*SAMPLE))
-    merged = before | dict.fromkeys(() if is_new else AUTOMATIC)
+    merged = without_automatic(before) if is_new else before | dict.fromkeys(AUTOMATIC)
     if is_new or config.name not in (None, Path(found).parent.parent.name):
         merged["wandb.name"] = None  # it is another run on W&B
     merged["wandb.group"] = given["wandb.group"] or before["wandb.group"]  # a sweep sets its own
@@ -184,6 +184,15 @@ def complete(
         if value not in (before[key], UNLIMITED) and not (value is None and key in AUTOMATIC)
     ]
     return result, changed
+
+
+def without_automatic(settings: dict) -> dict:
+    """Returns settings by dotted key, with null for those that have their automatic value: a run
+    with another number of steps has others."""
+    keys = (*AUTOMATIC, "lens.every")
+    config, _ = validate(Config, nested(settings | dict.fromkeys(keys)))
+    automatic = flat(with_automatic_values(config).model_dump()) if config else {}
+    return settings | {key: None for key in keys if settings[key] == automatic.get(key)}
 
 
 def is_of(key: str, names: Collection[str]) -> bool:

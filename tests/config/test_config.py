@@ -4,7 +4,6 @@ Invalid settings: test_problems.py.
 """
 
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -24,6 +23,7 @@ from clearhead.config import Config, compose
 from clearhead.config.application import hydra_main
 from clearhead.config.command_line import parse
 from clearhead.config.other_names import other_names, unknown_key
+from clearhead.config.overrides import override
 from clearhead.config.schema import GROUPS, known_settings
 from clearhead.config.stored import complete, settings_of, with_automatic_values
 from clearhead.config.validation import flat_fields, validate
@@ -98,10 +98,10 @@ def test_settings_of_tests_are_those_that_hydra_composes():
 
 def test_free_text():
     """train.py needs quotes where Hydra's grammar has another meaning; scripts need none."""
-    for text in ("Hello, world", "a=b", "[INST", "it's", "{c}", "ü (1)", "\\", "a\\\\b"):
-        quoted = json.dumps(text, ensure_ascii=False) if "\\" not in text else f"'{text} '"
-        found = compose([f"trainer.sample_prompt={quoted}"]).trainer.sample_prompt
-        assert found.strip() == text
+    texts = ("Hello, world", "a=b", "[INST", "it's", "{c}", "ü (1)", "\\", "a\\\\b", 'C:\\d "\\"')
+    for text in texts:
+        found = compose([override("trainer.sample_prompt", text)])
+        assert found.trainer.sample_prompt == text
         assert parse(GenerateConfig, ["checkpoint=x", f"prompt= {text} "]).prompt == f" {text} "
     for text in ("007", "null", "true", "[a", "[]", "1e3"):
         found = parse(GenerateConfig, [f"checkpoint={text}", f"prompt={text}", "top_k=null"])
@@ -156,16 +156,19 @@ def test_every_problem_is_listed():
 
 
 def test_a_run_with_the_settings_of_another(in_process, tmp_path, monkeypatch):
-    """A new run, whose command line has priority. Values that the first run chose are kept."""
+    """A new run, whose command line has priority. Automatic values follow from its settings."""
     first = train_in(tmp_path, 'name="a=1"', "trainer.warmup_steps=0", "wandb.tags=[x]")
     source = 'from="runs/a=1"'
     code, _, err = in_process(train.main, tmp_path, source, "name=again", "trainer.device=cpu")
     assert (code, err) == (0, "")
     check_same_bytes(first, tmp_path / "runs" / "again")
-    before, now = flat(settings_of(first)), flat(compose([source, "seed=1"]).model_dump())
+    before = flat(settings_of(first))
+    now = flat(with_automatic_values(compose([source, "seed=1"])).model_dump())
     assert {key for key, value in now.items() if value != before[key]} == {
         *("name", "seed", "trainer.device")
     }
+    longer = with_automatic_values(compose([source, "trainer.max_steps=900"])).trainer
+    assert (longer.warmup_steps, longer.eval_every) == (90, 2)  # automatic, chosen
     with refused(ConfigError, "model.num_heads", 5):
         compose([source, "model.num_heads=5"])
     with refused(ConfigError, "experiment"):
