@@ -170,17 +170,16 @@ def test_every_target_counts_the_same(lengths, batch_size, draw):
     )
     for bytes_per, has_accuracy in [(np.full(257, 2), False), (None, True)]:
         model.train(has_accuracy)
-        validation = Validation(dataset, windows, bytes_per)
-        metrics = validation.run(model, CPU, batch_size)
-        assert metrics["val/loss"] == pytest.approx(float(expected), rel=1e-5)
-        in_parts = validation.run_in_parts(model, CPU, batch_size)
-        assert in_parts["loss"] == pytest.approx(float(expected), rel=1e-5)
-        assert ("val/accuracy" in metrics) == has_accuracy
+        validation = Validation(dataset, bytes_per, CPU, batch_size)
+        for num_parts in (1, 5):
+            metrics = validation.run(model, windows, num_parts)
+            assert metrics["loss"] == pytest.approx(float(expected), rel=1e-5)
+            assert ("accuracy" in metrics) == has_accuracy
         assert model.training == has_accuracy
     assert modes == {(False, False)}
     counted = target_ids != IGNORED
     right = (logits.argmax(-1) == target_ids)[counted]
-    assert metrics["val/accuracy"] == pytest.approx(float(right.float().mean()))
+    assert metrics["accuracy"] == pytest.approx(float(right.float().mean()))
 
 
 def test_bits_per_byte_where_targets_are_ignored():
@@ -189,18 +188,18 @@ def test_bits_per_byte_where_targets_are_ignored():
     num_targets = 3 + 11 + 1 + 4 + 3  # and an end-of-text token after each document except the last
     model = Table()
     torch.nn.init.zeros_(model.table)
-    validation = Validation(dataset, np.arange(len(dataset)), LENGTHS)
-    assert validation.bytes_per_token == pytest.approx(19 / num_targets)
     for batch_size in (1, 3, 100):
-        assert validation.run(model, CPU, batch_size) == {
-            "val/loss": pytest.approx(math.log(257), rel=1e-6),
-            "val/perplexity": pytest.approx(257, rel=1e-6),
-            "val/bits_per_byte": pytest.approx(math.log2(257) * num_targets / 19, rel=1e-6),
+        found = Validation(dataset, LENGTHS, CPU, batch_size).run(model, np.arange(len(dataset)))
+        assert {key: found[key] for key in ("loss", "perplexity", "bits_per_byte")} == {
+            "loss": pytest.approx(math.log(257), rel=1e-6),
+            "perplexity": pytest.approx(257, rel=1e-6),
+            "bits_per_byte": pytest.approx(math.log2(257) * num_targets / 19, rel=1e-6),
         }
 
 
-def test_targets_without_bytes_are_measured_by_accuracy():
-    """End-of-text tokens have 0 bytes, so bits per byte are not defined."""
+def test_targets_without_bytes_have_no_bits_per_byte():
+    """End-of-text tokens have 0 bytes."""
     dataset = documents_of([0] * 12)
-    metrics = Validation(dataset, np.arange(len(dataset)), LENGTHS).run(Table(), CPU, 2)
-    assert metrics.keys() == {"val/loss", "val/accuracy"}
+    metrics = Validation(dataset, LENGTHS, CPU, 2).run(Table(), np.arange(len(dataset)))
+    assert "loss" in metrics
+    assert "bits_per_byte" not in metrics

@@ -241,6 +241,17 @@ def test_the_validation_at_the_end_reads_more_windows(make_run, monkeypatch):
     assert len(everything.evaluator.final["parts"]) == evaluation.PARTS
 
 
+def test_equal_windows_are_evaluated_once_after_the_last_step(make_run, monkeypatch):
+    """Here the validation at the end has no more windows than each validation."""
+    run = make_run("trainer.eval_every=0", "trainer.eval_windows=5")
+    dataset, read = run.evaluator.validation.dataset, []
+    batch = dataset.batch
+    monkeypatch.setattr(dataset, "batch", lambda windows: read.extend(windows) or batch(windows))
+    fit(run)
+    assert len(read) == 2 * 5  # at step 0 and at the end
+    assert run.evaluator.final["loss"] == run.state.val_loss == rows(run.directory)[-1]["val/loss"]
+
+
 def test_nan_validation_loss_ends_the_run_without_a_checkpoint(make_run):
     run = make_run("trainer.save_every=1")
     train_step(run)

@@ -42,11 +42,12 @@ class RunLog:
 
     def validation(self, step: int, row: dict[str, float]) -> None:
         """Prints validation metrics."""
+        text = f"step {step}  validation loss {row['val/loss']:.4f}"
         if "val/accuracy" in row:
-            text = f"accuracy {row['val/accuracy']:.1%}"
-        else:
-            text = f"{row['val/bits_per_byte']:.3f} bits per byte"
-        self.console.print(f"step {step}  validation loss {row['val/loss']:.4f}  {text}")
+            text += f"  accuracy {row['val/accuracy']:.1%}"
+        if "val/bits_per_byte" in row:
+            text += f"  {row['val/bits_per_byte']:.3f} bits per byte"
+        self.console.print(text)
 
     def sample(self, row: dict) -> None:
         """Prints a text sample, a row of samples.jsonl."""

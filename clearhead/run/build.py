@@ -51,7 +51,6 @@ from clearhead.run.time_limit import TimeLimit, measure_steps, with_max_steps
 from clearhead.run.translate_errors import translate_errors
 from clearhead.tokens.stream import check_checksums
 from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
-from clearhead.tokens.windows import evenly_spaced_windows
 from data import LoadedData, load_datasets, split_batch, training_batches
 from model import GPT, ModelConfig
 
@@ -380,12 +379,11 @@ class Builder:
 
     def build_evaluator(self) -> Evaluator:
         config, val, validation = self.config, self.data.val, None
-        tokenizer = get_tokenizer(config.data.tokenizer)
+        tokenizer, batch_size = get_tokenizer(config.data.tokenizer), self.micro_batch()
         if val:
-            windows = evenly_spaced_windows(val, config.trainer.eval_windows)
             lengths = None if config.data.synthetic else token_byte_lengths(tokenizer.name)
-            validation = Validation(val, windows, lengths)
-        return Evaluator(config, self.strategy, validation, tokenizer, self.micro_batch())
+            validation = Validation(val, lengths, self.strategy, batch_size)
+        return Evaluator(config, self.strategy, validation, tokenizer, batch_size)
 
     def describe(self) -> list[str]:
         """Returns lines about model, data and batch size, which are printed before the first
@@ -393,8 +391,7 @@ class Builder:
         trainer, world, data = self.config.trainer, self.strategy.world_size, self.data
         compiled = ", compiled" if self.is_compiled else ""
         extra = ", activation checkpointing" if trainer.activation_checkpointing else ""
-        val, validation = len(data.val or ()), self.evaluator.validation
-        used = len(validation.windows) if validation else 0
+        val, used = len(data.val or ()), trainer.eval_windows
         evaluated = f"; each evaluation uses {used:,}" if used < val else ""
         per_rank, size = trainer.batch_size // world, self.micro_batch()
         ranks = f", {per_rank} on each of {world} ranks" if world > 1 else ""

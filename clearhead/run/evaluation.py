@@ -7,11 +7,13 @@ Shapes: B batch, T positions, V vocabulary.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import tiktoken
 import torch
+from torch import Tensor
 
 from clearhead.config.schema import Config
 from clearhead.distributed.strategy import Strategy
@@ -20,109 +22,99 @@ from clearhead.inference.decoding import Sampling, generate
 from clearhead.inference.perplexity import text_metrics
 from clearhead.reporting.comparison import standard_error
 from clearhead.reporting.console import Report
-from clearhead.tokens.windows import evenly_spaced_windows
+from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
 from model import GPT
 
 # The validation at the end of a run uses this fraction of the number of training windows. A forward
 # pass takes about two fifths of the time of a step, so this is 2 % of the time of the training.
 FINAL_FRACTION = 0.05
 PARTS = 32  # of the text in this validation
-READ_AT_ONCE = 1024  # windows
+METRICS = ("loss", "perplexity", "bits_per_byte", "accuracy")
 
 
+@dataclass
 class Validation:
-    """Computes validation metrics on a fixed set of windows.
+    """Computes validation metrics on windows of a dataset.
 
     dataset: has batch(windows) -> (input_ids, target_ids), both (B, T); negative targets are
-    ignored. token_lengths: the bytes of text of each token id; None: measure the accuracy. The
-    accuracy is also measured if all targets are end-of-text tokens.
+    ignored. token_lengths: the bytes of text of each token id; None: measure the accuracy.
+    batch_size: windows per forward pass on this rank.
     """
 
-    def __init__(self, dataset, windows: np.ndarray, token_lengths: np.ndarray | None):
-        self.dataset, self.windows, self.token_lengths = dataset, windows, token_lengths
-        self.bytes_per_token = None
-        if token_lengths is not None:
-            num_bytes = num_targets = 0
-            for first in range(0, len(windows), READ_AT_ONCE):
-                _, targets = dataset.batch(windows[first : first + READ_AT_ONCE])
-                lengths = token_lengths[targets[targets >= 0].numpy()]
-                num_bytes, num_targets = num_bytes + int(lengths.sum()), num_targets + len(lengths)
-            self.bytes_per_token = num_bytes / num_targets or None
+    dataset: WindowDataset
+    token_lengths: np.ndarray | None
+    strategy: Strategy
+    batch_size: int
 
     def run(
         self,
         model: torch.nn.Module,
-        strategy: Strategy,
-        batch_size: int,
-        report: Report = lambda done, total: None,
-    ) -> dict[str, float]:
-        """Returns the mean loss in nats over all targets, and bits per byte or the accuracy. Each
-        rank evaluates some windows; all return the same. batch_size: windows per forward pass.
-        report: called after each pass with the numbers of finished and of all windows."""
-        (sums,) = self._sums(model, strategy, batch_size, report, [self.windows])
-        return {f"val/{name}": value for name, value in self._metrics(*sums).items()}
-
-    def run_in_parts(
-        self,
-        model: torch.nn.Module,
-        strategy: Strategy,
-        batch_size: int,
+        windows: np.ndarray,
+        num_parts: int = 1,
         report: Report = lambda done, total: None,
     ) -> dict:
-        """Returns the metrics of `run` without "val/", and
+        """Returns the metrics, and their error if the windows are evaluated in several parts. Each
+        rank evaluates some windows; all return the same.
 
-        windows     their number
-        loss_error  the standard error of the loss over `parts`; None for a single part
-        parts       the metrics of each of at most PARTS parts of the text: neighbouring
-                    windows are in one part, because their losses are not independent
+        loss, perplexity   of the mean over all targets, in nats
+        bits_per_byte      for text; otherwise `accuracy` replaces both
+        windows            their number
+        loss_error         the standard error of the loss over `parts`; None for a single part
+        parts              the metrics of each of at most num_parts parts: neighbouring windows are
+                           in one part, because their losses are not independent
+
+        report: called after each pass with the numbers of finished and of all windows.
         """
-        parts = np.array_split(self.windows, min(PARTS, len(self.windows)))
-        sums = self._sums(model, strategy, batch_size, report, parts)
-        of_parts = [self._metrics(*of_part) for of_part in sums if of_part[2] > 0]
-        found = self._metrics(*map(sum, zip(*sums, strict=True)))
+        parts = np.array_split(windows, min(num_parts, len(windows)))
+        sums, done = [], 0  # done: windows of finished parts
+        with self.strategy.inference(model):
+            for part in parts:
+                of_part = lambda n, done=done: report(done + n, len(windows))  # noqa: E731
+                sums.append(self._sums(model, part, of_part))
+                done += len(part)
+        self.strategy.synchronize()
+        sums = [self.strategy.all_reduce_sum(float(loss), *counts) for loss, *counts in sums]
+        total = [sum(column) for column in zip(*sums, strict=True)]
+        of_parts = [self._metrics(of_part, total) for of_part in sums if of_part[1] > 0]
         error = standard_error([of_part["loss"] for of_part in of_parts])
-        return found | {"windows": len(self.windows), "loss_error": error, "parts": of_parts}
+        about = {"windows": len(windows), "loss_error": error, "parts": of_parts}
+        return self._metrics(total, total) | about
 
     def _sums(
-        self,
-        model: torch.nn.Module,
-        strategy: Strategy,
-        batch_size: int,
-        report: Report,
-        parts: list[np.ndarray],
-    ) -> list[list[float]]:
-        """Returns for each part: sum of the losses, number of right predictions and of targets."""
-        sums, done = [], 0  # done: windows of finished parts
-        with strategy.inference(model):
-            for part in parts:
-                total, right, count = 0.0, 0, 0
-                local = part[strategy.rank :: strategy.world_size]
-                most = -(-len(part) // strategy.world_size)  # largest number of windows on a rank
-                for first in range(0, most, batch_size):
-                    windows = local[first : first + batch_size]
-                    # All ranks must call a sharded model the same number of times: a rank without
-                    # windows processes a window whose result is ignored.
-                    counts = len(windows) > 0
-                    input_ids, target_ids = self.dataset.batch(windows if counts else part[:1])
-                    targets = counts * int((target_ids >= 0).sum())
-                    input_ids, target_ids = strategy.to_device(input_ids, target_ids)  # (B, T)
-                    _, loss = model(input_ids, target_ids)
-                    # Without targets, the loss is NaN.
-                    total, count = total + (loss * targets if targets else 0), count + targets
-                    if self.bytes_per_token is None:
-                        logits, _ = model(input_ids)  # (B, T, V)
-                        right += counts * int((logits.argmax(-1) == target_ids).sum())
-                    of_part = min((first + batch_size) * strategy.world_size, len(part))
-                    report(done + of_part, len(self.windows))
-                done += len(part)
-                sums.append((total, right, count))
-        strategy.synchronize()
-        return [strategy.all_reduce_sum(float(total), *counts) for total, *counts in sums]
+        self, model: torch.nn.Module, part: np.ndarray, report: Callable[[int], None]
+    ) -> tuple[Tensor | float, int, int, int]:
+        """Returns of the windows of this rank: the sum of the losses, and the numbers of targets,
+        of their bytes, and of right predictions."""
+        rank, ranks = self.strategy.rank, self.strategy.world_size
+        loss_sum, num_targets, num_bytes, right = 0.0, 0, 0, 0
+        local = part[rank::ranks]
+        most = -(-len(part) // ranks)  # largest number of windows on a rank
+        for first in range(0, most, self.batch_size):
+            windows = local[first : first + self.batch_size]
+            # All ranks must call a sharded model the same number of times: a rank without windows
+            # processes a window whose result is ignored.
+            counts = len(windows) > 0
+            input_ids, target_ids = self.dataset.batch(windows if counts else part[:1])
+            targets = target_ids[target_ids >= 0].numpy() if counts else np.zeros(0, int)
+            input_ids, target_ids = self.strategy.to_device(input_ids, target_ids)  # (B, T)
+            _, loss = model(input_ids, target_ids)
+            if len(targets):  # otherwise the loss is NaN
+                loss_sum, num_targets = loss_sum + loss * len(targets), num_targets + len(targets)
+            if self.token_lengths is None:
+                logits, _ = model(input_ids)  # (B, T, V)
+                right += counts * int((logits.argmax(-1) == target_ids).sum())
+            else:
+                num_bytes += int(self.token_lengths[targets].sum())
+            report(min((first + self.batch_size) * ranks, len(part)))
+        return loss_sum, num_targets, num_bytes, right
 
-    def _metrics(self, total: float, right: float, count: float) -> dict[str, float]:
-        if self.bytes_per_token is None:
-            return {"loss": total / count, "accuracy": right / count}
-        return text_metrics(total / count, self.bytes_per_token)
+    def _metrics(self, of_part: list[float], of_all: list[float]) -> dict[str, float]:
+        """Returns the metrics of sums. The bytes per token are those of all windows."""
+        loss_sum, num_targets, _, right = of_part
+        if self.token_lengths is None:
+            return {"loss": loss_sum / num_targets, "accuracy": right / num_targets}
+        found = text_metrics(loss_sum / num_targets, of_all[2] / of_all[1])
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass
@@ -134,32 +126,30 @@ class Evaluator:
     validation: Validation | None  # None without validation data
     tokenizer: tiktoken.Encoding
     batch_size: int  # windows per forward pass on this rank
-    final: dict | None = None  # the result of `validate_at_end`
+    final: dict | None = None  # content of validation.json: the metrics after the last step
 
-    def validate(self, model: GPT, step: int, report: Report) -> dict[str, float]:
-        """Returns validation metrics; {} without validation data. Raises DivergedError on all ranks
-        if the loss is NaN or inf."""
-        if self.validation is None:
-            return {}
-        row = self.validation.run(model, self.strategy, self.batch_size, report)
-        self._check(row["val/loss"], step)
-        return row
-
-    def validate_at_end(self, model: GPT, step: int, report: Report) -> dict:
-        """Returns the content of validation.json: the metrics at the last step on more windows,
-        see Validation.run_in_parts. Raises DivergedError as `validate` does.
+    def validate(self, model: GPT, step: int, is_last: bool, report: Report) -> dict[str, float]:
+        """Returns validation metrics; {} without validation data. After the last step it also
+        evaluates more windows (`final`). Raises DivergedError on all ranks if the loss is NaN or
+        inf.
 
         The number of windows depends on the number of training windows and not on a measured time,
         so that equal runs have equal results.
         """
+        if self.validation is None:
+            return {}
         trainer, dataset = self.config.trainer, self.validation.dataset
-        limit = max(trainer.eval_windows, int(FINAL_FRACTION * step * trainer.batch_size))
-        windows = evenly_spaced_windows(dataset, limit)
-        validation = Validation(dataset, windows, self.validation.token_lengths)
-        found = validation.run_in_parts(model, self.strategy, self.batch_size, report)
-        self._check(found["loss"], step)
-        self.final = {"step": step} | found
-        return self.final
+        windows, found = evenly_spaced_windows(dataset, trainer.eval_windows), None
+        if is_last:
+            limit = max(trainer.eval_windows, int(FINAL_FRACTION * step * trainer.batch_size))
+            more = evenly_spaced_windows(dataset, limit)
+            found = self.validation.run(model, more, PARTS, report)
+            self._check(found["loss"], step)
+            self.final = {"step": step} | found
+        if found is None or found["windows"] > len(windows):
+            found = self.validation.run(model, windows, report=report)
+            self._check(found["loss"], step)
+        return {f"val/{name}": found[name] for name in METRICS if name in found}
 
     def summary(self) -> list[str]:
         """Returns a line about the last validation, for the end of a run."""

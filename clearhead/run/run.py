@@ -120,29 +120,22 @@ class Run:
         self.log.tracker.last_step = self.stop.last_step
 
     def evaluate(self) -> dict[str, float]:
-        """Computes, prints and returns the validation metrics."""
+        """Computes, prints and returns the validation metrics; writes those after the last step to
+        validation.json."""
+        step, report = self.state.step, self.log.console.validation()
+        is_last = step == self.stop.last_step
         with self.log.timed("validation"):
-            row = self.evaluator.validate(
-                self.model, self.state.step, self.log.console.validation()
-            )
+            row = self.evaluator.validate(self.model, step, is_last, report)
         if row:
             self.state.val_loss = row["val/loss"]
-            self.log.validation(self.state.step, row)
-        if row and self.state.step == self.stop.last_step:
-            self.evaluate_at_end()
+            self.log.validation(step, row)
+        if final := self.evaluator.final:
+            if self.strategy.is_rank_0:
+                with best_effort(f"{VALIDATION_JSON}: could not be written", self.config.debug):
+                    atomic_write(self.directory / VALIDATION_JSON, as_json(final))
+            names = ("loss", "loss_error", "windows")
+            self.log.tracker.summary({f"final_val_{name}": final[name] for name in names})
         return row
-
-    def evaluate_at_end(self) -> None:
-        """Computes the validation metrics on more windows and writes them to validation.json."""
-        with self.log.timed("validation"):
-            report = self.log.console.validation()
-            found = self.evaluator.validate_at_end(self.model, self.state.step, report)
-        if self.strategy.is_rank_0:
-            with best_effort(f"{VALIDATION_JSON}: could not be written", self.config.debug):
-                atomic_write(self.directory / VALIDATION_JSON, as_json(found))
-        names = {"loss": "final_val_loss", "loss_error": "final_val_loss_error"}
-        names["windows"] = "final_val_windows"
-        self.log.tracker.summary({name: found[key] for key, name in names.items()})
 
     def sample(self) -> dict:
         """Generates and prints a sample; returns its row of samples.jsonl."""
