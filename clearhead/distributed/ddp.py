@@ -62,14 +62,15 @@ class DDP(Strategy):
         return model
 
     def _wrap(self, model: GPT) -> torch.nn.Module:
-        self.trainable = [p.requires_grad for p in model.parameters()]
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
-        model, before = self.wrapped.module, self.trainable
-        self.trainable = [p.requires_grad for p in model.parameters()]
-        if self.trainable != before:  # it waits for the gradients of parameters that were trainable
+    def start_training(self, model: GPT) -> None:
+        super().start_training(model)
+        if isinstance(self.wrapped, DistributedDataParallel):
+            # It waits for the gradients of all parameters that were trainable when it was built.
             self.wrapped.__init__(model, gradient_as_bucket_view=True)
+
+    def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
         return self.wrapped.no_sync() if more_to_come else contextlib.nullcontext()
 
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from clearhead.distributed import device as devices
+from clearhead.errors import NO_VALUE, refuse
 from clearhead.ops.specialize import specialize
 from clearhead.optim.optimizers import NonFiniteCheck
 from model import GPT, ModelConfig
@@ -123,6 +124,13 @@ class Strategy:
         return whole.to(like.device, like.dtype, copy=True)
 
     # ------------------------------------------------------------------------- gradient step
+
+    def start_training(self, model: GPT) -> None:
+        """Call it before the first step. Parameters may be frozen (requires_grad) until then.
+        Raises ConfigError if all are."""
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            hint = "call requires_grad_(True) for the parameters to train"
+            refuse([("model", NO_VALUE, "all parameters are frozen", hint)])
 
     def reseed(self, seed: int, step: int) -> None:
         """Seeds the dropout of a step with a function of (seed, step, rank). A resumed run draws

@@ -76,6 +76,7 @@ class Run:
         if self.is_closed:
             hint = resume_command(self.directory)
             raise RunError("name", self.directory.name, "this run has ended and is closed", hint)
+        self.strategy.start_training(self.model)
         self.stop.signals.start_training()
         self.stop.limit.start()
         return self

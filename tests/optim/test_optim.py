@@ -5,9 +5,11 @@ import math
 
 import pytest
 import torch
+from helpers.refusals import refused
 from helpers.runs import assert_same, train_past_checkpoint, weights
 from safetensors.torch import load_file
 
+from clearhead.errors import ConfigError
 from clearhead.optim.optimizers import OptimizerConfig, build_optimizer, learning_rate
 from train import fit
 
@@ -74,6 +76,17 @@ def test_frozen_parameters_do_not_change(make_run, name):
     assert rest.state.step == 2
     fit(rest)
     assert_same(weights(rest), after)
+
+
+def test_a_model_whose_parameters_are_all_frozen_is_refused(make_run):
+    """The run stays open, so it can be trained after that."""
+    run = make_run("trainer.eval_every=0")
+    run.model.requires_grad_(False)
+    with refused(ConfigError, "model", exit_code=2):
+        fit(run)
+    run.model.final_norm.requires_grad_(True)
+    fit(run)
+    assert run.state.step == 4
 
 
 def test_updates_equal_the_formula_of_adamw():
