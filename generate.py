@@ -84,8 +84,7 @@ def main(settings: GenerateConfig) -> None:
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")  # replaces bytes that the encoding does not have
     refuse(device.check(settings.device, settings.precision))
-    device.set_threads(settings.threads)
-    torch_device = device.prepare(settings.device, settings.seed)
+    torch_device = device.prepare(settings.device, settings.seed, settings.threads)
     pretrained = load_pretrained(settings.checkpoint)
     num_texts = settings.num_samples * len(settings.prompts)
     batch_size = min(settings.batch_size, num_texts)

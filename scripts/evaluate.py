@@ -104,7 +104,6 @@ def main(settings: EvaluateConfig) -> None:
     from clearhead.reporting.console import progress
 
     refuse(device.check(settings.device, settings.precision))
-    device.set_threads(settings.threads)
     pretrained = load_pretrained(settings.checkpoint)
     sizes = window_sizes(settings, pretrained)
     window_settings = WindowSettings(*sizes, settings.data.within_documents)
@@ -114,7 +113,8 @@ def main(settings: EvaluateConfig) -> None:
         reason = f"{len(tokens)} tokens ({what}); at least 2 are needed"
         raise DataError("data.path", settings.data.path, reason, "use a longer text")
     single = ParallelConfig.with_defaults(strategy="single")
-    strategy = build.build_strategy(single, settings.device, settings.precision, seed=0)
+    chosen = settings.device, settings.precision, 0, settings.threads
+    strategy = build.build_strategy(single, *chosen)
     model = pretrained.model.to(strategy.device)
     specialize(model, strategy.device)
     lengths = token_byte_lengths(pretrained.tokenizer_name)

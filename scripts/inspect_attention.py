@@ -114,7 +114,7 @@ class InspectConfig(ScriptConfig):
 
 @settings_command(InspectConfig)
 def main(settings: InspectConfig) -> None:
-    from clearhead.distributed.device import check, prepare, set_threads
+    from clearhead.distributed.device import check, prepare
     from clearhead.interop.pretrained import load_pretrained
     from clearhead.lens.page import page, run_data
     from clearhead.lens.snapshot_data import snapshot_bytes
@@ -125,8 +125,7 @@ def main(settings: InspectConfig) -> None:
     is_data = out is not None and out.lower().endswith(".npz")
     if is_data and settings.compare:
         refuse([Problem("compare", settings.compare, "an .npz file has one model", "use .html")])
-    set_threads(settings.threads)
-    device = prepare(settings.device, seed=0)
+    device = prepare(settings.device, seed=0, threads=settings.threads)
     runs, settled = [], None
     for key in ("checkpoint", "compare"):
         if path := getattr(settings, key):

@@ -6,18 +6,20 @@ from clearhead.distributed.launch import rank_count
 from clearhead.distributed.strategy import Strategy
 
 
-def build_strategy(config: ParallelConfig, device: str, precision: str, seed: int) -> Strategy:
+def build_strategy(
+    config: ParallelConfig, device: str, precision: str, seed: int, threads: int | None = None
+) -> Strategy:
     """Chooses device, precision and strategy, and joins the process group.
 
-    device: auto | cpu | cuda | mps. precision: auto | fp32 | bf16 | fp16. Call `check` of launch.py
-    and of device.py first.
+    device: auto | cpu | cuda | mps. precision: auto | fp32 | bf16 | fp16. threads: of the CPU.
+    Call `check` of launch.py and of device.py first.
     """
     name = config.strategy
     if name == "auto":
         name = "ddp" if rank_count() > 1 else "single"
     if name != "single" and device == "auto" and devices.best_device() == "mps":
         device = "cpu"
-    chosen = devices.prepare(device, seed)
+    chosen = devices.prepare(device, seed, threads)
     dtype = devices.DTYPES.get(precision) or devices.best_dtype(chosen)
     if name == "single":
         return Strategy(chosen, dtype)

@@ -51,9 +51,14 @@ def check(
     return found
 
 
-def prepare(device: str, seed: int) -> torch.device:
+def prepare(device: str, seed: int, threads: int | None = None) -> torch.device:
     """Returns the device for a setting (auto | cpu | cuda | mps), and seeds the random generators.
-    With several GPUs, each process uses the GPU with index LOCAL_RANK."""
+    With several GPUs, each process uses the GPU with index LOCAL_RANK.
+
+    threads: the number of CPU threads of operations; None: PyTorch's choice.
+    """
+    if threads:
+        torch.set_num_threads(threads)
     chosen = best_device() if device == "auto" else device
     if chosen == "cpu":
         keep_freed_memory()
@@ -62,12 +67,6 @@ def prepare(device: str, seed: int) -> torch.device:
         chosen = f"cuda:{torch.cuda.current_device()}"
     torch.manual_seed(seed)  # of all devices
     return torch.device(chosen)
-
-
-def set_threads(threads: int | None) -> None:
-    """Sets the number of CPU threads of operations; None: leaves it."""
-    if threads:
-        torch.set_num_threads(threads)
 
 
 def best_device() -> str:

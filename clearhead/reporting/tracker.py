@@ -3,9 +3,9 @@
 The statistics of single heads, their histograms and the table of heads are logged only to W&B; on
 disk they are in attention/statistics.jsonl and attention/heads.csv.
 
-An error of W&B never ends or blocks the training. Calls that may wait have a timeout. After the
-first error the tracker prints a line on stderr and writes only to disk. docs/wandb.md describes the
-dashboard.
+An error of W&B never ends or blocks the training. Calls that may wait have a timeout. After a
+timeout, or several errors in a row, the tracker prints a line on stderr and writes only to disk.
+docs/wandb.md describes the dashboard.
 
 A killed process loses the rows that W&B has not written to its record (offline: those of the last
 FLUSH_SECONDS, see wandb_process.py) or sent to the server (online: those of the last 15 seconds).
@@ -25,6 +25,7 @@ import numpy as np
 
 from clearhead.checkpoint.run_directory import CONFIG_YAML
 from clearhead.config.schema import WandbConfig
+from clearhead.errors import Failures
 from clearhead.reporting import wandb_process
 from clearhead.reporting.jsonl import RowFile
 from clearhead.reporting.report import sample_page
@@ -52,7 +53,7 @@ class Tracker:
 
     settings: all settings as plain values, for the dashboard.
     run_id: the id of the W&B run to resume, or None for a new one.
-    The attribute `run` is the W&B run; None if W&B is off or after an error.
+    The attribute `run` is the W&B run; None if W&B is off.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class Tracker:
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
         self.workspace_is_due = config.workspace  # at the first attention snapshot
         self.run, self.is_shared = None, False  # with a W&B run that the user has open
+        self.failures = Failures()  # of calls
+        self.stopped: str | None = None  # why logging stopped
         if config.wanted() == "disabled":
             return
         # Otherwise W&B sends reports of its errors to its developers, even in offline runs.
@@ -94,17 +97,19 @@ class Tracker:
         return self.run.id if self.run else None
 
     def where(self) -> str | None:
-        """Returns the URL of the dashboard, or the command that uploads an offline run."""
+        """Returns the URL of the dashboard, or the command that uploads an offline run; after
+        errors also what is missing. None without W&B."""
         if self.run is None:
-            return None
+            return self.stopped
+        failed = f" (failed calls: {self.failures.missing})" * (self.failures.missing > 0)
         if self.run.offline:
             folder = _wandb_folder(self.run).parent
             names = f"offline-run-*-{self.run.id}" if self.config.dir else "offline-run-*"
             command, where = "wandb sync", f"{shlex.quote(str(folder))}/{names}"
             if len([*folder.glob(names)]) > 1:  # it stops at the incomplete record of a killed run
                 command, where = "for part in", f'{where}; do wandb sync "$part"; done'
-            return f"recorded offline; upload with: {command} {where}"
-        return self.run.url
+            return f"recorded offline{failed}; upload with: {command} {where}"
+        return f"{self.run.url}{failed}"
 
     def log(
         self,
@@ -261,19 +266,26 @@ class Tracker:
         self.summary({"exit_code": exit_code})
         if self.run:
             seconds = wandb_process.CALL_SECONDS + self.run.settings.finish_timeout
-            self._call(lambda run: run.finish(exit_code=exit_code), seconds)
+            self._call(lambda run: run.finish(exit_code=exit_code), seconds, is_last=True)
         if self.run:  # finish has not failed
             self.run = None
             self._teardown()
 
-    def _call(self, action: Callable, seconds: float | None = None) -> None:
-        """Calls action(run). After an error the W&B run is not used again."""
-        if self.run:
-            try:
-                seconds = seconds or wandb_process.CALL_SECONDS
-                call_with_timeout(seconds, lambda: action(self.run))
-            except Exception as error:
+    def _call(self, action: Callable, seconds: float | None = None, is_last: bool = False) -> None:
+        """Calls action(run). After a timeout or several errors in a row, and after an error of the
+        last call, the W&B run is not used again."""
+        if self.run is None:
+            return
+        try:
+            seconds = seconds or wandb_process.CALL_SECONDS
+            call_with_timeout(seconds, lambda: action(self.run))
+            self.failures.count(False)
+        except Exception as error:
+            self.failures.count(True)
+            if is_last or self.failures.is_off or isinstance(error, TimeoutError):
                 self._stop_logging(error)
+            elif self.failures.missing == 1:
+                say(f"a call failed ({cause(error)}); logging continues")
 
     def _stop_logging(self, error: Exception) -> None:
         run, self.run = self.run, None
@@ -281,6 +293,7 @@ class Tracker:
         if run:
             record = shlex.quote(str(_wandb_folder(run)))
             what += f"; upload what was recorded with: wandb sync --include-online {record}"
+            self.stopped = what
         say(what)
         self._teardown()
 

@@ -86,8 +86,8 @@ def check_machine(config: Config) -> None:
 def start_strategy(config: Config) -> Strategy:
     """Chooses threads, device, precision and distributed strategy, and joins the process group."""
     trainer = config.trainer
-    device.set_threads(trainer.threads)
-    return build_strategy(config.parallel, trainer.device, trainer.precision, config.seed)
+    chosen = trainer.device, trainer.precision, config.seed, trainer.threads
+    return build_strategy(config.parallel, *chosen)
 
 
 class Builder:

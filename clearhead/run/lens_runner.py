@@ -4,7 +4,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tiktoken
@@ -12,7 +12,7 @@ import torch
 
 from clearhead.config.schema import Config
 from clearhead.distributed.strategy import Strategy
-from clearhead.errors import best_effort
+from clearhead.errors import MAX_FAILURES, Failures, best_effort
 from clearhead.files import read_rows
 from clearhead.inference.ablation import ablate_heads
 from clearhead.lens.ablation import Head
@@ -30,7 +30,6 @@ CURVES = {
     "val/accuracy": "validation accuracy",
 }
 MAX_POINTS = 300  # of a curve
-MAX_FAILURES = 3  # snapshots in a row
 OFF = "lens: attention logging is off for the rest of this run"
 
 
@@ -44,8 +43,7 @@ class LensRunner:
     debug: bool  # whether an error ends the run
     # (model, heads by name) -> the loss without each head, see inference/ablation.py; None: off
     ablate: Callable[[GPT, dict[str, list[Head]]], dict] | None
-    failures: int = 0  # snapshots in a row that failed, on any rank
-    missing: int = 0  # snapshots that failed or were not taken
+    failures: Failures = field(default_factory=Failures)  # of snapshots, on any rank
 
     def is_due(self, step: int, last_step: int) -> bool:
         return self.lens is not None and self.lens.due(step, last_step)
@@ -57,11 +55,11 @@ class LensRunner:
 
         last_step: of the run. row: the metrics of this step, which are not in metrics.jsonl yet.
 
-        All ranks run the model, and rank 0 writes the files. After MAX_FAILURES errors in a row, on
-        any rank, no rank takes another one; a single error may pass, such as a full disk.
+        All ranks run the model, and rank 0 writes the files. After several errors in a row, on any
+        rank, no rank takes another one.
         """
-        if self.failures == MAX_FAILURES:
-            self.missing += 1
+        if self.failures.is_off:
+            self.failures.count(True)
             return None
 
         def capture_attention(token_ids: list[int], capture: Callable) -> torch.Tensor:
@@ -88,11 +86,8 @@ class LensRunner:
                 ablate=ablate if self.ablate else None,
             )
             failed = False
-        if not self.strategy.all_reduce_max(failed):
-            self.failures = 0
-            return snapshot
-        self.failures, self.missing = self.failures + 1, self.missing + 1
-        if self.failures == MAX_FAILURES and self.strategy.is_rank_0:
+        self.failures.count(bool(self.strategy.all_reduce_max(failed)))
+        if self.failures.is_off and self.strategy.is_rank_0:
             print(f"{OFF}, after {MAX_FAILURES} failed snapshots in a row", file=sys.stderr)
         return snapshot
 
@@ -100,8 +95,9 @@ class LensRunner:
         """Returns lines about missing snapshots and the heads, for the end of a run."""
         if self.lens is None:
             return []
-        lines = [f"lens             attention snapshots that are missing: {self.missing}"]
-        lines = lines if self.missing else []
+        missing, lines = self.failures.missing, []
+        if missing:
+            lines = [f"lens             attention snapshots that are missing: {missing}"]
         lines += [f"attention heads  {text}" for text in self.lens.most_significant_heads()]
         return lines + [f"without heads    {t}" for t in self.lens.most_important_heads()]
 

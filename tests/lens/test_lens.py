@@ -414,7 +414,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         found_losses, found = result(run)
         assert found_losses == losses
         assert_same(found, expected)
-        assert run.lens.missing == 5 * (name == "failing")
+        assert run.lens.failures.missing == 5 * (name == "failing")
     folder = tmp_path / "runs" / "with" / "attention"
     assert len(names(folder, "*.png")) == 5 * 2 * 2
     assert names(folder, "*.html") == [f"step_{s:08d}.html" for s in range(5)] + ["timelapse.html"]
@@ -434,14 +434,14 @@ def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
     folder = run.directory / "attention"
     assert names(folder, "*.html") == [f"step_{s:08d}.html" for s in (0, 3, 4)] + ["timelapse.html"]
     assert (folder / "heads.csv").exists()
-    assert (run.lens.missing, len(run.lens.summary()) > 1) == (2, True)
+    assert (run.lens.failures.missing, len(run.lens.summary()) > 1) == (2, True)
 
 
 def test_the_lens_is_off_after_several_errors_in_a_row(make_run, monkeypatch):
     run, calls = watched_run(make_run, "name=lasting"), []
     monkeypatch.setattr("clearhead.lens.render.page", lambda *_: calls.append(1) or fails())
     fit(run)
-    assert (run.lens.missing, len(calls)) == (5, 3)
+    assert (run.lens.failures.missing, len(calls)) == (5, 3)
 
 
 def test_resumed_run_has_the_same_pages(make_run, tmp_path):

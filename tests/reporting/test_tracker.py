@@ -1,6 +1,7 @@
 """Metrics on disk and on W&B, tested with the files of a real offline run."""
 
 import csv
+import errno
 import itertools
 import json
 import math
@@ -117,6 +118,34 @@ def test_media_that_cannot_be_read_are_skipped(tmp_path, recorded, capsys):
     tracker.finish()
     assert recorded.rows == {1: {"train/loss": 1.0, **number}, 2: {"train/loss": 1.0}}
     assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("failing", "recorded_steps"),
+    [({2, 3}, [1, 4, 5, 6]), ({2, 3, 4}, [1]), ({6}, [1, 2, 3, 4, 5])],
+)
+def test_wandb_is_off_only_after_several_errors_in_a_row(
+    tmp_path, recorded, capsys, failing, recorded_steps
+):
+    """A full disk may pass. The run says at its end what is missing."""
+    log = recorded.log
+
+    def full(row, step, commit):
+        if step in failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        log(row, step, commit)
+
+    recorded.log = full
+    tracker = Tracker(OFFLINE, tmp_path, {})
+    complete = tracker.where()
+    for step in range(1, 7):
+        tracker.log({"train/loss": 1.0}, step)
+    assert list(recorded.rows) == recorded_steps
+    assert tracker.where() not in (None, complete)
+    assert (tracker.run is None) == (len(failing) == 3)
+    assert len(capsys.readouterr().err.splitlines()) == 1 + (len(failing) == 3)
+    tracker.finish()
+    assert [row["step"] for row in rows(tmp_path)] == [*range(1, 7)]
 
 
 # The settings of the fixture below override the last one.
