@@ -43,7 +43,6 @@ from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedEr
 from clearhead.interop.huggingface import to_hf
 from clearhead.interop.pretrained import load_pretrained
 from clearhead.optim.optimizers import NonFiniteCheck
-from clearhead.reporting import run_log
 from clearhead.reporting.tracker import Tracker
 from clearhead.run import evaluation
 from data import load_datasets
@@ -569,7 +568,7 @@ def test_a_run_that_was_stopped_at_its_end_is_finished_by_the_next_start(
     run = make_run("name=a")
     with monkeypatch.context() as patched:
         if when == "before the summary":
-            patched.setattr(run_log, "write_summary", lambda *_: sys.exit(143))
+            patched.setattr("clearhead.run.run.write_summary", lambda *_: sys.exit(143))
         else:
             run.stop.is_stopped = lambda: run.state.step == 4
             run.stop.signals.received = signal.SIGTERM

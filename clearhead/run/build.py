@@ -148,8 +148,7 @@ class Builder:
                 closing=self.closing,
                 was_finished=self.start.was_finished,
             )
-            lines = [*self.data.notes, *self.notes]
-            log.introduce(config, self.state, self.start, self.describe(), lines)
+            self.introduce(log)
             return run
 
     def complete_config(self) -> None:
@@ -385,9 +384,25 @@ class Builder:
             validation = Validation(val, lengths, self.strategy, batch_size)
         return Evaluator(config, self.strategy, validation, tokenizer, batch_size)
 
+    def introduce(self, log: RunLog) -> None:
+        """Prints facts, notes, run directory and first step before the training starts."""
+        step, resume = self.state.step, self.config.trainer.resume
+        lines = [*self.describe(), *(f"note: {note}" for note in self.data.notes + self.notes)]
+        lines.append(f"run directory: {log.directory}")
+        if where := log.tracker.where():
+            lines.append(f"W&B: {where}")
+        if self.start.was_finished:
+            more = longer(self.config, step)
+            lines.append(f"already finished after step {step}; to train further, use {more}")
+        elif step > 0 and self.start.in_place:
+            lines.append(f"resuming after step {step}")
+        elif step > 0:
+            lines.append(f"branch of {resume}, starting after step {step}")
+        for line in lines:
+            log.console.print(line)
+
     def describe(self) -> list[str]:
-        """Returns lines about model, data and batch size, which are printed before the first
-        step."""
+        """Returns lines about model, data and batch size."""
         trainer, world, data = self.config.trainer, self.strategy.world_size, self.data
         compiled = ", compiled" if self.is_compiled else ""
         extra = ", activation checkpointing" if trainer.activation_checkpointing else ""

@@ -5,6 +5,7 @@
 
 import contextlib
 import math
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,12 +20,13 @@ from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.run_directory import write_settings
 from clearhead.config.schema import Config
 from clearhead.distributed.strategy import Strategy
-from clearhead.errors import DivergedError, RunError, best_effort
-from clearhead.files import as_json, atomic_write, last_values
+from clearhead.errors import DivergedError, RunError, best_effort, format_error
+from clearhead.files import as_json, atomic_write, last_values, script_path
 from clearhead.optim.optimizers import learning_rate
 from clearhead.reporting.comparison import VALIDATION_JSON, final_validation
 from clearhead.reporting.metrics import Metrics
 from clearhead.reporting.run_log import RunLog
+from clearhead.reporting.summary import write_summary
 from clearhead.run.evaluation import Evaluator
 from clearhead.run.lens_runner import LensRunner
 from clearhead.run.stop import Stop
@@ -84,7 +86,8 @@ class Run:
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         """Closes all components; pending writes are completed."""
         if isinstance(error, Exception):
-            self.log.failed("Diverged" if isinstance(error, DivergedError) else "Failed", error)
+            title = "Diverged" if isinstance(error, DivergedError) else "Failed"
+            self.log.tracker.alert(title, format_error(error), "ERROR")
         if error is not None:
             self.log.write_report()  # shows the metrics up to the error
         self.is_closed = True
@@ -146,22 +149,50 @@ class Run:
         return row
 
     def finish(self, seconds: float) -> None:
-        """Waits for the last checkpoint, uploads the model and prints a summary.
-
-        seconds: the duration of the training. A run that was stopped after its last step, before it
-        was finished, is finished by the next start.
-        """
+        """Waits for the last checkpoint, uploads the model, prints a summary, ends the W&B run, and
+        writes the report and, at the very end, summary.json: a run without it is finished by its
+        next start. seconds: the duration of the training."""
         self.stop.signals.phase = "finishing"
         self.checkpointer.finish(self.state)
-        self.log.finish(
-            self.config,
-            self.state,
-            self.stop.limit.started,
-            seconds,
-            self.metrics.train_loss,
-            None if self.was_finished else self.checkpointer.seconds,
-            [*self.evaluator.summary(), *self.lens.summary()],
-        )
+        state, log, folder, debug = self.state, self.log, self.directory, self.config.debug
+        seconds_of = log.seconds | {"training": seconds - sum(log.seconds.values())}
+        uploaded, best, lines = None, "", []
+        with best_effort("W&B: the model was not uploaded", debug):
+            uploaded = log.tracker.log_model(state.best_step)
+        log.write_report()
+        if (loss := self.metrics.train_loss) is not None:
+            lines.append(f"training loss    {loss:.4f}  (step {state.step})")
+        if state.best_loss is not None:
+            best = f"  (best: {state.best_loss:.4f} at step {state.best_step})"
+            log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
+        if state.val_loss is not None:
+            lines.append(f"validation loss  {state.val_loss:.4f}{best}")
+        lines.append(f"run directory    {folder}")
+        if not self.was_finished:
+            waited = f"saving blocked training for {self.checkpointer.seconds:.1f} s"
+            lines.append(f"checkpoints      {folder / 'checkpoints'}  ({waited})")
+            parts = [f"{work} {s:.1f} s ({s / seconds:.1%})" for work, s in seconds_of.items()]
+            lines.append(f"time             {seconds:.0f} s: {', '.join(parts)}")
+        lines += [*self.evaluator.summary(), *self.lens.summary()]
+        if (timelapse := folder / "attention" / "timelapse.html").is_file():
+            lines.append(f"attention page   {timelapse}")
+        lines.append(f"report           {folder / 'report.html'}")
+        if self.config.trainer.profile:
+            lines.append(f"profile          {folder / 'profile'}")
+        prompt = f"prompt={self.config.trainer.sample_prompt}"
+        command = ["python", script_path("generate.py"), f"checkpoint={folder}", prompt]
+        lines.append(f"generate text    {shlex.join(command)}")
+        if uploaded:
+            lines.append(f"W&B model        {uploaded}")
+        if where := log.tracker.where():
+            lines.append(f"W&B              {where}")
+        log.console.close()
+        for line in ["", *lines]:
+            log.console.print(line)
+        log.tracker.finish()
+        if self.strategy.is_rank_0 and not self.was_finished:
+            with best_effort("summary.json: could not be written", debug):
+                write_summary(folder, self.config, state, self.stop.limit.started, seconds_of)
 
     def exit(self) -> None:
         """Ends the process after a stop signal: prints where the checkpoint is and how to resume
