@@ -511,6 +511,17 @@ def test_override_accepts_changed_settings_and_data(run, resumed):
     assert branch.state.settings["optimizer"]["lr"] == 1e-2
 
 
+def test_an_added_text_is_named(run, resumed):
+    text = Path("text.txt")
+    shutil.copy(text, "more.txt")
+    longer = (f"trainer.resume={run}", "trainer.max_steps=8")
+    with refused(DataError, "data.path", exit_code=3) as caught:
+        resumed(*longer, "data.path=[text.txt,more.txt]")
+    assert "more.txt" in caught.value.reason
+    assert "text.txt" not in caught.value.reason
+    resumed(*longer, "data.path=[more.txt]")  # the same tokens
+
+
 # Branches of a run: (settings, step, directory; None: a new directory).
 BRANCHES = [
     ("trainer.resume=runs/a/checkpoints/step_00000002 name=b", 2, "runs/b"),

@@ -37,8 +37,9 @@ from clearhead.config.stored import (
 from clearhead.config.yaml_files import flat
 from clearhead.distributed.launch import launch_command
 from clearhead.distributed.strategy import Strategy
-from clearhead.errors import Problem, as_yaml, refuse
+from clearhead.errors import DataError, Problem, as_yaml, refuse
 from clearhead.optim.optimizers import learning_rate
+from clearhead.tokens.stream import Checksums, check_checksums
 
 # These settings determine the parameters' shapes, so trainer.resume_override does not apply.
 FIXED_BY_WEIGHTS = {
@@ -320,6 +321,26 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
         Problem(key, value, f"{run} was trained with {before}", f"use {key}={before}, {other}")
         for key, value, before in ((k, v, as_yaml(saved[k])) for k, v in changed.items())
     ]
+
+
+def changed_data(config: Config, state: State, checksums: Checksums) -> DataError | None:
+    """Returns an error if the tokens of the data differ from those of the checkpoint."""
+    ended = f" {longer(config, state.step)}" * (state.step >= config.trainer.max_steps)
+    hint = f"to continue the run with them, add trainer.resume_override=true{ended}; "
+    hint += "for a new run, use another name"
+    try:
+        check_checksums(state.data or [], checksums, config.data.path, "the checkpoint", hint)
+    except DataError as error:
+        paths = state.settings["data"].get("path"), config.data.path
+        before, now = (path if isinstance(path, list) else [path] for path in paths)
+        if len(before) != len(now):
+            kinds = {"added": [p for p in now if p not in before]}
+            kinds["removed"] = [p for p in before if p not in now]
+            changes = [f"{kind}: {', '.join(map(str, ps))}" for kind, ps in kinds.items() if ps]
+            sources = f"{len(before)} source{'s' * (len(before) > 1)}"
+            error.reason = f"the run had {sources}, now {len(now)}; {'; '.join(changes)}"
+        return error
+    return None
 
 
 def resume_command(directory: Path, is_saved: bool = False) -> str:

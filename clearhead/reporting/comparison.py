@@ -66,6 +66,11 @@ class ComparedRun:
         return self.points[-1][1] if self.final is None else self.final
 
     @property
+    def seed_and_values(self) -> tuple:
+        """Returns what equals that of another run with the same settings if it is a repetition."""
+        return self.settings.get("seed"), self.points, self.final
+
+    @property
     def model(self) -> str:
         """Returns the name of the file in configs/model with this shape, or the shape."""
         shape = [self.settings.get(key) for key in SHAPE]
@@ -238,13 +243,16 @@ def summarize(
     runs: list[ComparedRun], metric: str, target: float | None = None, swept: Collection[str] = ()
 ) -> list[ComparisonRow]:
     """Returns one row per group of runs that differ only in their seed; omits runs without the
-    metric. Rows are sorted by text and tokenizer, and then by the metric, best first."""
+    metric, and runs that repeat another one exactly. Rows are sorted by text and tokenizer, and
+    then by the metric, best first."""
     names, sign = differing(runs, swept), -1 if metric in HIGHER_IS_BETTER else 1
     groups: dict[str, list[ComparedRun]] = {}
     for run in filter(lambda run: run.points, runs):
         text = data_settings(run, metric)
         settings = {name: run.settings.get(name) for name in names if name not in text}
-        groups.setdefault(json.dumps([text, settings]), []).append(run)
+        group = groups.setdefault(json.dumps([text, settings]), [])
+        if run.seed_and_values not in [other.seed_and_values for other in group]:
+            group.append(run)
     rows = []
     for key, group in groups.items():
         text, settings = json.loads(key)

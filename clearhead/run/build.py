@@ -17,6 +17,7 @@ from clearhead.checkpoint import run_directory
 from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.checkpoint.format import MODEL, OPTIMIZER, State
 from clearhead.checkpoint.resume import (
+    changed_data,
     check_same_settings,
     complete_settings,
     find_start,
@@ -30,7 +31,7 @@ from clearhead.config.schema import Config
 from clearhead.distributed import device, launch
 from clearhead.distributed.build import build_strategy
 from clearhead.distributed.strategy import Strategy
-from clearhead.errors import DataError, exit_code_of, refuse
+from clearhead.errors import exit_code_of, refuse
 from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer, decay_start
 from clearhead.planning.micro_batch import check_memory, find_micro_batch
 from clearhead.reporting.console import Console
@@ -181,18 +182,12 @@ class Builder:
         config, strategy, path = self.config, self.strategy, self.config.data.path
         with strategy.raise_on_all_ranks():  # other machines may not have the files
             data = load_datasets(config.data)
-            if self.start.state:
-                step = self.start.state.step
-                ended = f" {longer(config, step)}" * (step >= config.trainer.max_steps)
-                hint = f"to continue the run with them, add trainer.resume_override=true{ended}; "
-                hint += "for a new run, use another name"
-                trained_on = self.start.state.data or []
-                try:
-                    check_checksums(trained_on, data.checksums, path, "the checkpoint", hint)
-                except DataError as error:
-                    if not config.trainer.resume_override:
-                        raise
-                    self.notes.append(error.without_hint)
+            if self.start.state and (
+                error := changed_data(config, self.start.state, data.checksums)
+            ):
+                if not config.trainer.resume_override:
+                    raise error
+                self.notes.append(error.without_hint)
         of_rank_0 = strategy.broadcast(data.checksums)
         with strategy.raise_on_all_ranks():
             hint = "give every machine the same data"

@@ -112,6 +112,14 @@ def test_the_value_of_a_finished_run_is_that_of_the_validation_at_its_end(run, c
     assert dict(zip(head, cells, strict=True))["windows"] == "900 (± 0.2887)"
 
 
+def test_a_run_that_repeats_another_one_exactly_is_not_counted(run, compared):
+    """A run with the same seed and other values is: its device or time limit made a difference."""
+    for name, seed, value in (("a", 0, 2.0), ("again", 0, 2.0), ("b", 1, 2.0), ("other", 0, 2.5)):
+        run(name, [value], seed=seed)
+    (row,) = compared()[2]["rows"]
+    assert row["runs"] == ["a", "b", "other"]
+
+
 def test_unfinished_runs_and_runs_without_the_metric(run, compared):
     for seed in range(6):
         run(f"a_seed-{seed}", [3.0], seed=seed, trainer={"max_steps": 40})
@@ -284,8 +292,8 @@ def test_runs_of_a_sweep_directory(run, compared, tmp_path):
         folder.mkdir(parents=True)
         (folder / "result.json").write_text(json.dumps({"run": name and f"runs/{name}"}))
     (folder / "result.json").write_text("[")
-    for name in "abc":
-        run(name, [1.0])
+    for seed, name in enumerate("abc"):
+        run(name, [1.0], seed=seed)
     assert [row["runs"] for row in compared("runs=sweep")[2]["rows"]] == [["a", "b"]]
 
 
