@@ -60,9 +60,6 @@ FREE_TO_CHANGE = {
 }
 
 
-Named = tuple[Path, State]  # a checkpoint that trainer.resume names: its folder, its state.json
-
-
 @dataclass
 class Start:
     """How a run starts. The same on all ranks, except `locked`."""
@@ -77,19 +74,15 @@ class Start:
     was_finished: bool = False  # True: no step is left, and summary.json was written after the last
 
 
-def complete_settings(
-    config: Config, strategy: Strategy, notes: list[str]
-) -> tuple[Config, Named | None]:
-    """Returns (settings, the checkpoint they come from, on rank 0). If trainer.resume is the path
-    of a run, its settings are used, overridden by the command line, and config.given is None then.
-    On all ranks; rank 0 reads the files.
+def complete_settings(config: Config, strategy: Strategy, notes: list[str]) -> Config:
+    """Returns the settings. If trainer.resume is the path of a run, its settings are used,
+    overridden by the command line, and config.given is None then. On all ranks; rank 0 reads the
+    files.
 
     Raises CheckpointError if there is no checkpoint or its settings cannot be read.
     """
-    named = None
 
     def read() -> tuple[str, dict] | None:
-        nonlocal named
         if config.given is None:
             return None
         path, own = config.trainer.resume, own_directory(config)
@@ -97,22 +90,22 @@ def complete_settings(
             path = own
         # No warning about damage here: find_start reports it.
         files = (checkpoint.STATE,)
-        named = listing.read_found(
+        found, state = listing.read_found(
             lambda: listing.find_checkpoint(path, "trainer.resume", files, lambda line: None),
             checkpoint.load_state,
         )
-        return str(named[0]), named[1].settings
+        return str(found), state.settings
 
     shared = strategy.broadcast(strategy.on_rank_0(read))
     if shared is None:
-        return config, None
+        return config
     (found, settings), changed = shared, []
     with strategy.raise_on_all_ranks():
         if config.given is not None:  # otherwise check_same_settings raises
             config, changed = complete(config, found, settings)
     if changed:
         notes.append(f"using the settings saved in {found}, except {', '.join(changed)}")
-    return config, named
+    return config
 
 
 def check_same_settings(config: Config, strategy: Strategy) -> None:
@@ -125,7 +118,6 @@ def check_same_settings(config: Config, strategy: Strategy) -> None:
 
 def find_start(
     config: Config,
-    named: Named | None,
     strategy: Strategy,
     closing: contextlib.ExitStack,
     notes: list[str],
@@ -150,8 +142,7 @@ def find_start(
             if found is None:
                 return None, None
             files = (found / checkpoint.MODEL, found / checkpoint.OPTIMIZER)
-            known = named[1] if named and named[0] == found else checkpoint.load_state(found)
-            return known, tuple(map(read_tensors, files))
+            return checkpoint.load_state(found), tuple(map(read_tensors, files))
 
         found, (state, tensors) = listing.read_found(lambda: find_resume_checkpoint(config), read)
         if found is None:

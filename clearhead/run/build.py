@@ -156,16 +156,14 @@ class Builder:
         """Adds the settings of the checkpoint to resume, if there is one, and decides how the run
         starts."""
         is_new = self.config.given is None
-        self.config, named = complete_settings(self.config, self.strategy, self.notes)
+        self.config = complete_settings(self.config, self.strategy, self.notes)
         check_same_settings(self.config, self.strategy)
         if not is_new:  # start again, with the precision and the seed of that run
             with self.strategy.raise_on_all_ranks():
                 check_machine(self.config)
             self.strategy = start_strategy(self.config)
         self.limit = TimeLimit(self.config)
-        self.config, self.start = find_start(
-            self.config, named, self.strategy, self.closing, self.notes
-        )
+        self.config, self.start = find_start(self.config, self.strategy, self.closing, self.notes)
 
     def decay_start(self) -> Callable[[int], int] | None:
         """Returns (number of steps) -> the last step before the decay of the learning rate; None if
