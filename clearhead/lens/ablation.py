@@ -57,26 +57,23 @@ def ablate(
     losses, correct, means, first_order = _clean_pass(run)
     heads = [(layer, head) for layer, mean in enumerate(means) for head in range(len(mean))]
     removed = [[head] for head in heads] + [list(group) for group in groups.values()]
-    estimates = [
-        torch.stack([first_order[layer][head] for layer, head in group]).sum(0) for group in removed
-    ]
-    changes = estimates
-    accuracies: list[float | None] = [None] * len(removed)
     windows = windows.cpu()
     targets = torch.bincount(windows).double()  # (B,)
+    # For each group the change of the sum of the losses of each window, (B,), and the accuracy.
+    estimates = [
+        (torch.stack([first_order[layer][head] for layer, head in group]).sum(0), None)
+        for group in removed
+    ]
+    changes = estimates
     if exact:
         changes = []
-        for number, group in enumerate(removed):
+        for number, group in enumerate(removed, start=1):
             without, found = _without(run, group, means)
             difference = (without - losses).cpu().double()  # (N,)
-            changes.append(torch.zeros_like(targets).index_add(0, windows, difference))
-            accuracies[number] = _mean(found)
-            report(number + 1, len(removed))
-    results = [
-        _result(change, targets, accuracy)
-        for change, accuracy in zip(changes, accuracies, strict=True)
-    ]
-    singles = [[float(x.sum()) for x in list(xs)[: len(heads)]] for xs in (estimates, changes)]
+            changes.append((torch.bincount(windows, difference), _mean(found)))
+            report(number, len(removed))
+    results = [_result(change, targets, accuracy) for change, accuracy in changes]
+    singles = [[float(x.sum()) for x, _ in xs[: len(heads)]] for xs in (estimates, changes)]
     return {
         "method": "exact" if exact else "estimate",
         "windows": len(targets),

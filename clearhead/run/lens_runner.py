@@ -133,11 +133,9 @@ def build_lens(
     lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
     if config.lens.every:
         with best_effort(OFF, config.debug, strategy.label):
-            settings, vocabulary = (
-                LensConfig(**config.lens.model_dump()),
-                data.train.common_tokens(),
-            )
-            lens = lens_of(settings, tokenizer, config.data.max_length, vocabulary)
+            settings = LensConfig(**config.lens.model_dump())
+            tokens = data.train.common_tokens()
+            lens = lens_of(settings, tokenizer, config.data.max_length, tokens)
         if strategy.all_reduce_max(lens is None):
             lens = None
     ablate = None

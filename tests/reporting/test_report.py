@@ -16,7 +16,6 @@ from helpers.pages import HOSTILE
 from helpers.refusals import SPECIAL_FILES, time_limit
 from PIL import Image
 
-from clearhead.files import read_rows
 from clearhead.lens.heads import ALL_NAMES
 from clearhead.lens.history import History, Row
 from clearhead.lens.probe import Frame, Prompt
@@ -290,14 +289,6 @@ def test_values_that_are_not_finite_are_gaps(run, opened):
     assert re.search(r"M[\d. ]+h0M", d)  # 7.0 is alone
     assert drawn(figure, "training") == near([(0, 9), (1, 8), (3, 7), (6, 6), (7, 5)])
     assert figure.locator(".note").count() == 1
-
-
-def test_lines_that_are_not_rows_are_skipped(run):
-    path = run() / "metrics.jsonl"
-    lines = ['{"step": 2, "text": "a\u2028b"}', '{"step": "x"}', '{"step": 1}', "", "7", "null"]
-    truncated = '{"step": 3, "text": "é'.encode()[:-1]
-    path.write_bytes("\n".join(lines).encode() + b"\n" + truncated)
-    assert read_rows(path) == [{"step": 1}, {"step": 2, "text": "a\u2028b"}]
 
 
 def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
