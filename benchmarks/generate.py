@@ -10,15 +10,169 @@ second, reading the prompt included; the speedup is the median of the ratios to 
 same precision within each round, with the smallest and the largest one.
 """
 
-from benchmarks.settings import GenerationBenchmark
-from clearhead.config.command_line import settings_command
+import copy
+import functools
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from benchmarks.equivalence import NotEquivalent
+from benchmarks.implementations import transformers_model
+from benchmarks.timing import interleave, origin, show_speedup, speedup
+from clearhead.config import compose
+from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from clearhead.config.schema import Device, Name, Positive
+from clearhead.distributed import device as devices
+from clearhead.errors import NO_VALUE, refuse
+from clearhead.inference.cache import KVCache
+from clearhead.inference.decoding import Sampling, generate
+from clearhead.ops.specialize import specialize_for_generation
+from model import GPT, ModelConfig
+
+SEED = 0  # for the weights and the prompts
+Counts = Annotated[list[Positive], Field(min_length=1)]
+# (prompts (B, T), number of new tokens) -> the new ids of each prompt, the seconds until each token
+Generate = Callable[[torch.Tensor, int], tuple[list[list[int]], list[float]]]
+
+
+class GenerationBenchmark(ScriptConfig):
+    """python -m benchmarks.generate [model=NAME] [KEY=VALUE ...]"""
+
+    model: Name = Field("gpt2-small", description="model group of train.py")
+    batch_sizes: Counts = Field([1, 8], description="numbers of texts generated at once")
+    prompt_tokens: Counts = Field([64], description="tokens per prompt")
+    max_new_tokens: Counts = Field([64], description="new tokens per prompt")
+    rounds: Positive = Field(5, description="measurements of each implementation")
+    device: Device = Field("auto", description="auto | cpu | cuda | mps")
+    out: OutFile = Field("", description="JSON file for the results")
 
 
 @settings_command(GenerationBenchmark)
 def main(settings: GenerationBenchmark) -> None:
-    from benchmarks.generation import compare  # imports torch
+    refuse(devices.check(settings.device))
+    config = ModelConfig(**compose([f"model={settings.model}"]).model.model_dump())
+    needed = max(settings.prompt_tokens) + max(settings.max_new_tokens)
+    if needed > config.context_length:
+        reason = f"prompt and new tokens are {needed} tokens; the context of the model is "
+        reason += f"{config.context_length}"
+        refuse([("max_new_tokens", settings.max_new_tokens, reason, "use fewer")])
+    device = devices.prepare(settings.device, SEED)
+    weights = GPT(config).eval()
+    results = origin("benchmarks.generate", device, ("transformers",)) | {"tables": {}}
+    for batch_size in settings.batch_sizes:
+        work = implementations(weights, batch_size, device)
+        for prompt_tokens in settings.prompt_tokens:
+            random = torch.Generator().manual_seed(SEED)
+            shape = (batch_size, prompt_tokens)
+            prompts = torch.randint(config.vocab_size, shape, generator=random)  # (B, T)
+            tables = measure(work, prompts, settings.max_new_tokens, settings.rounds)
+            results["tables"] |= tables
+            for title, table in tables.items():
+                print(f"{title:<24}{'tokens/s':>10}  speedup over transformers, same precision")
+                for row in table["rows"]:
+                    figures = f"{row['tokens_per_second']:>10.1f}  {show_speedup(row['ratio'])}"
+                    print(f"  {row['name']:<22}{figures}", flush=True)
+    if settings.out:
+        write_out(settings.out, results)
 
-    compare(settings)
+
+def measure(
+    work: dict[str, Generate], prompts: torch.Tensor, counts: list[int], rounds: int
+) -> dict[str, dict]:
+    """Returns a table for each number of new tokens, by title.
+
+    A run generates the largest number of tokens. The time of fewer tokens is the time until the
+    last of them. The first runs, which are not timed, also create caches and compile.
+    """
+    theirs, ours, *_ = [run(prompts, max(counts))[0] for run in work.values()]
+    if theirs != ours:
+        reason = "the tokens of clearhead and transformers differ in fp32"
+        raise NotEquivalent("generation", NO_VALUE, reason, "check the version of transformers")
+    calls = {name: lambda run=run: run(prompts, max(counts))[1] for name, run in work.items()}
+    seconds = interleave(calls, rounds)  # by name, round and token
+    tables, (batch_size, prompt_tokens) = {}, prompts.shape
+    for count in counts:
+        until = {name: [run[count - 1] for run in runs] for name, runs in seconds.items()}
+        rows = [
+            {
+                "name": name,
+                "tokens_per_second": batch_size * count / median(own),
+                "ratio": speedup(own, until[name.replace("clearhead", "transformers")]),
+                "seconds": own,
+            }
+            for name, own in until.items()
+        ]
+        tables[f"{batch_size} x {prompt_tokens} + {count} tokens"] = {"rows": rows}
+    return tables
+
+
+def implementations(weights: GPT, batch_size: int, device: torch.device) -> dict[str, Generate]:
+    """Returns both in fp32 and in the fastest precision of the device."""
+    theirs = transformers_model(weights, use_cache=True)
+    best = devices.best_dtype(device)
+    dtypes = {"fp32": torch.float32} | ({} if best == torch.float32 else {"bf16": best})
+    work: dict[str, Generate] = {}
+    for name, dtype in dtypes.items():
+        model = copy.deepcopy(theirs).to(device, dtype)
+        work[f"transformers, {name}"] = functools.partial(by_transformers, model)
+        work[f"clearhead, {name}"] = by_clearhead(weights, batch_size, device, dtype)
+    return work
+
+
+class Clock:
+    """A streamer of transformers: gets the prompts, then each new token."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def put(self, _) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def by_transformers(
+    model, prompts: torch.Tensor, max_new_tokens: int
+) -> tuple[list[list[int]], list[float]]:
+    clock, started = Clock(), time.perf_counter()
+    ids = prompts.to(model.device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        streamer=clock,
+    )
+    return output[:, ids.shape[1] :].tolist(), [time - started for time in clock.times[1:]]
+
+
+def by_clearhead(gpt: GPT, batch_size: int, device: torch.device, dtype: torch.dtype) -> Generate:
+    """Returns a function that generates as generate.py does for a long text."""
+    to_compile = device.type == "cuda"  # as generate.py does, but here a failure is an error
+    compiler = devices.compiled_step(to_compile, device, 0)
+    model = copy.deepcopy(gpt).to(device)
+    specialize_for_generation(model, dtype, batch_size, to_compile=compiler is not None)
+    cache = KVCache(gpt.config.context_length, compiler) if compiler else None
+
+    def generate_ids(
+        prompts: torch.Tensor, max_new_tokens: int
+    ) -> tuple[list[list[int]], list[float]]:
+        steps, seconds, started = [], [], time.perf_counter()
+        greedy = Sampling(temperature=0)
+        for tokens in generate(model, prompts.tolist(), max_new_tokens, greedy, cache=cache):
+            steps.append(tokens)
+            seconds.append(time.perf_counter() - started)
+        return [list(row) for row in zip(*steps, strict=True)], seconds
+
+    return generate_ids
 
 
 if __name__ == "__main__":

@@ -11,15 +11,209 @@ There are two tables. As shipped: each project with its default settings on this
 all in the same precision and compiled. benchmarks/implementations.py defines the rows.
 """
 
-from benchmarks.settings import TrainingBenchmark
-from clearhead.config.command_line import settings_command
+import functools
+import gc
+import importlib.util
+import time
+from statistics import median
+from typing import Literal
+
+import torch
+from pydantic import DirectoryPath, Field
+
+from benchmarks import equivalence
+from benchmarks.implementations import (
+    Implementation,
+    NanoGPT,
+    Ours,
+    Transformers,
+    Variant,
+    set_freed_memory,
+    variants,
+)
+from benchmarks.timing import interleave, origin, show_speedup, speedup
+from clearhead.config import Config, compose
+from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from clearhead.config.schema import Device, Name, ParallelConfig, Positive
+from clearhead.distributed import device as devices
+from clearhead.distributed.build import build_strategy
+from clearhead.distributed.strategy import Strategy
+from clearhead.errors import refuse
+from model import GPT, ModelConfig
+
+SEED = 0  # for the weights and the tokens
+BATCHES = 4  # used in rotation
+PRODUCTS = "matrix products alone"
+TITLES = {
+    "shipped": "As shipped: each project with its default settings on this device",
+    "equalised": "Equalised: the same precision for all, compiled where possible",
+}
+
+
+class TrainingBenchmark(ScriptConfig):
+    """python -m benchmarks.training [model=NAME] [nanogpt=FOLDER] [KEY=VALUE ...]"""
+
+    model: Name = Field("gpt2-small", description="model group of train.py")
+    batch_size: Positive = Field(4, description="windows per step")
+    length: Positive = Field(256, description="tokens per window")
+    nanogpt: DirectoryPath | None = Field(None, description="folder of a checkout of nanoGPT")
+    device: Device = Field("auto", description="auto | cpu | cuda | mps")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto | fp32 | bf16")
+    compile: bool = Field(True, description="false: do not use torch.compile")
+    rounds: Positive = Field(5, description="measurements of each row of a table")
+    steps: Positive = Field(3, description="timed steps per measurement")
+    out: OutFile = Field("", description="JSON file for the results")
 
 
 @settings_command(TrainingBenchmark)
 def main(settings: TrainingBenchmark) -> None:
-    from benchmarks.comparison import compare  # imports torch
+    config = compose([f"model={settings.model}", "model.dropout=0"])
+    refuse(devices.check(settings.device, settings.precision))
+    single = ParallelConfig.with_defaults(strategy="single")
+    strategy = build_strategy(single, settings.device, settings.precision, SEED)
+    comparison = Comparison(settings, config, strategy)
+    weights = comparison.weights
+    results = origin("benchmarks.training", strategy.device, ("numpy",)) | {
+        "settings": settings.model_dump(mode="json", exclude={"debug", "out"}),
+        "parameters": weights.num_parameters(),
+        "flops_per_token": weights.flops_per_token(settings.length),
+        "equivalence": comparison.check(),
+        "tables": {},
+    }
+    print(f"{settings.model}, {results['parameters']:,} parameters, commit {results['commit']}")
+    compiles = settings.compile and devices.can_compile(strategy.device)
+    for name, rows in variants(strategy.device.type, strategy.dtype, compiles).items():
+        measured = comparison.measure(
+            [row for row in rows if row.implementation in comparison.kinds]
+        )
+        results["tables"][name] = {"rows": measured}
+        print(f"\n{TITLES[name]}\n{text_table(measured)}", flush=True)
+    if settings.out:
+        write_out(settings.out, results)
 
-    compare(settings)
+
+class Comparison:
+    """The implementations, with the weights and batches that all of them use."""
+
+    def __init__(self, settings: TrainingBenchmark, config: Config, strategy: Strategy):
+        self.settings, self.optimizer, self.strategy = settings, config.optimizer, strategy
+        self.weights = GPT(ModelConfig(**config.model.model_dump()))
+        self.kinds = {"ours": Ours}
+        if importlib.util.find_spec("transformers"):
+            self.kinds["transformers"] = Transformers
+        if settings.nanogpt:
+            self.kinds["nanogpt"] = functools.partial(NanoGPT, settings.nanogpt)
+        random = torch.Generator().manual_seed(SEED)
+        shape = (BATCHES, settings.batch_size, settings.length + 1)
+        ids = torch.randint(config.model.vocab_size, shape, generator=random).to(strategy.device)
+        # input_ids and target_ids, (batch_size, length) each
+        self.batches = [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in ids]
+
+    def check(self) -> dict[str, dict]:
+        """Runs the equivalence check. Returns its results for each implementation."""
+        checked = equivalence.check_implementations(
+            self.kinds, self.weights, self.batches[0], self.optimizer, self.strategy
+        )
+        for name, figures in checked.items():
+            print(f"equivalence check in fp32, {name}: {figures}")
+        return checked
+
+    def measure(self, rows: list[Variant]) -> list[dict]:
+        """Times the rows of one table and returns their results."""
+        torch.compiler.reset()  # removes the compiled code of the previous table
+        figures, work = [], {}
+        for row in rows:
+            implementation, first = self.start(row)
+            figures.append(first)
+            work[row.name] = functools.partial(self.time_round, implementation)
+        seconds = interleave(work | {PRODUCTS: self.time_products}, self.settings.rounds)
+        ours = [seconds[row.name] for row in rows if row.implementation == "ours"][-1]
+        tokens = self.settings.batch_size * self.settings.length
+        for found in figures:
+            own = seconds[found["name"]]
+            found["step_seconds"] = own
+            found["tokens_per_second"] = tokens / median(own)
+            found["ours_is_times_as_fast"] = speedup(ours, own)
+            if found["precision"] == self.strategy.precision:
+                found["of_products_alone"] = speedup(own, seconds[PRODUCTS])
+        del work, implementation
+        gc.collect()
+        return figures
+
+    def start(self, row: Variant) -> tuple[Implementation, dict]:
+        """Runs and checks the first step of a row. This step includes compilation."""
+        set_freed_memory(row.keeps_memory, self.strategy.device)
+        implementation = self.kinds[row.implementation](
+            row, self.weights, self.optimizer, self.strategy
+        )
+        started = time.perf_counter()
+        loss, norm = equivalence.first_step(implementation, self.batches[0])
+        seconds = time.perf_counter() - started
+        equivalence.check_first_step(implementation, (loss, norm), self.batches[0])
+        return implementation, {
+            "name": row.name,
+            "project": row.implementation,
+            "precision": implementation.strategy.precision,
+            "compiled": row.compiled,
+            "freed_memory_kept": row.keeps_memory,
+            "fused_adamw": bool(implementation.optimizer.defaults.get("fused")),
+            "first_step_seconds": seconds,
+            "first_loss": loss,
+            "first_grad_norm": norm,
+        }
+
+    def time_round(self, implementation: Implementation) -> float:
+        """Returns the mean seconds per step, after one step that is not timed."""
+        set_freed_memory(implementation.variant.keeps_memory, self.strategy.device)
+        for number in range(self.settings.steps + 1):
+            if number == 1:
+                self.synchronize()
+                started = time.perf_counter()
+            implementation.step(*self.batches[implementation.steps % BATCHES])
+        self.synchronize()
+        return (time.perf_counter() - started) / self.settings.steps
+
+    def time_products(self) -> float:
+        """Returns the seconds of a step that consists only of its matrix products: the output of
+        each weight matrix and the gradients of its input and of itself. Without attention."""
+        self.synchronize()
+        started = time.perf_counter()
+        for inputs, weight, grad_outputs in self.products:  # (N, K), (M, K), (N, M)
+            _ = inputs @ weight.t(), grad_outputs @ weight, grad_outputs.t() @ inputs
+        self.synchronize()
+        return time.perf_counter() - started
+
+    @functools.cached_property
+    def products(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The factors of `time_products`. All matrices are separate, as in a model."""
+        kind = {"device": self.strategy.device, "dtype": self.strategy.dtype}
+        tokens = self.settings.batch_size * self.settings.length
+        matrices = [
+            parameter.detach().to(**kind)
+            for name, parameter in self.weights.named_parameters()
+            if parameter.dim() == 2 and name != "pos_emb.weight"  # token_emb is the output layer
+        ]
+        rows = {n: torch.ones(tokens, n, **kind) for matrix in matrices for n in matrix.shape}
+        return [(rows[m.shape[1]], m, rows[m.shape[0]]) for m in matrices]
+
+    def synchronize(self) -> None:
+        """Waits until the device has finished its work. Call it before reading a clock."""
+        if self.strategy.device.type != "cpu":
+            torch.accelerator.synchronize(self.strategy.device)
+
+
+def text_table(rows: list[dict]) -> str:
+    head = f"{'first, s':>9}{'ms/step':>10}{'tokens/s':>10}{'of products':>13}"
+    lines = [f"  {'':<26}{head}  our last row is N times as fast"]
+    for row in rows:
+        options = [row["precision"]] + ["compiled"] * row["compiled"]
+        part = f"{row['of_products_alone']['median']:.2f}" if "of_products_alone" in row else ""
+        lines.append(
+            f"  {row['name']:<26}{row['first_step_seconds']:>9.1f}"
+            f"{1e3 * median(row['step_seconds']):>10,.1f}{row['tokens_per_second']:>10,.0f}"
+            f"{part:>13}  {show_speedup(row['ours_is_times_as_fast'])}  {', '.join(options)}"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from helpers import REPOSITORY
 
 # train.py: test_config.py. attention_ladder is written to be read from top to bottom, so it imports
 # torch at its top.
-COMMANDS = ["generate", "benchmarks.training", "benchmarks.generate"]
+COMMANDS = ["generate"]
 COMMANDS += [f"scripts.{path.stem}" for path in sorted((REPOSITORY / "scripts").glob("[a-z]*.py"))]
 COMMANDS.remove("scripts.attention_ladder")
 MISSPELT = """

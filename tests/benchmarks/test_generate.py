@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.refusals import printed_keys
 
-from benchmarks import generate, generation
+from benchmarks import generate
 from clearhead.distributed import device
 
 SMALL = "model=gpt2-nano batch_sizes=[2] prompt_tokens=[5,3] max_new_tokens=[2] rounds=2"
@@ -42,7 +42,7 @@ def test_a_table_for_each_combination(run, tmp_path):
 
 def test_different_tokens_are_not_timed(run, monkeypatch, tmp_path):
     """One wrong token among the last ones is found."""
-    right = generation.by_clearhead
+    right = generate.by_clearhead
 
     def wrong(*arguments):
         generate_ids = right(*arguments)
@@ -54,7 +54,7 @@ def test_different_tokens_are_not_timed(run, monkeypatch, tmp_path):
 
         return with_another_token
 
-    monkeypatch.setattr(generation, "by_clearhead", wrong)
+    monkeypatch.setattr(generate, "by_clearhead", wrong)
     code, out, err = run("out=figures.json")
     assert (code, out, printed_keys(err)) == (4, "", ["generation"])
     assert not (tmp_path / "figures.json").exists()

@@ -14,14 +14,14 @@ from helpers.models import random_ids, tiny_model
 from helpers.refusals import printed_keys, refused
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import comparison, training
+from benchmarks import training
 from benchmarks.equivalence import (
     NotEquivalent,
     check_implementations,
 )
 from benchmarks.implementations import NanoGPT, Ours, Variant
-from benchmarks.settings import TrainingBenchmark
 from benchmarks.timing import interleave, speedup
+from benchmarks.training import Comparison, TrainingBenchmark
 from clearhead.config import compose
 from clearhead.config.schema import OptimizerConfig, ParallelConfig
 from clearhead.distributed.build import build_strategy
@@ -54,7 +54,7 @@ SMALL = ["data.tokenizer=byte", "model.vocab_size=320", "model.emb_dim=32", "mod
 @pytest.fixture
 def bench(in_process, tmp_path, monkeypatch):
     """Returns bench(*arguments), which returns (exit code, out, err). Its models are small."""
-    monkeypatch.setattr(comparison, "compose", lambda given: compose([*given, *SMALL]))
+    monkeypatch.setattr(training, "compose", lambda given: compose([*given, *SMALL]))
     return lambda *arguments: in_process(training.main, tmp_path, *TINY, *arguments)
 
 
@@ -67,7 +67,7 @@ def test_products_alone_have_the_flops_of_a_step_without_attention():
     settings = TrainingBenchmark(model="gpt2-nano", batch_size=2, length=8, device="cpu")
     config = compose(["model=gpt2-nano", *SMALL])
     strategy = build_strategy(ParallelConfig.with_defaults(strategy="single"), "cpu", "fp32", 0)
-    compared = comparison.Comparison(settings, config, strategy)
+    compared = Comparison(settings, config, strategy)
     _ = compared.products
     with FlopCounterMode(display=False) as counter:
         compared.time_products()
@@ -129,7 +129,7 @@ def test_another_computation_is_refused(nanogpt, strategy, fault):
 
 
 def test_another_computation_is_not_timed(bench, nanogpt, monkeypatch):
-    monkeypatch.setattr(comparison, "interleave", None)
+    monkeypatch.setattr(training, "interleave", None)
     code, _, err = bench(f"nanogpt={nanogpt(*FAULTS['not causal'])}")
     assert (code, printed_keys(err)) == (4, ["implementations"])
 
