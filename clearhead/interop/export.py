@@ -3,16 +3,13 @@
     config.json, model.safetensors    written by interop/huggingface.py
     generation_config.json            ids of the start, end and padding tokens
     vocab.json, merges.txt, tokenizer_config.json    a tokenizer with the same ids
-    README.md                         the model card: size, settings and losses of the model
+    README.md                         the model card: size, training and loss of the model
 
-The files contain no pickle, and no string of the run except the hub name of its base model.
+The files contain no pickle and no text of the run.
 """
 
-import math
 from pathlib import Path
 
-from clearhead.config.yaml_files import flat
-from clearhead.interop import hub
 from clearhead.interop.huggingface import to_hf, vocabulary, write_json
 from clearhead.interop.pretrained import PretrainedModel
 from clearhead.tokens import END_OF_TEXT
@@ -23,7 +20,7 @@ pipeline_tag: text-generation
 tags:
 - gpt2
 - clearhead
-{base}---
+---
 
 # GPT-2, trained with clearhead
 
@@ -45,10 +42,6 @@ TOKENIZER_DESCRIPTIONS = {
     "gpt2": "GPT-2's byte-pair encoding",
     "byte": "a byte tokenizer: 256 ids, and one for the end of a text",
 }
-CARD_SETTINGS = (  # settings in the model card, if they are numbers
-    *("optimizer.lr", "optimizer.weight_decay", "trainer.batch_size", "trainer.warmup_steps"),
-    *("trainer.max_steps", "model.dropout"),
-)
 
 
 def write(pretrained: PretrainedModel, folder: Path) -> None:
@@ -82,27 +75,18 @@ def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
 
 
 def model_card(pretrained: PretrainedModel) -> str:
-    """Returns the model card. Its only string from the run is a valid hub model name."""
-    base, state = "", pretrained.state
-    values: dict[str, object] = {"parameters": pretrained.model.num_parameters()}
-    if state:
+    """Returns the model card: numbers only, and no text of the run, which may be a stranger's."""
+    values: dict[str, float | None] = {"parameters": pretrained.model.num_parameters()}
+    if state := pretrained.state:
         values |= {"steps": state.step, "tokens trained on": state.tokens}
         values["validation loss (nats per token)"] = state.val_loss
-        settings = flat(dict(state.settings))
-        values |= {f"`{key}`": settings.get(key) for key in CARD_SETTINGS}
-        source = str(settings.get("trainer.init_from"))
-        name = source.removeprefix("hub:")
-        if hub.is_hub_path(source) and hub.MODEL_NAME.fullmatch(name):
-            base = f'base_model: "{name}"\n'
-    shown = {key: value for key, value in values.items() if isinstance(value, int | float)}
     return CARD.format(
-        base=base,
         new=max(1, min(40, pretrained.window - 8)),
         window=pretrained.window,
         tokenizer=TOKENIZER_DESCRIPTIONS[pretrained.tokenizer_name],
         rows="\n".join(
             f"| {key} | {value:{',' if type(value) is int else '.4g'}} |"
-            for key, value in shown.items()
-            if math.isfinite(value)
+            for key, value in values.items()
+            if value is not None
         ),
     )

@@ -107,24 +107,13 @@ def test_files_and_what_we_read_back(home):
     assert config["n_ctx"] == config["n_positions"]  # llama.cpp requires it
 
 
-def front_matter(card):
-    _, head, body = card.split("---\n", 2)
-    return yaml.safe_load(head), body
-
-
-def table(body):
-    """The rows of the card's table: name -> value."""
-    rows = [line.split("|") for line in body.splitlines() if line.startswith("|")]
-    return {name.strip(): value.strip() for _, name, value, _ in rows}
-
-
 def test_card_has_the_figures_of_the_run(home):
-    head, body = front_matter((home / "bytes" / "README.md").read_text())
-    assert head["library_name"] == "transformers"
+    _, head, body = (home / "bytes" / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head)["library_name"] == "transformers"
     last = [row for row in rows(home / "runs/one") if "val/loss" in row][-1]
-    found = table(body)
-    assert found["`trainer.batch_size`"] == "8"
-    assert {f"{last['val/loss']:.4g}", "4", "1,024"} <= set(found.values())
+    rows_of_table = [line.split("|") for line in body.splitlines() if line.startswith("|")]
+    values = {value.strip() for _, _, value, _ in rows_of_table}
+    assert {f"{last['val/loss']:.4g}", "4", "1,024"} <= values
 
 
 def test_examples_run(home, capsys):
@@ -139,41 +128,20 @@ def test_examples_run(home, capsys):
         assert capsys.readouterr().out.startswith("The")
 
 
-def test_card_has_no_text_of_the_run(home, tmp_path, run):
-    """The name and the settings of the run are an attacker's."""
-    evil = "WWW.h.i <img src=x onerror=i(1)>`a`|b|\n# c\x1b]0;d\x07\u202e[e](http://f)_g_ *h* &lt;"
-    source = tmp_path / "runs" / "-- `x` <b> |"
-    shutil.copytree(home / "runs" / "one", source, symlinks=True)
+def test_no_text_of_the_run_is_exported(home, tmp_path, run):
+    """The settings of the run are an attacker's."""
+    source = shutil.copytree(home / "runs" / "one", tmp_path / "one", symlinks=True)
     folder = (source / "checkpoints" / "last").resolve()
     settings = json.loads((folder / "state.json").read_text())["settings"]
-    settings["trainer"] |= {"init_from": "hub:a/b\nlicense: mine", "batch_size": evil}
-    settings["optimizer"] |= {"weight_decay": {"<b>": 1}, "lr": float("nan")}
+    settings |= {"name": "EVIL"}
+    settings["trainer"] |= {"init_from": "hub:EVIL\nlicense: EVIL", "batch_size": "EVIL"}
     change_state(folder, settings=settings)
     made = tmp_path / "a\x1b[31m"
     made.mkdir()  # an existing empty folder is accepted
     code, out, err = run(f"checkpoint={folder}", f"out={made}/")
     assert (code, err) == (0, "")
     assert "\x1b" not in out
-    card = (made / "README.md").read_text()
-    head, body = front_matter(card)
-    assert set(head) == {"library_name", "pipeline_tag", "tags"}
-    assert "onerror" not in card
-    assert "<b>" not in card
-    names = set(table(body))
-    assert "`trainer.max_steps`" in names
-    assert not names & {"`trainer.batch_size`", "`optimizer.weight_decay`", "`optimizer.lr`"}
-
-
-def test_card_names_the_initial_weights(home):
-    pretrained = load_pretrained(home / "runs" / "one")
-    source = pretrained.state.settings["trainer"]
-    source["init_from"] = "hub:openai-community/gpt2"
-    head, _ = front_matter(export.model_card(pretrained))
-    assert head["base_model"] == "openai-community/gpt2"
-    source["init_from"] = "/home/me/folder"
-    head, body = front_matter(export.model_card(pretrained))
-    assert "base_model" not in head
-    assert "/home/me" not in body
+    assert not any(b"EVIL" in file.read_bytes() for file in made.iterdir())
 
 
 def test_bad_arguments_change_nothing(run, home, tmp_path):
