@@ -75,7 +75,6 @@ class GenerateConfig(ScriptConfig):
 
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
-    from attention import SCORES
     from clearhead.distributed import device
     from clearhead.inference import cache, decoding
     from clearhead.interop.pretrained import load_pretrained
@@ -91,8 +90,6 @@ def main(settings: GenerateConfig) -> None:
     steps = settings.max_new_tokens * -(-num_texts // batch_size)
     steps = MAX_COUNT if settings.interactive else steps
     compiler = device.compiled_step(settings.compile, torch_device, steps)
-    if pretrained.model.config.attention in SCORES:  # cannot use a compiled cache
-        compiler = None
     auto = settings.precision == "auto"
     dtype = device.best_dtype(torch_device) if auto else device.DTYPES[settings.precision]
     model = pretrained.model.to(torch_device)

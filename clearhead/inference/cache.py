@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attention import AttentionKernel, causal_attn_scores, fused_attention, sdpa
+from attention import causal_attn_scores, fused_attention, sdpa
 from model import GPT
 
 
@@ -28,8 +28,10 @@ class KVCache:
     capacity: the largest number of tokens of a row. compiler: a function that compiles
     `read_token`, for example torch.compile. Each step then computes attention over `capacity` keys,
     so that no shape changes. The first call allocates the memory; later calls with the same number
-    of rows reuse it, because CUDA graphs need fixed addresses. A kernel that declares its scores
-    (attention.SCORES) cannot be compiled here.
+    of rows reuse it, because CUDA graphs need fixed addresses.
+
+    For a model whose kernel declares other scores (attention.SCORES), `is_used` is false after
+    `read_prompts`: nothing is stored, and each token needs `read_prompts` again.
     """
 
     def __init__(self, capacity: int, compiler: Callable | None = None):
@@ -40,7 +42,7 @@ class KVCache:
         self.keys: dict[int, Tensor] = {}  # by layer, (B, H, capacity, D)
         self.values: dict[int, Tensor] = {}
         self.lengths = torch.empty(0)  # (B,)
-        self.kernel: AttentionKernel = sdpa
+        self.is_used = True
 
     def read_prompts(self, model: GPT, prompts: list[list[int]]) -> Tensor:
         """Stores one prompt in each row, replacing what the rows contained.
@@ -53,17 +55,16 @@ class KVCache:
         self.longest, self.is_ragged = max(lengths), min(lengths) < max(lengths)
         if self.longest > self.capacity:
             raise ValueError(f"{self.longest} tokens do not fit into a cache of {self.capacity}")
-        attn = model.blocks[0].attn  # all layers have the same kernel
-        self.kernel = sdpa if attn.attn_scores is causal_attn_scores else attn.kernel
-        if self.is_static and self.kernel is not sdpa:
-            raise ValueError(f"the kernel {model.config.attention} cannot use a compiled cache")
+        # All layers have the same kernel.
+        self.is_used = model.blocks[0].attn.attn_scores is causal_attn_scores
         if len(self.lengths) != len(lengths):
             self.lengths = self._fixed(torch.zeros(len(lengths), dtype=torch.long, device=device))
             self.rows = torch.arange(len(lengths), device=device)  # (B,)
         self.lengths.copy_(torch.tensor(lengths))
         padded = [prompt + [0] * (self.longest - len(prompt)) for prompt in prompts]
         input_ids = torch.tensor(padded, device=device)  # (B, T)
-        logits, _ = model(input_ids, layer_kernel=self._store, logits_at=self.lengths - 1)
+        store = self._store if self.is_used else None
+        logits, _ = model(input_ids, layer_kernel=store, logits_at=self.lengths - 1)
         return logits
 
     def read_token(self, model: GPT, token_ids: Tensor) -> Tensor:
@@ -89,23 +90,17 @@ class KVCache:
             all_keys, all_values = self.keys[layer], self.values[layer]  # (B, H, capacity, D)
             all_keys[index] = keys[:, :, 0].to(all_keys.dtype)
             all_values[index] = values[:, :, 0].to(all_values.dtype)
-            inputs = (queries.to(all_keys.dtype), all_keys[:, :, :num_keys])
-            inputs += (all_values[:, :, :num_keys],)
-            if self.kernel is sdpa:
-                context_vec = fused_attention(*inputs, attn_mask=mask)
-            else:
-                context_vec = self._attend_by_row(*inputs)
+            context_vec = fused_attention(
+                queries.to(all_keys.dtype),
+                all_keys[:, :, :num_keys],
+                all_values[:, :, :num_keys],
+                attn_mask=mask,
+            )
             return context_vec.to(queries.dtype)
 
         logits, _ = model(token_ids, layer_kernel=attend, positions=self.lengths[:, None])
         self.lengths += 1
         return logits
-
-    def _attend_by_row(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Calls the kernel for each row without its padding; a kernel has no mask for padding."""
-        ends = (self.lengths + 1).tolist()
-        rows = zip(queries.split(1), keys.split(1), values.split(1), ends, strict=True)
-        return torch.cat([self.kernel(q, k[:, :, :n], v[:, :, :n], 0.0) for q, k, v, n in rows])
 
     def _store(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float
@@ -121,7 +116,7 @@ class KVCache:
             self.values[layer] = self._fixed(values.new_zeros(shape, dtype=dtype))
         self.keys[layer][:, :, : keys.shape[2]] = keys
         self.values[layer][:, :, : keys.shape[2]] = values
-        return self.kernel(queries, keys, values, 0.0)
+        return sdpa(queries, keys, values)
 
     def _fixed(self, tensor: Tensor) -> Tensor:
         """Returns the tensor, marked for torch.compile as one whose address does not change:

@@ -134,11 +134,11 @@ def generate(
         starts = None
         for _ in range(max_new_tokens):
             previous, starts = starts, [context_start(len(text), window) for text in texts]
-            if starts == previous:
+            if starts == previous and cache.is_used:
                 last = [[text[-1]] for text in texts]
                 token_ids = torch.tensor(last, device=model.token_emb.weight.device)  # (B, 1)
                 logits = cache.read_token(model, token_ids)  # (B, 1, V)
-            else:  # at the first step, and when tokens are dropped from a context
+            else:  # at the first step, when tokens are dropped, and for other attention scores
                 parts = [text[start:] for text, start in zip(texts, starts, strict=True)]
                 logits = cache.read_prompts(model, parts)  # (B, 1, V)
             tokens = sample(logits[:, -1, :vocab_size].float(), sampling, generators)
