@@ -30,7 +30,7 @@ from clearhead.tokens.encoding import StreamEncoder, Tokenizer, concatenate, enc
 from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.readers import FilePart, encode_part
 from clearhead.tokens.sampler import WindowOrder, integer_weights
-from clearhead.tokens.shards import is_shards, open_shards, shard_files, split_by_name
+from clearhead.tokens.shards import files_by_name, is_shards, open_shards
 from clearhead.tokens.stream import Checksums, TokenStream
 from clearhead.tokens.synthetic import CycleWalks, RepeatedSequences
 from clearhead.tokens.tokenizers import get_tokenizer
@@ -273,10 +273,17 @@ def load_datasets(config: DataConfig) -> LoadedData:
     if config.synthetic:
         length = config.max_length
         return LoadedData(CycleWalks(length), RepeatedSequences(length), [], [])
-    if not config.weights or isinstance(config.path, str):
-        source = _load_source(config, config.path)
-        source.notes.extend(notes_about_repeated_files(config))
-        return source
+    if config.weights and not isinstance(config.path, str):
+        loaded = _load_mixture(config, config.path)
+    else:
+        loaded = _load_source(config, config.path)
+    train, val = (files_by_name(path) if path else {} for path in (config.path, config.val_path))
+    loaded.notes += notes_about_repeated(train["train"], val.get("val") or val.get("train", []))
+    return loaded
+
+
+def _load_mixture(config: DataConfig, path: list[str]) -> LoadedData:
+    """Builds the datasets of all entries of data.path, mixed with data.weights."""
     try:
         integer_weights(config.weights)
     except ValueError as error:
@@ -284,7 +291,7 @@ def load_datasets(config: DataConfig) -> LoadedData:
         raise ConfigError([("data.weights", config.weights, reason, hint)]) from error
     without_val = {"val_path": None, "val_fraction": 0.0}
     others = config.model_copy(update=without_val) if config.val_path else config
-    sources = [_load_source(others if n else config, e) for n, e in enumerate(config.path)]
+    sources = [_load_source(others if n else config, entry) for n, entry in enumerate(path)]
     val_set = sources[0].val  # with data.val_path, only the first source loads it
     if val_set is not None and not config.val_path:
         val_set = MixedDataset([source.val for source in sources], config.weights)
@@ -292,23 +299,8 @@ def load_datasets(config: DataConfig) -> LoadedData:
         MixedDataset([source.train for source in sources], config.weights),
         val_set,
         [pair for source in sources for pair in source.checksums],
-        [note for source in sources for note in source.notes] + notes_about_repeated_files(config),
+        [note for source in sources for note in source.notes],
     )
-
-
-def notes_about_repeated_files(config: DataConfig) -> list[str]:
-    """Returns notes about files that are read more than once."""
-    train, val = (
-        split_by_name(shard_files(path)) if is_shards(path) else {"train": find_files(path or [])}
-        for path in (config.path, config.val_path)
-    )
-    notes = notes_about_repeated(train["train"])
-    both = {*map(os.path.realpath, train["train"])}
-    both &= {*map(os.path.realpath, val.get("val", val["train"]))}
-    for file in sorted(both)[:1]:
-        note = f"data.val_path: {file} is also in data.path, so training sees it"
-        notes.append(sanitize(note, keep=""))
-    return notes
 
 
 def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:

@@ -93,11 +93,13 @@ def _text_files_in(folder: str) -> tuple[list[str], list[str]]:
     return sorted(found, key=Path), others
 
 
-def notes_about_repeated(files: Iterable[str | Path]) -> list[str]:
-    """Returns notes about files that are read more than once."""
-    counts = Counter(os.path.realpath(file) for file in files).most_common(3)
-    repeated = [file for file, count in counts if count > 1]
-    return [sanitize(f"data.path: {file} is read more than once", keep="") for file in repeated]
+def notes_about_repeated(files: Iterable[str | Path], val_files: Iterable = ()) -> list[str]:
+    """Returns notes about files that are read more than once. val_files: those of data.val_path."""
+    counts = Counter(map(os.path.realpath, files))
+    notes = [f"{file} is read more than once" for file, n in counts.most_common(3) if n > 1]
+    both = counts.keys() & {*map(os.path.realpath, val_files)}
+    notes += [f"{file} is also in data.val_path, so training sees it" for file in sorted(both)[:1]]
+    return [sanitize(f"data.path: {note}", keep="") for note in notes]
 
 
 def _raise_read_error(error: OSError) -> None:

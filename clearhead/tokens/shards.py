@@ -173,17 +173,20 @@ class ShardWriter:
 
 def is_shards(path: str | list[str] | None) -> bool:
     """Returns whether data.path names token files: *.bin, or a folder with a manifest or *.bin."""
-    return bool(path and shard_files(path))
+    return any(map(_shard_files, [path] if isinstance(path, str) else path or []))
 
 
-def shard_files(path: str | list[str]) -> list[Path]:
-    """Returns the token files of data.path, in order; [] for text files."""
+def files_by_name(path: str | list[str]) -> dict[str, list]:
+    """Returns the files of data.path: {"train": files}, or with "val" as in `open_shards`."""
+    if not is_shards(path):
+        return {"train": find_files(path)}
     entries = [path] if isinstance(path, str) else path
-    return [file for entry in entries for file in _shard_files(os.path.expanduser(entry))]
+    return split_by_name([file for entry in entries for file in _shard_files(entry)])
 
 
 def _shard_files(entry: str) -> list[Path]:
     """Returns the token files of one entry of data.path, in order; [] for text files."""
+    entry = os.path.expanduser(entry)
     if os.path.isdir(entry):
         folder = Path(entry)
         if os.path.lexists(folder / MANIFEST):
@@ -210,7 +213,7 @@ def open_shards(
     """
     files = []
     for entry in [path] if isinstance(path, str) else path:
-        found = _shard_files(os.path.expanduser(entry))
+        found = _shard_files(entry)
         if not found:
             find_files(entry)  # raises DataError if there is no file
             reason = "is a text file, but other entries of data.path are token files"
