@@ -37,6 +37,7 @@ from clearhead.config.schema import (
     LensSettings,
     Paths,
     Positive,
+    Text,
     Threads,
     rejected,
 )
@@ -63,8 +64,14 @@ class AblationText(ScriptGroup):
 class InspectConfig(ScriptConfig):
     """python -m scripts.inspect_attention checkpoint=runs/NAME [text="..."] [KEY=VALUE ...]"""
 
+    lists_in_quotes = ("text",)
+
     checkpoint: Checkpoint
-    text: str = Field("", description="prompt; empty: the prompts of the run, or three sentences")
+    text: Text | list[Text] = Field(
+        "",
+        description='prompt; several: \'["one","two"]\'; empty: the prompts of the run, or three '
+        "sentences",
+    )
     out: OutFile | None = Field(
         None,
         pattern=r"(?i)(\.html|\.npz|^)$",
@@ -111,6 +118,10 @@ class InspectConfig(ScriptConfig):
             raise rejected("must be 0, or from 2 to 127", "use 24")
         return repeat_length
 
+    @property
+    def texts(self) -> list[str]:
+        return [text for text in ([self.text] if isinstance(self.text, str) else self.text) if text]
+
 
 @settings_command(InspectConfig)
 def main(settings: InspectConfig) -> None:
@@ -138,8 +149,8 @@ def main(settings: InspectConfig) -> None:
             if not lens.prompts:
                 hint = "give a text, or no repeat_length"
                 refuse([Problem("text", "", "no prompt is left", hint)])
-            for prompt in lens.prompts if settings.text and not runs else ():
-                if prompt.truncated and prompt.text == settings.text:
+            for prompt in lens.prompts[: len(settings.texts)] if not runs else ():
+                if prompt.truncated:
                     shown = f"only its first {len(prompt.token_ids)} tokens are used"
                     print(f"text: {shown} (max_tokens=, training window)", file=sys.stderr)
             if not runs:
@@ -151,7 +162,7 @@ def main(settings: InspectConfig) -> None:
         write_out(out, snapshot_bytes(runs[0]))
     elif out:
         datas = [run_data([run]) for run in runs]
-        if settings.text:
+        if settings.texts:
             datas[0]["opening_prompt"] = 0
         title = f"attention of {' and '.join(run.run for run in runs)}"
         write_out(out, page(datas, title).encode())
@@ -169,8 +180,7 @@ def prompts_of(
     keys = ("prompts", "max_tokens", "repeat_length")
     known = {key: stored[key] for key in keys if key in stored}
     config = LensConfig(**LensSettings.with_defaults(**known).model_dump())
-    if settings.text:
-        config.prompts = [settings.text]
+    config.prompts = settings.texts or config.prompts
     for key in keys[1:]:
         if (value := getattr(settings, key)) is not None:
             setattr(config, key, value)
@@ -204,7 +214,7 @@ def draw(data: "SnapshotData", settings: InspectConfig) -> None:
     from clearhead.lens.snapshots import clearest_prompt
 
     place = None if settings.head is None else (settings.layer, settings.head)
-    prompt = settings.prompt or (1 if settings.text else clearest_prompt(data, place) + 1)
+    prompt = settings.prompt or (1 if settings.texts else clearest_prompt(data, place) + 1)
     kind = Path(settings.figure).suffix[1:].lower()
     write_out(settings.figure, draw_figure(data, kind, prompt - 1, place), "figure")
     print(sanitize(f"wrote {settings.figure}"))

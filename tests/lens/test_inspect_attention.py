@@ -121,10 +121,16 @@ def test_a_text_that_is_truncated_is_reported(in_process, home):
         assert (code, bool(err)) == (0, is_long)
 
 
-def test_page_opens_with_the_given_text(in_process, home):
-    for text, index in (("text=The fox.", 0), ("text=", None)):
+def test_page_opens_with_the_first_given_text(in_process, home):
+    for text, texts in (
+        ("text=The fox.", ["The fox."]),
+        ('text=["The fox.","A bell."]', ["The fox.", "A bell."]),
+        ("text=", []),
+    ):
         in_process(main, home, "checkpoint=runs/one", text, "out=opens.html")
-        assert read(home / "opens.html")[0].get("opening_prompt") == index
+        (run,) = read(home / "opens.html")
+        assert run.get("opening_prompt") == (0 if texts else None)
+        assert [prompt["text"] for prompt in run["prompts"]][: len(texts)] == texts
 
 
 SVG = "{http://www.w3.org/2000/svg}"
