@@ -32,7 +32,6 @@ from clearhead.config.schema import (
     DataConfig,
     Device,
     Encoding,
-    Name,
     ParallelConfig,
     Paths,
     Positive,
@@ -61,7 +60,7 @@ class TextConfig(ScriptGroup):
     val_fraction: Annotated[AboveZero, Field(lt=1)] | None = Field(
         None, description="fraction of the text for split=val; null: as in the run"
     )
-    text_key: Name | None = Field(
+    text_key: Paths | None = Field(
         None, description="JSON field or Parquet column that has the text; null: as in the run"
     )
     encoding: Encoding | None = Field(

@@ -43,7 +43,7 @@ class SourceConfig(ScriptGroup):
         description="file, folder, glob pattern, a list of these, or hub:NAME:CONFIG:SPLIT"
     )
     tokenizer: TokenizerName = Field("gpt2", description="gpt2 | byte")
-    text_key: Name = Field("text", description="JSON field or Parquet column that has the text")
+    text_key: Paths = Field("text", description="JSON field or Parquet column that has the text")
     encoding: Encoding = Field("utf-8", description="of text files, such as cp1252")
     endoftext: Literal["token", "text"] = Field(
         "token", description="read <|endoftext|> in the text as: token | text"

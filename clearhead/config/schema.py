@@ -171,7 +171,7 @@ class DataConfig(Settings):
     path: Annotated[Paths | None, _one_source]
     weights: Annotated[list[AboveZero] | None, _one_per_path]
     val_path: Paths | None
-    text_key: Name
+    text_key: Paths
     encoding: Encoding
     token_dtype: Literal["uint16", "uint32", "uint64"]
     stride: Positive | None

@@ -54,7 +54,7 @@ class PrepareSettings:
     endoftext: str
     engine: str
     shard_tokens: int
-    text_key: str
+    text_key: str | list[str]
     encoding: str = "utf-8"
 
 
@@ -101,7 +101,7 @@ def fingerprint_of(parts: Iterable[FilePart]) -> str:
     return hash_of(values)
 
 
-def make_tasks(files: list[str], shard_tokens: int, **options: str) -> list[Task]:
+def make_tasks(files: list[str], shard_tokens: int, **options) -> list[Task]:
     """Divides files into tasks of similar size, in order.
 
     Large files are split and small ones combined. A task has at most about one shard of tokens.

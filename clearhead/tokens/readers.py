@@ -61,7 +61,7 @@ class FilePart:
     path: str
     start: int = 0
     stop: int | None = None
-    text_key: str = "text"  # key or column of the text in JSON and Parquet
+    text_key: str | list[str] = "text"  # of JSON and Parquet; of several, a record has one
     encoding: str = "utf-8"  # of plain text
     size: int = 0  # approximate number of bytes to read; 0 for a hub dataset
 
@@ -71,7 +71,7 @@ class FilePart:
         return format_of(self.path)
 
 
-def split_file(path: str, max_bytes: int, **options: str) -> Iterator[FilePart]:
+def split_file(path: str, max_bytes: int, **options) -> Iterator[FilePart]:
     """Splits a file into parts of about `max_bytes` bytes, which have the same tokens as the file.
 
     Plain text is split at token boundaries (`find_boundary`), JSON lines between lines, Parquet
@@ -297,19 +297,27 @@ def _json_records(part: FilePart) -> Iterator[Iterable[bytes]]:
 def _text_field(record: object, part: FilePart, where: str) -> str:
     """Returns the text of a record, "" for null. Raises DataError if it has none. where: its
     position."""
-    keys, key = record if isinstance(record, dict) else {}, part.text_key
-    text = keys.get(key)
+    keys = record if isinstance(record, dict) else {}
+    key = _text_key(keys, part, where)
+    text = keys[key]
     if isinstance(text, str):
         _check_length(text, part, where)
         return text
-    if key in keys and text is None:
+    if text is None:
         return ""
-    names = ", ".join(f"{name!r:.60}" for name in itertools.islice(keys, 10))
-    reason = f"{where} has no key {key!r}" + (f" (its keys: {names})" if names else "")
-    if key in keys:
-        reason = f"the value of {key!r} in {where} has the type {type(text).__name__}, not text"
-    elif not isinstance(record, dict):
-        reason = f"{where} has the type {type(record).__name__}, not an object with a key {key!r}"
+    reason = f"the value of {key!r} in {where} has the type {type(text).__name__}, not text"
+    raise DataError("data.path", part.path, reason, "set data.text_key, or correct the file")
+
+
+def _text_key(keys: Iterable[str], part: FilePart, where: str) -> str:
+    """Returns the key of the text. Raises DataError unless exactly one is in `keys`."""
+    wanted = [part.text_key] if isinstance(part.text_key, str) else part.text_key
+    found = [key for key in wanted if key in keys]
+    if len(found) == 1:
+        return found[0]
+    shown = [", ".join(f"{key!r:.60}" for key in itertools.islice(of, 10)) for of in (wanted, keys)]
+    how_many = "no key" if not found else "more than one key of"
+    reason = f"{where} has {how_many} {shown[0]} (its keys: {shown[1] or 'none'})"
     raise DataError("data.path", part.path, reason, "set data.text_key, or correct the file")
 
 
@@ -323,8 +331,7 @@ def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
 
 def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
     with _open_parquet(part.path) as file:
-        if part.text_key not in file.schema_arrow.names:
-            _text_field(dict.fromkeys(file.schema_arrow.names), part, "the file")
+        key = _text_key(file.schema_arrow.names, part, "the file")
         groups = range(file.num_row_groups)[part.start : part.stop]
         for group in groups:
             # Few rows at once if they may be long: the average length times the compression ratio.
@@ -334,11 +341,11 @@ def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
             ratio = rows.total_byte_size / max(1, sum(c.total_compressed_size for c in columns))
             row_bytes = int(ratio * rows.total_byte_size / max(1, rows.num_rows))
             size = max(1, min(MAX_ROWS, MAX_RECORD // max(1, row_bytes)))
-            batches = file.iter_batches(size, row_groups=[group], columns=[part.text_key])
+            batches = file.iter_batches(size, row_groups=[group], columns=[key])
             values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
             for row, value in enumerate(values):
                 where = f"row {row} of row group {group}"
-                yield utf8_blocks(_text_field({part.text_key: value.as_py()}, part, where), BLOCK)
+                yield utf8_blocks(_text_field({key: value.as_py()}, part, where), BLOCK)
 
 
 @contextlib.contextmanager

@@ -265,6 +265,17 @@ def test_invalid_json_line_is_refused(tmp_path):
             assert all(word in str(error) for word in words.split()), line
 
 
+def test_one_of_several_keys(tmp_path):
+    """Each record has exactly one of them."""
+    path, keys = tmp_path / "a.jsonl", ["content", "text"]
+    write(path, json_line("one") + json_line("two", "content"))
+    assert read(path, text_key=keys) == [b"one", b"two"]
+    assert read(write_parquet(tmp_path / "a.parquet", ["three"]), text_key=keys) == [b"three"]
+    for line in ('{"text": "one", "content": "two"}', '{"body": "three"}'):
+        with refused(DataError, "data.path", write(path, line)):
+            read(path, text_key=keys)
+
+
 def test_parquet(tmp_path):
     texts = ["one", "", "é日🙂\n\0", "one"] * 200  # more rows than one batch
     for kind in ("string", "large_string", "string_view", "dictionary"):
