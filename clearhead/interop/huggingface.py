@@ -6,8 +6,10 @@ a Linear's weight. Names may have the prefix `transformer.`, and old files conta
 files are safetensors, possibly in shards, and JSON. The transformers library is not needed.
 """
 
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -29,18 +31,13 @@ from model import GPT, ModelConfig
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CLEARHEAD = "clearhead"  # key in config.json of our settings: tokenizer, window, qkv_bias
 
-# Our name: (Hugging Face name, whether the matrix is transposed).
-BLOCK_NAMES = {
-    "attn_norm.weight": ("ln_1.weight", False),
-    "attn_norm.bias": ("ln_1.bias", False),
-    "attn.out_proj.weight": ("attn.c_proj.weight", True),
-    "attn.out_proj.bias": ("attn.c_proj.bias", False),
-    "mlp_norm.weight": ("ln_2.weight", False),
-    "mlp_norm.bias": ("ln_2.bias", False),
-    "mlp.fc.weight": ("mlp.c_fc.weight", True),
-    "mlp.fc.bias": ("mlp.c_fc.bias", False),
-    "mlp.out_proj.weight": ("mlp.c_proj.weight", True),
-    "mlp.out_proj.bias": ("mlp.c_proj.bias", False),
+# Our name: Hugging Face name. Each module of a block has a weight and a bias.
+BLOCK_MODULES = {
+    "attn_norm": "ln_1",
+    "attn.out_proj": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.fc": "mlp.c_fc",
+    "mlp.out_proj": "mlp.c_proj",
 }
 OTHER_NAMES = {
     "token_emb.weight": "wte.weight",
@@ -144,11 +141,11 @@ def hf_tensors(model: GPT) -> dict[str, Tensor]:
     """
     ours = {name: value.detach().float() for name, value in model.named_parameters()}
     c = model.config
-    theirs = {f"transformer.{name}": ours[key] for key, name in OTHER_NAMES.items()}
+    theirs = {
+        f"transformer.{name}": ours[key].T if transposed else ours[key]
+        for key, name, transposed in _names(c.num_layers)
+    }
     for layer in range(c.num_layers):
-        for key, (name, transposed) in BLOCK_NAMES.items():
-            value = ours[f"blocks.{layer}.{key}"]
-            theirs[f"transformer.h.{layer}.{name}"] = value.T if transposed else value
         attn = f"blocks.{layer}.attn"
         weights = [ours[f"{attn}.{which}.weight"].T for which in PROJECTIONS]  # (C, C) each
         theirs[f"transformer.h.{layer}.attn.c_attn.weight"] = torch.cat(weights, dim=1)  # (C, 3 C)
@@ -156,6 +153,17 @@ def hf_tensors(model: GPT) -> dict[str, Tensor]:
         biases = [ours.get(f"{attn}.{which}.bias", zeros) for which in PROJECTIONS]
         theirs[f"transformer.h.{layer}.attn.c_attn.bias"] = torch.cat(biases)  # (3 C,)
     return theirs
+
+
+def _names(num_layers: int) -> Iterator[tuple[str, str, bool]]:
+    """Yields our name, theirs, and whether it is a transposed matrix, of all parameters except the
+    projections of attention."""
+    for key, name in OTHER_NAMES.items():
+        yield key, name, False
+    for layer, (key, name) in itertools.product(range(num_layers), BLOCK_MODULES.items()):
+        for kind in ("weight", "bias"):
+            transposed = kind == "weight" and "norm" not in key
+            yield f"blocks.{layer}.{key}.{kind}", f"h.{layer}.{name}.{kind}", transposed
 
 
 def vocabulary(name: str) -> tuple[dict[str, int], list[str]]:
@@ -250,9 +258,9 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
     theirs = read_config(file)
     theirs |= {name: theirs[key] for key, name in OTHER_KEYS.items() if key in theirs}
+    if theirs.get("activation_function") in TANH_GELUS:
+        theirs["activation_function"] = TANH_GELUS[0]
     for key, needed in REQUIRED.items():
-        if key == "activation_function" and theirs.get(key) in TANH_GELUS:
-            continue
         if theirs.get(key, needed) != needed:
             reason = f"{key} is {theirs[key]!r:.80}, only {needed!r} is supported"
             raise gpt2_error(file, reason)
@@ -271,11 +279,11 @@ def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
 
 def _from_hf_names(theirs: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
     """Removes all known tensors from `theirs` and returns them with our names and layout."""
-    ours = {key: theirs.pop(name) for key, name in OTHER_NAMES.items()}
+    ours = {
+        key: theirs.pop(name).T if transposed else theirs.pop(name)
+        for key, name, transposed in _names(num_layers)
+    }
     for layer in range(num_layers):
-        for key, (name, transposed) in BLOCK_NAMES.items():
-            value = theirs.pop(f"h.{layer}.{name}")
-            ours[f"blocks.{layer}.{key}"] = value.T if transposed else value
         weight = theirs.pop(f"h.{layer}.attn.c_attn.weight")  # (C, 3 C)
         bias = theirs.pop(f"h.{layer}.attn.c_attn.bias")  # (3 C,)
         for which, w, b in zip(PROJECTIONS, weight.chunk(3, dim=1), bias.chunk(3), strict=True):

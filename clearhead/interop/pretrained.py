@@ -82,9 +82,8 @@ def _folder(path: str | Path, key: str) -> Path:
     """Returns the checkpoint or the Hugging Face directory for a path."""
     text = str(path)
     if hub.is_hub_path(text):
-        model_config(
-            hub.download(text, key, [CONFIG]) / CONFIG
-        )  # before the weights are downloaded
+        config = hub.download(text, key, [CONFIG]) / CONFIG
+        model_config(config)  # raises before the weights are downloaded
         return hub.download(text, key, hub.FILES)
     if (Path(path) / CONFIG).is_file():
         return Path(path)

@@ -125,28 +125,19 @@ class ShardWriter:
         self.path = path
         self.end_of_text = end_of_text
         self.tokens = 0
-        self._buffer: list[np.ndarray] = []  # ids that are not written yet
-        self._written = self._documents = 0
+        self._documents = 0
         self._part = temporary_name(path)
-        self._file = open(self._part, "wb")  # noqa: SIM115 closed in close
+        self._file = open(self._part, "wb", buffering=2**20)  # noqa: SIM115 closed in close
         self._file.write(bytes(HEADER_BYTES))
 
     def append(self, ids: np.ndarray) -> None:
         """Appends token ids, uint16."""
-        self._buffer.append(ids)
         self.tokens += len(ids)
-        if self.tokens - self._written >= 2**20:
-            self._write()
-
-    def _write(self) -> None:
-        ids = np.concatenate([np.zeros(0, TOKEN_DTYPE), *self._buffer])
-        self._documents += int((ids == self.end_of_text).sum())
+        self._documents += int(np.count_nonzero(ids == self.end_of_text))
         self._file.write(ids.astype(TOKEN_DTYPE, copy=False).tobytes())
-        self._buffer, self._written = [], self.tokens
 
     def close(self) -> ShardEntry:
         """Writes the header, flushes the file to disk and renames it. Returns its entry."""
-        self._write()
         header = np.zeros(256, "<i4")
         header[:3] = MAGIC, VERSION, self.tokens
         self._file.seek(0)
@@ -164,7 +155,8 @@ class ShardWriter:
 
     def discard(self) -> None:
         """Removes the temporary file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # it writes what is in the buffer; the disk may be full
+            self._file.close()
         self._part.unlink(missing_ok=True)
 
 
