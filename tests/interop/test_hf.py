@@ -143,13 +143,13 @@ def test_pickles_are_not_read(place):
     refusal(new, "pytorch_model.bin")
 
 
-# (n_layer, n_head, n_embd, parameters) of the published models; all have n_positions = 1024 and
+# (n_layer, n_head, n_embd) of the published models; all have n_positions = 1024 and
 # vocab_size = 50257 (https://huggingface.co/openai-community).
 PUBLISHED = {
-    "gpt2-small": (12, 12, 768, 124_439_808),
-    "gpt2-medium": (24, 16, 1024, 354_823_168),
-    "gpt2-large": (36, 20, 1280, 774_030_080),
-    "gpt2-xl": (48, 25, 1600, 1_557_611_200),
+    "gpt2-small": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+    "gpt2-large": (36, 20, 1280),
+    "gpt2-xl": (48, 25, 1600),
 }
 
 
@@ -157,14 +157,13 @@ def test_presets_have_the_published_shapes():
     """Names and shapes equal those of transformers' model. Allocates no memory."""
     import transformers
 
-    for preset, (layers, heads, width, parameters) in PUBLISHED.items():
+    for preset, (layers, heads, width) in PUBLISHED.items():
         model = settings("data.path=any", f"model={preset}").model
         with torch.device("meta"):
             ours = GPT(model)
             shape = transformers.GPT2Config(n_layer=layers, n_head=heads, n_embd=width)
             theirs = transformers.GPT2LMHeadModel(shape)
         assert (shape.vocab_size, shape.n_positions) == (50257, 1024)
-        assert ours.num_parameters() == parameters == theirs.num_parameters()
         wanted = {name: value.shape for name, value in theirs.named_parameters()}
         assert {name: v.shape for name, v in hf_tensors(ours).items()} == wanted
 
