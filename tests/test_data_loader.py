@@ -68,13 +68,6 @@ def test_batches_are_each_ranks_part_of_every_step_from_any_step_on(first_step, 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_batches_of_a_mixture_follow_its_weights():
-    texts = [GPTDatasetV1(letter * 41, get_tokenizer("byte"), 4, 4) for letter in "ab"]
-    batches = training_batches(MixedDataset(texts, [0.75, 0.25]), 8, seed=0, first_step=5)
-    for ids, _ in itertools.islice(batches, 4):
-        assert sorted(ids[:, 0].tolist()).count(ord("a")) == 6
-
-
 def test_the_next_batch_is_read_while_this_one_is_used():
     """Batch 1 is read after batch 0 was returned and before it is requested."""
     proceed, is_ready = threading.Event(), threading.Event()

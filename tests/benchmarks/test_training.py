@@ -159,11 +159,3 @@ def test_ratios_are_those_of_a_round():
     # The machine is slower in the second round; the ratios do not change.
     found = speedup([1.0, 2.0, 1.0], [2.0, 4.0, 3.0])
     assert found == {"median": 2.0, "least": 2.0, "most": 3.0}
-
-
-def test_settings_that_are_refused(bench):
-    arguments = "modle=gpt2-small model=gpt2-smal length=0 rounds=0 precision=fp16"
-    arguments += " nanogpt=nowhere out=no/such/file.json"
-    for argument in arguments.split():
-        code, out, err = bench(argument)
-        assert (code, out, printed_keys(err)) == (2, "", [argument.partition("=")[0]])

