@@ -1,10 +1,5 @@
 """Equivalence check of benchmarks/training.py: all implementations must compute the same results.
 
-check_implementations   compares loss, gradient norm and loss after one update of each
-                        implementation in fp32. The weights are perturbed. Tight tolerances.
-check_first_step        compares the first step of each variant, in its precision and compiled, on
-                        the weights that are timed. Larger tolerances, because of bf16.
-
 Gradient norms are computed in fp64: the sum of squares of a large matrix in clip_grad_norm_ in fp32
 has a relative error of 0.001 or more on some processors.
 """
@@ -25,10 +20,7 @@ from model import GPT
 
 Batch = tuple[Tensor, Tensor]  # input_ids (B, T), target_ids (B, T)
 FP32 = Variant("fp32", "ours", torch.float32)  # the variant of the check: eager, in fp32
-# Relative tolerances for loss and gradient norm of the first step, by precision. An erf GELU in
-# fp32 changes the norm by 4e-5, bf16 by 5e-4.
-TOLERANCES = {torch.float32: (1e-4, 2e-4), torch.bfloat16: (1e-3, 5e-3)}
-# In fp32 with the same GELU; loss_after is the loss after an optimizer step.
+# Relative, in fp32 with the same GELU; loss_after is the loss after an optimizer step.
 TIGHT = {"loss": 1e-5, "grad_norm": 1e-4, "loss_after": 1e-4}
 
 
@@ -43,7 +35,9 @@ def check_implementations(
     optimizer: OptimizerConfig,
     strategy: Strategy,
 ) -> dict[str, dict]:
-    """Returns the results of each implementation. Raises NotEquivalent if one differs from ours.
+    """Compares loss, gradient norm and loss after one update of each implementation in fp32.
+
+    Returns the results of each implementation. Raises NotEquivalent if one differs from ours.
 
     The weights are perturbed, because initial weights hide errors: their attention is uniform, so a
     missing mask changes little, and a bias of zero is the same as no bias.
@@ -56,7 +50,7 @@ def check_implementations(
             reason = f"different AdamW: {found['optimizer']}, ours: {ours['optimizer']}"
             _refuse(key, reason)
         for name, tolerance in TIGHT.items():
-            _compare(key, f"{name} in fp32", found[name], ours[name], tolerance)
+            compare(key, f"{name} in fp32", found[name], ours[name], tolerance)
     return results
 
 
@@ -98,20 +92,8 @@ def grad_norm(model: nn.Module) -> float:
     return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
 
 
-def check_first_step(
-    implementation: Implementation, found: tuple[float, float], batch: Batch
-) -> None:
-    """Raises NotEquivalent if loss or norm of the first step differ from ours in fp32."""
-    model = copy.deepcopy(implementation.weights).to(batch[0].device).train()
-    _, loss = model(*batch)
-    loss.backward()
-    expected, variant = (float(loss.detach()), grad_norm(model)), implementation.variant
-    pairs = zip(("loss", "gradient norm"), found, expected, TOLERANCES[variant.dtype], strict=True)
-    for name, own, ours, tolerance in pairs:
-        _compare(variant.implementation, f"first {name} of {variant.name}", own, ours, tolerance)
-
-
-def _compare(key: str, name: str, own: float, ours: float, tolerance: float) -> None:
+def compare(key: str, name: str, own: float, ours: float, tolerance: float) -> None:
+    """Raises NotEquivalent if a value differs from ours by more than the relative tolerance."""
     if not abs(own - ours) <= tolerance * abs(ours):  # also true for NaN
         _refuse(key, f"different results: {name} is {own:.7g}, ours: {ours:.7g}")
 
