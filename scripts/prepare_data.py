@@ -77,12 +77,9 @@ class PrepareConfig(ScriptConfig):
 def main(settings: PrepareConfig) -> None:
     data = settings.data
     prepare_settings = PrepareSettings(
-        data.tokenizer,
-        data.endoftext,
-        settings.engine,
-        settings.shard_tokens,
-        data.text_key,
-        data.encoding,
+        engine=settings.engine,
+        shard_tokens=settings.shard_tokens,
+        **data.model_dump(exclude={"path"}),
     )
     part, parts = map(int, settings.part.split("/"))
     files = find_files(data.path, notes := [])

@@ -181,29 +181,27 @@ class Preparation:
     def run(self, tasks: list[Task], workers: int, progress: Callable[[int], None]) -> None:
         """Runs the unfinished ones of these tasks. Calls progress(bytes read) after each."""
         name = f"lock-{self.part}-of-{self.parts}"  # the system releases it if the process dies
-        try:
-            lock = FileLock(self.folder / "preparing" / name, timeout=0)
-            with self._translate_write_errors(), lock:
-                tasks = self.unfinished(tasks)  # another process may have finished some of them
-                work = functools.partial(
-                    run_task, folder=self.folder, settings=self.settings, plan=self.plan
-                )
-                if workers == 1 or len(tasks) <= 1:
-                    for task in tasks:
-                        progress(work(task))
-                else:
-                    _run_in_processes(work, tasks, workers, progress)
-        except Timeout:
-            reason = "another process is preparing this folder"
-            raise DataError("out", self.folder, reason, "wait for it or stop it") from None
+        with self._locked(name, timeout=0):
+            tasks = self.unfinished(tasks)  # another process may have finished some of them
+            work = functools.partial(
+                run_task, folder=self.folder, settings=self.settings, plan=self.plan
+            )
+            if workers == 1 or len(tasks) <= 1:
+                for task in tasks:
+                    progress(work(task))
+            else:
+                _run_in_processes(work, tasks, workers, progress)
 
     @contextlib.contextmanager
-    def _translate_write_errors(self) -> Iterator[None]:
-        """Raises PreparationError in place of OSError. (Read errors are DataError already.)"""
+    def _locked(self, name: str, timeout: float = -1) -> Iterator[None]:
+        """Holds a lock. Raises DataError if another process holds it for longer than `timeout`
+        seconds, and PreparationError in place of OSError. (Read errors are DataError already.)"""
         try:
-            yield
-        except Timeout:  # the lock is held; Timeout is a subclass of OSError
-            raise
+            with FileLock(self.folder / "preparing" / name, timeout):
+                yield
+        except Timeout as error:
+            reason = "another process is preparing this folder"
+            raise DataError("out", self.folder, reason, "wait for it or stop it") from error
         except OSError as error:
             reason = f"cannot be written ({error.strerror or error})"
             hint = "check disk space and permissions, then rerun the same command"
@@ -218,7 +216,7 @@ class Preparation:
         shards = [shard for record in records for shard in record.shards]
         if not shards:
             raise DataError("out", self.folder, "the files contain no text", "check data.path")
-        with self._translate_write_errors(), FileLock(self.folder / "preparing" / "lock"):
+        with self._locked("lock"):
             remove_temporary_files(self.folder)
             found = set(self.folder.glob("shard_[0-9]*_[0-9]*.bin"))
             for path in found - {self.folder / shard.file for shard in shards}:

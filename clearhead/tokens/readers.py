@@ -152,19 +152,21 @@ def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
     """Opens a file for reading, and decompresses it. Read errors become DataError."""
     check_regular_file(path)
     with translate_read_errors(path, OSError, EOFError, zlib.error, lzma.LZMAError):
-        file: io.BufferedIOBase
-        if opener := OPENERS.get(os.path.splitext(path.lower())[1]):
-            file = opener(path)
-        elif path.lower().endswith(".zst"):
-            arrow = import_optional("pyarrow", path, "zstd", "pyarrow")
-            file = io.BufferedReader(arrow.input_stream(path, compression="zstd"), BLOCK)
-        else:
-            file = io.BufferedReader(io.FileIO(path), BLOCK)
-        with file:
+        opener = OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)
+        with opener(path) as file:
             yield file
 
 
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+def _open_plain(path: str) -> io.BufferedIOBase:
+    return io.BufferedReader(io.FileIO(path), BLOCK)
+
+
+def _open_zstd(path: str) -> io.BufferedIOBase:
+    arrow = import_optional("pyarrow", path, "zstd", "pyarrow")
+    return io.BufferedReader(arrow.input_stream(path, compression="zstd"), BLOCK)
+
+
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zstd}
 
 
 def import_optional(module: str, path: str, what: str, package: str):
