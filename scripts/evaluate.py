@@ -14,7 +14,6 @@ perplexity of lm-eval (docs/models.md).
 
 import math
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -97,17 +96,16 @@ class EvaluateConfig(ScriptConfig):
 @settings_command(EvaluateConfig)
 def main(settings: EvaluateConfig) -> None:
     from clearhead.distributed import build, device
-    from clearhead.inference.perplexity import ScoredWindows, WindowSettings, evaluate
+    from clearhead.inference.perplexity import ScoredWindows, evaluate
     from clearhead.interop.pretrained import load_pretrained
     from clearhead.ops.specialize import specialize
     from clearhead.reporting.console import progress
 
     refuse(device.check(settings.device, settings.precision))
     pretrained = load_pretrained(settings.checkpoint)
-    sizes = window_sizes(settings, pretrained)
-    window_settings = WindowSettings(*sizes, settings.data.within_documents)
+    max_length, stride = window_sizes(settings, pretrained)
     tokens, what = read(settings, pretrained)
-    windows = ScoredWindows(tokens, window_settings)
+    windows = ScoredWindows(tokens, max_length, stride, settings.data.within_documents)
     if not windows.num_targets:
         reason = f"{len(tokens)} tokens ({what}); at least 2 are needed"
         raise DataError("data.path", settings.data.path, reason, "use a longer text")
@@ -124,7 +122,7 @@ def main(settings: EvaluateConfig) -> None:
         raise CheckpointError("checkpoint", settings.checkpoint, "the loss is NaN or inf", hint)
     step = pretrained.state.step if pretrained.state else None
     print(sanitize(f"{settings.checkpoint}, step {step}, in {strategy.precision}, on {what}"))
-    print(f"windows of {windows.max_length:,} tokens, {windows.stride:,} apart\n")
+    print(f"windows of {max_length:,} tokens, {stride:,} apart\n")
     for name, value in results.items():
         shown = f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if value else value
         print(f"{name:<14} {shown}")
@@ -136,7 +134,11 @@ def main(settings: EvaluateConfig) -> None:
             "tokenizer": pretrained.tokenizer_name,
             "path": settings.data.path,
             "part": what,
-            "rule": asdict(window_settings),
+            "rule": {
+                "max_length": max_length,
+                "stride": stride,
+                "within_documents": settings.data.within_documents,
+            },
             **results,
             "precision": strategy.precision,
             "device": str(strategy.device),

@@ -1,6 +1,6 @@
 """Loss and perplexity of a model on a text, computed with a sliding window.
 
-    windows = ScoredWindows(tokens, WindowSettings(max_length=1024, stride=512))
+    windows = ScoredWindows(tokens, max_length=1024, stride=512)
     results = evaluate(model, windows, token_lengths, batch_size=8)
 
 In each window the model reads up to `max_length` tokens and predicts the next token at each
@@ -14,7 +14,6 @@ Shapes: B windows of a batch, T positions of the longest window, C emb_dim, N sc
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,25 +23,19 @@ from clearhead.tokens.windows import IGNORED
 from model import GPT
 
 
-@dataclass(frozen=True)
-class WindowSettings:
-    """The length and the stride of a sliding window, in tokens."""
-
-    max_length: int
-    stride: int
-    within_documents: bool = False  # whether each document is evaluated as a separate text
-
-
 class ScoredWindows:
     """All windows over a stream of tokens, in order, with the positions that each one scores.
 
-    With within_documents it stores a few numbers for each document, otherwise nothing.
+    within_documents: each document is evaluated as a separate text. It then stores a few numbers
+    for each document, otherwise nothing.
     """
 
-    def __init__(self, tokens: TokenStream, settings: WindowSettings):
-        self.tokens, self.max_length, self.stride = tokens, settings.max_length, settings.stride
+    def __init__(
+        self, tokens: TokenStream, max_length: int, stride: int, within_documents: bool = False
+    ):
+        self.tokens, self.max_length, self.stride = tokens, max_length, stride
         starts = np.zeros(1, np.int64)
-        if settings.within_documents and len(tokens):
+        if within_documents and len(tokens):
             starts = tokens.document_starts()
         targets = np.diff(starts, append=len(tokens)) - 1  # each document's tokens except the first
         self.starts, self.targets = starts[targets > 0], targets[targets > 0]

@@ -32,7 +32,7 @@ from clearhead.errors import DataError, hint_of, message_of
 from clearhead.files import atomic_write, open_regular, read_json, rename, temporary_name
 from clearhead.tokens import VOCABULARIES, TokenizerName
 from clearhead.tokens.paths import find_files, translate_read_errors
-from clearhead.tokens.stream import BLOCK_BYTES, TokenStream
+from clearhead.tokens.stream import BLOCK_BYTES, TokenStream, invalid_id
 
 try:
     import resource
@@ -291,9 +291,7 @@ class _Shard:
                 if len(ids) and ids.max() >= self.vocab_size:
                     index = int((ids >= self.vocab_size).argmax())
                     byte = first + skip + ids.itemsize * index
-                    reason = f"id {ids[index]} at byte {byte} is not below the vocabulary size "
-                    reason += str(self.vocab_size)
-                    raise _bad_file(self.path, reason, "set data.tokenizer, or prepare it again")
+                    raise invalid_id(self.path, ids[index], byte, self.vocab_size)
 
 
 def _bad_file(path: Path, reason: str, hint: str = "prepare or copy it again") -> DataError:

@@ -99,8 +99,7 @@ class TokenStream:
         name, first_byte = self.names[number]
         index = position - int(self.array_starts[number])
         byte = first_byte + index * self.arrays[number].itemsize
-        reason = f"id {token} at byte {byte} is not below the vocabulary size {self.vocab_size}"
-        raise DataError("data.path", name, reason, "set data.tokenizer, or create the file again")
+        raise invalid_id(name, token, byte, self.vocab_size)
 
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
         """Splits the stream before a position, without copying."""
@@ -151,6 +150,11 @@ class TokenStream:
                 sums = [hashlib.sha256(block).hexdigest()[:12] for block in blocks]
                 self._checksums.append((name, sums))
         return self._checksums
+
+
+def invalid_id(path: object, token: int, byte: int, vocab_size: int) -> DataError:
+    reason = f"id {token} at byte {byte} is not below the vocabulary size {vocab_size}"
+    return DataError("data.path", path, reason, "set data.tokenizer, or create the file again")
 
 
 def _mmap_of(array: np.ndarray) -> mmap.mmap | None:

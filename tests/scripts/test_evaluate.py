@@ -11,7 +11,7 @@ from helpers.refusals import printed_keys
 from helpers.runs import rows, train_in
 from helpers.texts import prepare
 
-from clearhead.inference.perplexity import ScoredWindows, WindowSettings
+from clearhead.inference.perplexity import ScoredWindows
 from clearhead.interop.huggingface import to_hf
 from clearhead.reporting import console
 from clearhead.tokens.encoding import encode_text
@@ -112,7 +112,7 @@ def test_each_token_is_scored_once_with_the_specified_context(within_documents):
     spans = list(zip(starts, [*starts[1:], len(ids)], strict=True))
     spans = spans if within_documents else [(0, len(ids))]
     for max_length, stride in ((1, 1), (4, 4), (5, 3), (6, 1), (40, 9)):
-        windows = ScoredWindows(stream, WindowSettings(max_length, stride, within_documents))
+        windows = ScoredWindows(stream, max_length, stride, within_documents)
         expected = []  # (tokens that are read, token that is scored after them)
         for begin, end in spans:
             for window in by_the_rule(end - begin, max_length, stride):
