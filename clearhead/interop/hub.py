@@ -18,11 +18,6 @@ FILES = [CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-o
 FILES += TOKENIZER_FILES
 
 
-def is_hub_path(path: object) -> bool:
-    """Returns whether a path is a model on the hub, hub:NAME."""
-    return str(path).startswith(HUB)
-
-
 def download(path: str, key: str, files: list[str]) -> Path:
     """Returns the folder with these files of hub:NAME, downloaded unless they are in the cache.
 

@@ -81,7 +81,7 @@ def _load(folder: Path) -> tuple[GPT, State | None]:
 def _folder(path: str | Path, key: str) -> Path:
     """Returns the checkpoint or the Hugging Face directory for a path."""
     text = str(path)
-    if hub.is_hub_path(text):
+    if text.startswith(hub.HUB):
         config = hub.download(text, key, [CONFIG]) / CONFIG
         model_config(config)  # raises before the weights are downloaded
         return hub.download(text, key, hub.FILES)

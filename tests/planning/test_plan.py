@@ -133,14 +133,8 @@ def test_invalid_settings(in_process, tmp_path):
         figures("trainer.batch_size=512", "devices=3")
 
 
-def test_device_types_are_plausible():
-    """A wrong digit in the table would change these ratios."""
+def test_device_types():
     assert typing.get_args(plan.PlanConfig.model_fields["kind"].annotation) == tuple(KINDS)
-    for name, kind in KINDS.items():
-        assert 2 <= kind.flops / kind.fp32 <= 30
-        if name != "cpu":
-            assert 3e3 <= kind.flops / kind.memory <= 15e3
-            assert 30e9 <= kind.memory / kind.price <= 60e9
     assert kind_named("NVIDIA A100-SXM4-40GB") is KINDS["a100-40gb"]
     assert kind_named("NVIDIA H100 80GB HBM3") is KINDS["h100"]
     assert kind_named("NVIDIA GeForce GTX 1080") is None

@@ -207,19 +207,15 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(kind, tmp_path):
 
 # Invalid values in the manifest, and in the entry of its second shard.
 BAD_VALUES = {
-    "format": ("webdataset",),
-    "version": (None, 2),
-    "block_bytes": (2**20,),
-    "tokenizer": ("words", ["gpt2"]),
-    "shards": (None, [{}], []),
-    "tokens": (3069,),  # its shards have 3070
+    "version": 2,
+    "block_bytes": 2**20,
+    "tokenizer": "words",
+    "shards": [],
+    "tokens": 3069,
 }
-BAD_SHARD_VALUES = {
-    "file": (5, "../b.bin", "a\nb.bin", "a.bin"),  # the last one twice
-    "tokens": ("70", True, 69, 2**64),
-    "sha256": ("00", [5], []),
-}
-NOT_OBJECTS = (b"", b"{", b"\xff\xfe\xff", b"9" * 5000, b"[" * 100_000, b"[]", b"{}")
+BAD_SHARDS = [{"file": file} for file in ("../b.bin", "a\nb.bin", "a.bin")]  # the last one twice
+BAD_SHARDS += [{"tokens": "70"}, {"tokens": 69}, {"sha256": []}]
+NOT_OBJECTS = (b"", b"\xff\xfe\xff", b"9" * 5000, b"[" * 100_000, b"[]", b"{}")
 
 
 def test_damaged_manifest_is_refused(tmp_path, subtests):
@@ -229,9 +225,8 @@ def test_damaged_manifest_is_refused(tmp_path, subtests):
     (tmp_path / "b.bin").write_bytes(file.read_bytes())  # the target of "../b.bin"
     valid = json.loads(path.read_bytes())
     first, second = valid["shards"]
-    damaged = [valid | {key: value} for key, values in BAD_VALUES.items() for value in values]
-    for key, values in BAD_SHARD_VALUES.items():
-        damaged += [valid | {"shards": [first, second | {key: value}]} for value in values]
+    damaged = [valid | {key: value} for key, value in BAD_VALUES.items()]
+    damaged += [valid | {"shards": [first, second | changes]} for changes in BAD_SHARDS]
     for content in (*NOT_OBJECTS, *(json.dumps(values).encode() for values in damaged)):
         path.write_bytes(content)
         with subtests.test(content[:999]), refused(DataError, "data.path", exit_code=3) as caught:
