@@ -29,12 +29,13 @@ def _node(code: str) -> ast.AST:
     return statement.value if isinstance(statement, ast.Expr) else statement
 
 
-def planted(source: str, fault: dict[str, str]) -> str:
-    """Returns the source with `before` replaced by `after` in the function `where`, such as
-    Class.method. Raises LookupError unless `before` occurs exactly once there."""
+def planted(fault: dict[str, str]) -> tuple[str, str]:
+    """Returns the file, and its source with `before` replaced by `after` in the function `where`,
+    such as "a.py: Class.method". Raises LookupError unless `before` occurs exactly once there."""
+    file, function = fault["where"].split(": ")
     before, after = ast.dump(_node(fault["before"])), _node(fault["after"])
-    tree = scope = ast.parse(source)
-    for name in fault["where"].split("."):
+    tree = scope = ast.parse((REPOSITORY / file).read_text("utf-8"))
+    for name in function.split("."):
         scope = next((n for n in scope.body if getattr(n, "name", "") == name), ast.Module([]))
     count = 0
 
@@ -48,8 +49,8 @@ def planted(source: str, fault: dict[str, str]) -> str:
 
     Plant().visit(scope)
     if count != 1:
-        raise LookupError(f"{fault['name']!r}: found {count} times in {fault['file']}")
-    return ast.unparse(tree)
+        raise LookupError(f"{fault['name']!r}: found {count} times in {fault['where']}")
+    return file, ast.unparse(tree)
 
 
 def failing_test(copy: Path, tests: list[str]) -> str | None:
@@ -75,7 +76,7 @@ def main(names: list[str]) -> None:
         for area, values in AREAS.items()
     }
     for fault in itertools.chain(*wanted.values()):  # fail early if one cannot be planted
-        planted((REPOSITORY / fault["file"]).read_text("utf-8"), fault)
+        planted(fault)
     undetected = []
     with tempfile.TemporaryDirectory() as home:
         copy = shutil.copytree(REPOSITORY, Path(home) / "copy", ignore=NOT_COPIED)
@@ -84,10 +85,10 @@ def main(names: list[str]) -> None:
             if faults and (test := failing_test(copy, tests)):
                 sys.exit(f"{area}: {test} fails without a fault")
             for fault in faults:
-                file = copy / fault["file"]
-                file.write_text(planted(file.read_text("utf-8"), fault), "utf-8")
+                file, source = planted(fault)
+                (copy / file).write_text(source, "utf-8")
                 test = failing_test(copy, tests)
-                shutil.copy2(REPOSITORY / fault["file"], file)
+                shutil.copy2(REPOSITORY / file, copy / file)
                 print(f"{area}: {fault['name']}: {test or 'NOT DETECTED'}", flush=True)
                 undetected += [] if test else [fault["name"]]
     sys.exit(f"not detected: {', '.join(undetected)}" if undetected else 0)
