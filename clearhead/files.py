@@ -130,6 +130,14 @@ def read_json(path: Path, limit: int = 2**24) -> object:
     raise ValueError("is nested too deeply")
 
 
+def read_object(path: Path) -> dict:
+    """Returns the object in a small JSON file; {} without one, and for a damaged file."""
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(value := read_json(path), dict):
+            return value
+    return {}
+
+
 def as_json(value: object) -> bytes:
     """Returns a value, which may contain rows, as JSON. NaN and infinity become null."""
     value = json.loads(json.dumps(value, default=vars), parse_constant=lambda _: None)

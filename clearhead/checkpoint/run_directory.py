@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from clearhead.config.stored import SETTINGS_JSON, settings_of
 from clearhead.errors import RunDirectoryError, RunFileError, hint_of
-from clearhead.files import atomic_write, fsync, make_folder, read_json, remove_temporary_files
+from clearhead.files import atomic_write, fsync, make_folder, read_object, remove_temporary_files
 
 LOCK, CONFIG_YAML = ".lock", "config.yaml"
 SUMMARY_JSON = "summary.json"
@@ -116,10 +116,7 @@ def write_settings(run: Path, settings: dict) -> None:
 
 def summarized_step(run: Path) -> int | None:
     """Returns the last step of a finished run; None if summary.json is missing or invalid."""
-    try:
-        return read_json(run / SUMMARY_JSON)["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return read_object(run / SUMMARY_JSON).get("steps")
 
 
 def has_other_files(folder: Path) -> bool:

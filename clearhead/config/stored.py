@@ -21,7 +21,7 @@ from clearhead.errors import (
     refuse,
     shorten,
 )
-from clearhead.files import REPOSITORY, read_json
+from clearhead.files import REPOSITORY, read_object
 from clearhead.lens.config import LensConfig
 from clearhead.tokens.paths import HUB
 
@@ -130,10 +130,7 @@ def _with_settings_of(source: str, config: Config) -> Config:
 
 def settings_of(run: Path) -> dict | None:
     """Returns all settings of a run; None if run.json is missing or invalid."""
-    try:
-        settings = read_json(run / SETTINGS_JSON)["settings"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    settings = read_object(run / SETTINGS_JSON).get("settings")
     return settings if isinstance(settings, dict) else None
 
 

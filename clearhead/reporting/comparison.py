@@ -9,7 +9,6 @@ The columns of a table are the settings that differ between its rows. Used by sw
 (reporting/sweep.py) and scripts/compare.py. Reads run.json and metrics.jsonl.
 """
 
-import contextlib
 import functools
 import glob
 import itertools
@@ -28,7 +27,7 @@ from clearhead.checkpoint.run_directory import settings_of, summarized_step
 from clearhead.config.stored import automatic_warmup
 from clearhead.config.yaml_files import CONFIGS, flat
 from clearhead.errors import as_yaml, sanitize
-from clearhead.files import last_values, read_json, read_rows
+from clearhead.files import last_values, read_object, read_rows
 from clearhead.reporting.charts import number
 from clearhead.tokens import VOCABULARIES
 
@@ -142,7 +141,7 @@ def read(folder: Path, metric: str) -> ComparedRun:
     last = rows[-1]["step"] if rows else -1
     is_finished = last >= max_steps or last == summarized_step(folder)  # a time limit ended it
     run = ComparedRun(folder, settings, metrics, points, is_finished)
-    final, name = final_validation(folder, last) or {}, metric.removeprefix("val/")
+    final, name = final_validation(folder, last), metric.removeprefix("val/")
     if metric.startswith("val/") and name in final:
         try:
             run.final, run.windows = number(final[name]), int(final["windows"])
@@ -152,14 +151,11 @@ def read(folder: Path, metric: str) -> ComparedRun:
     return run
 
 
-def final_validation(folder: Path, step: int) -> dict | None:
-    """Returns validation.json (run/evaluation.py); None if there is none of this step: the run has
+def final_validation(folder: Path, step: int) -> dict:
+    """Returns validation.json (run/evaluation.py); {} if there is none of this step: the run has
     not ended, or was resumed."""
-    with contextlib.suppress(OSError, ValueError):
-        found = read_json(folder / VALIDATION_JSON)
-        if isinstance(found, dict) and found.get("step") == step:
-            return found
-    return None
+    found = read_object(folder / VALIDATION_JSON)
+    return found if found.get("step") == step else {}
 
 
 def was_given(folder: Path, setting: str) -> bool:
@@ -179,7 +175,7 @@ def hide_measured_steps(settings: dict[str, object]) -> None:
 
 def runs_of_sweep(folder: Path) -> list[Path]:
     """Returns the run directories of the jobs of a sweep; [] if `folder` is not a sweep's."""
-    runs = [value_in(path, "run") for path in sorted(folder.glob("*/result.json"))]
+    runs = [read_object(path).get("run") for path in sorted(folder.glob("*/result.json"))]
     return [Path(run) for run in runs if isinstance(run, str)]
 
 
@@ -188,12 +184,6 @@ def matching_paths(pattern: str) -> list[Path]:
     # The name of a directory may contain characters such as * or [.
     found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
     return [run for path in map(Path, found) for run in runs_of_sweep(path) or [path]]
-
-
-def value_in(path: Path, key: str) -> object:
-    """Returns a value of a JSON object in a file; None without it."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return read_json(path).get(key)
 
 
 @functools.cache

@@ -46,7 +46,7 @@ def write_report(folder: Path) -> Path:
         "FACTS": facts(
             rows,
             read_rows(folder / "starts.jsonl"),
-            final_validation(folder, rows[-1]["step"] if rows else -1) or {},
+            final_validation(folder, rows[-1]["step"] if rows else -1),
         ),
         "HEADS": heads_section(folder / "attention"),
         "CHARTS": json.dumps(chart_data(rows)),

@@ -50,7 +50,7 @@ def write_summary(
         overrides = [f"{key}={as_yaml(value)}" for key, value in new.items()]
         command = [*launch.launch_command(), script, override("from", source), *overrides]
         repeat = shlex.join(command)
-    peak, final = peak_memory(), final_validation(folder, state.step) or {}
+    peak, final = peak_memory(), final_validation(folder, state.step)
     summary = {
         "name": folder.name,
         **{key: value for key, value in last.items() if key.startswith("val/")},

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from clearhead.config.command_line import errors_in_one_line
 from clearhead.config.job import check_sweep, results_in, sweep_directory
 from clearhead.errors import best_effort, sanitize
-from clearhead.files import REPOSITORY, as_json, atomic_write, read_json
+from clearhead.files import REPOSITORY, as_json, atomic_write, read_object
 from clearhead.reporting import comparison
 from clearhead.reporting.comparison_plot import plot
 
@@ -33,8 +33,8 @@ class SweepResults(Callback):
             check_sweep(config)
         sweep = sweep_directory(config.hydra)
         for path in Path(sweep).rglob("result.json"):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                if read_json(path).get("sweep") == sweep:
+            if read_object(path).get("sweep") == sweep:
+                with contextlib.suppress(OSError):
                     path.unlink()  # of an earlier start of this sweep
 
     def on_multirun_end(self, config: DictConfig, **_: object) -> None:

@@ -132,17 +132,7 @@ class Tracker:
             self.rows.append(row)
         if sample:
             self.samples.append(sample)
-        self._log_to_wandb(step, metrics, snapshot, sample)
-        if self.run and self.workspace_is_due and files:
-            self.workspace_is_due = False
-            if line := create_workspace(self.run, row.keys()):
-                say(line)
-
-    def _log_to_wandb(
-        self, step: int, metrics: dict, snapshot: "Snapshot | None", sample: dict | None
-    ) -> None:
-        """Logs a row to W&B, unless it has the step: it would give the row, and all later ones,
-        other steps."""
+        # W&B would give a step that it has, and all later ones, another number.
         if self.run is None or step < self.first_step:
             return
         media = self._media(step, snapshot, sample)
@@ -151,6 +141,10 @@ class Tracker:
         self._call(lambda run: run.log(metrics, step=step, commit=not media))
         if media:
             self._call(lambda run: run.log(media, step=step, commit=True))
+        if self.run and self.workspace_is_due and files:
+            self.workspace_is_due = False
+            if line := create_workspace(self.run, row.keys()):
+                say(line)
 
     def _media(
         self, step: int, snapshot: "Snapshot | None", sample: dict | None
