@@ -13,24 +13,16 @@ import re
 import shlex
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from clearhead.config.command_line import ScriptConfig, ScriptGroup, settings_command
 from clearhead.config.schema import Count, Encoding, Name, Paths, Positive, rejected
 from clearhead.errors import ConfigError, sanitize
 from clearhead.files import script_path
-from clearhead.reporting.console import rich_console
+from clearhead.reporting.console import progress
 from clearhead.tokens import TokenizerName
 from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.prepare import Preparation, PrepareSettings
@@ -99,14 +91,12 @@ def main(settings: PrepareConfig) -> None:
         cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         workers = settings.workers or cores
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers also end
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=rich_console()) as progress:
-            bar = progress.add_task("", total=sum(task.size for task in tasks) or None)
-            try:
-                preparation.run(tasks, workers, partial(progress.advance, bar))
-            except KeyboardInterrupt:
-                print("stopped; to resume, rerun the same command", file=sys.stderr)
-                raise
+        try:
+            with progress("tasks") as report_progress:
+                preparation.run(tasks, workers, report_progress)
+        except KeyboardInterrupt:
+            print("stopped; to resume, rerun the same command", file=sys.stderr)
+            raise
     manifest = preparation.finish()
     if manifest is None:
         left = len(preparation.unfinished(preparation.tasks))

@@ -66,11 +66,6 @@ class Task:
     parts: tuple[FilePart, ...]
     fingerprint: str  # of the files when they were split
 
-    @property
-    def size(self) -> int:
-        """The approximate number of bytes to read; 0 for hub datasets."""
-        return sum(part.size for part in self.parts)
-
 
 class TaskRecord(BaseModel):
     """The record of a finished task, stored as JSON."""
@@ -178,8 +173,8 @@ class Preparation:
         done = {number: record.fingerprint for number, record in self._records().items()}
         return [task for task in tasks if done.get(task.number) != fingerprint_of(task.parts)]
 
-    def run(self, tasks: list[Task], workers: int, progress: Callable[[int], None]) -> None:
-        """Runs the unfinished ones of these tasks. Calls progress(bytes read) after each."""
+    def run(self, tasks: list[Task], workers: int, report: Callable[[int, int], None]) -> None:
+        """Runs the unfinished ones of these tasks. Calls report(tasks done, all) after each."""
         name = f"lock-{self.part}-of-{self.parts}"  # the system releases it if the process dies
         with self._locked(name, timeout=0):
             tasks = self.unfinished(tasks)  # another process may have finished some of them
@@ -187,10 +182,11 @@ class Preparation:
                 run_task, folder=self.folder, settings=self.settings, plan=self.plan
             )
             if workers == 1 or len(tasks) <= 1:
-                for task in tasks:
-                    progress(work(task))
+                for done, task in enumerate(tasks, start=1):
+                    work(task)
+                    report(done, len(tasks))
             else:
-                _run_in_processes(work, tasks, workers, progress)
+                _run_in_processes(work, tasks, workers, report)
 
     @contextlib.contextmanager
     def _locked(self, name: str, timeout: float = -1) -> Iterator[None]:
@@ -232,13 +228,18 @@ class Preparation:
 
 
 def _run_in_processes(
-    work: Callable[[Task], int], tasks: list[Task], workers: int, progress: Callable[[int], None]
+    work: Callable[[Task], None],
+    tasks: list[Task],
+    workers: int,
+    report: Callable[[int, int], None],
 ) -> None:
     context = multiprocessing.get_context("spawn")  # fork is unsafe with threads
     with ProcessPoolExecutor(min(workers, len(tasks)), context, _init_worker) as pool:
         try:
-            for future in as_completed([pool.submit(work, task) for task in tasks]):
-                progress(future.result())  # raises the error of the task
+            futures = [pool.submit(work, task) for task in tasks]
+            for done, future in enumerate(as_completed(futures), start=1):
+                future.result()  # raises the error of the task
+                report(done, len(tasks))
         except BrokenProcessPool as error:
             reason = "a worker process was killed, possibly because the memory was full"
             raise PreparationError("workers", workers, reason, "use fewer workers") from error
@@ -263,8 +264,8 @@ def _init_worker() -> None:
 # ---------------------------------------------------------------------------------------- one task
 
 
-def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> int:
-    """Writes the shards of a task, then its record. Returns the number of bytes read."""
+def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> None:
+    """Writes the shards of a task, then its record."""
     encoder = StreamEncoder(settings.tokenizer, settings.endoftext, settings.engine)
     record_file = folder / "preparing" / f"{task.number:05d}.json"
     record_file.unlink(missing_ok=True)  # an old record would describe the old shards
@@ -301,4 +302,3 @@ def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> 
         shards=shards,
     )
     atomic_write(record_file, record.model_dump_json().encode())
-    return task.size or encoder.text_bytes  # the size of a hub dataset is unknown

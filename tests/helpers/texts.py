@@ -126,7 +126,7 @@ def prepare(path: object, folder: Path, i: int = 1, n: int = 1, workers: int = 1
     """Runs the preparation of part i/n. Returns the manifest; None if other parts are missing."""
     made = preparation(path, folder, i, n, **changes)
     made.start()
-    made.run(made.unfinished(made.assigned), workers, lambda count: None)
+    made.run(made.unfinished(made.assigned), workers, lambda done, total: None)
     return made.finish()
 
 
