@@ -24,7 +24,7 @@ NO_VALUE = ...  # Problem.value if there is none; `...` is the same object in ev
 DEBUG_HINT = "rerun with debug=true to see the traceback"  # for errors that are not ClearheadError
 # For weights, gradients or losses that are NaN or inf.
 DIVERGENCE_HINT = "use a smaller optimizer.lr, more trainer.warmup_steps or trainer.precision=fp32"
-MAX_FAILURES = 3  # in a row, see Failures
+MAX_FAILURES = 3  # in a row, after which a part of the output is off
 MAX_VALUE_CHARS = 300  # characters printed of a key or a value
 MAX_MESSAGE_CHARS = 1000  # characters printed of another library's message
 # Keys of settings whose value must not be printed or logged.

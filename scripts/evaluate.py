@@ -31,6 +31,7 @@ from clearhead.config.schema import (
     DataConfig,
     Device,
     Encoding,
+    Names,
     ParallelConfig,
     Paths,
     Positive,
@@ -59,8 +60,8 @@ class TextConfig(ScriptGroup):
     val_fraction: Annotated[AboveZero, Field(lt=1)] | None = Field(
         None, description="fraction of the text for split=val; null: as in the run"
     )
-    text_key: Paths | None = Field(
-        None, description="JSON field or Parquet column that has the text; null: as in the run"
+    text_key: Names | None = Field(
+        None, description="JSON field or Parquet column with the text, or a list; null: as trained"
     )
     encoding: Encoding | None = Field(
         None, description="encoding of text files, such as cp1252; null: as in the run"

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from clearhead.config.command_line import ScriptConfig, ScriptGroup, settings_command
-from clearhead.config.schema import Count, Encoding, Name, Paths, Positive, rejected
+from clearhead.config.schema import Count, Encoding, Name, Names, Paths, Positive, rejected
 from clearhead.errors import ConfigError, sanitize
 from clearhead.files import script_path
 from clearhead.reporting.console import progress
@@ -35,7 +35,9 @@ class SourceConfig(ScriptGroup):
         description="file, folder, glob pattern, a list of these, or hub:NAME:CONFIG:SPLIT"
     )
     tokenizer: TokenizerName = Field("gpt2", description="gpt2 | byte")
-    text_key: Paths = Field("text", description="JSON field or Parquet column that has the text")
+    text_key: Names = Field(
+        "text", description="JSON field or Parquet column that has the text, or a list of several"
+    )
     encoding: Encoding = Field("utf-8", description="of text files, such as cp1252")
     endoftext: Literal["token", "text"] = Field(
         "token", description="read <|endoftext|> in the text as: token | text"

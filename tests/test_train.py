@@ -45,6 +45,7 @@ from clearhead.interop.pretrained import load_pretrained
 from clearhead.optim.optimizers import NonFiniteCheck
 from clearhead.reporting.tracker import Tracker
 from clearhead.run import evaluation
+from clearhead.run.run import Run
 from data import load_datasets
 from train import fit, save, train_step
 
@@ -251,13 +252,15 @@ def test_equal_windows_are_evaluated_once_after_the_last_step(make_run, monkeypa
     assert run.evaluator.final["loss"] == run.state.val_loss == rows(run.directory)[-1]["val/loss"]
 
 
-def test_nan_validation_loss_ends_the_run_without_a_checkpoint(make_run):
-    run = make_run("trainer.save_every=1")
+@pytest.mark.parametrize(("max_steps", "validate"), [(4, fit), (1, Run.evaluate)])
+def test_nan_validation_loss_ends_the_run_without_a_checkpoint(make_run, max_steps, validate):
+    """Also in the last validation, which has several parts."""
+    run = make_run("trainer.save_every=1", f"trainer.max_steps={max_steps}")
     train_step(run)
     with torch.no_grad():
         run.model.final_norm.weight.fill_(float("nan"))
     with refused(DivergedError, "optimizer.lr", exit_code=4):
-        fit(run)
+        validate(run)
     assert not listing.has_checkpoint(run.directory)
 
 

@@ -329,7 +329,7 @@ def changed_data(config: Config, state: State, checksums: Checksums) -> DataErro
             kinds["removed"] = [p for p in before if p not in now]
             changes = [f"{kind}: {', '.join(map(str, ps))}" for kind, ps in kinds.items() if ps]
             sources = f"{len(before)} source{'s' * (len(before) > 1)}"
-            error.reason = f"the run had {sources}, now {len(now)}; {'; '.join(changes)}"
+            error.reason = "; ".join([f"the run had {sources}, now {len(now)}", *changes])
         return error
     return None
 

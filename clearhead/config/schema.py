@@ -73,7 +73,8 @@ Sentence = Annotated[Text, Field(pattern=r"\S")]
 Checkpoint = Annotated[
     Name, Field(description="run (last checkpoint), checkpoint, Hugging Face directory or hub:NAME")
 ]
-Paths = Name | Annotated[list[Name], Field(min_length=1)]
+Names = Name | Annotated[list[Name], Field(min_length=1)]
+Paths = Names
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Threads = Annotated[
@@ -171,7 +172,7 @@ class DataConfig(Settings):
     path: Annotated[Paths | None, _one_source]
     weights: Annotated[list[AboveZero] | None, _one_per_path]
     val_path: Paths | None
-    text_key: Paths
+    text_key: Names
     encoding: Encoding
     token_dtype: Literal["uint16", "uint32", "uint64"]
     stride: Positive | None

@@ -169,6 +169,8 @@ def complete(
         if key in names or key == "wandb.mode" or value != defaults.get(key, ...)
     }
     merged |= named
+    if is_new and "trainer.max_minutes" in named:  # not the number that fitted into another time
+        merged["trainer.max_steps"] = named.get("trainer.max_steps")
     result, problems = validate(Config, nested(merged))
     if problems and not any(problem.key in named for problem in problems):
         reason = format_problem(problems[0]._replace(hint=""))
@@ -186,10 +188,12 @@ def complete(
 def without_automatic(settings: dict) -> dict:
     """Returns settings by dotted key, with null for those that have their automatic value: a run
     with another number of steps has others."""
-    keys = (*AUTOMATIC, "lens.every")
-    config, _ = validate(Config, nested(settings | dict.fromkeys(keys)))
-    automatic = flat(with_automatic_values(config).model_dump()) if config else {}
-    return settings | {key: None for key in keys if settings[key] == automatic.get(key)}
+    automatic = {}
+    for key in (*AUTOMATIC, "lens.every"):
+        config, _ = validate(Config, nested(settings | {key: None}))
+        if config and flat(with_automatic_values(config).model_dump())[key] == settings[key]:
+            automatic[key] = None
+    return settings | automatic
 
 
 def is_of(key: str, names: Collection[str]) -> bool:

@@ -66,7 +66,8 @@ class DDP(Strategy):
 
     def start_training(self, model: GPT) -> None:
         super().start_training(model)
-        if isinstance(self.wrapped, DistributedDataParallel):
+        is_frozen = not all(parameter.requires_grad for parameter in model.parameters())
+        if is_frozen and isinstance(self.wrapped, DistributedDataParallel):
             # It waits for the gradients of all parameters that were trainable when it was built.
             self.wrapped.__init__(model, gradient_as_bucket_view=True)
 

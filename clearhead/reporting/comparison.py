@@ -312,8 +312,11 @@ def means_of_parts(runs: list[list[float]]) -> list[float]:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Returns the standard error of the mean of independent values; None for a single value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    """Returns the standard error of the mean of independent values; None for a single value or
+    values that are not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def tokens_to(target: float, points: Points, sign: int) -> int | None:

@@ -24,7 +24,7 @@ from clearhead.config.application import hydra_main
 from clearhead.config.command_line import parse
 from clearhead.config.other_names import other_names, unknown_key
 from clearhead.config.overrides import override
-from clearhead.config.schema import GROUPS, known_settings
+from clearhead.config.schema import GROUPS, UNLIMITED, known_settings
 from clearhead.config.stored import complete, settings_of, with_automatic_values
 from clearhead.config.validation import flat_fields, validate
 from clearhead.config.yaml_files import CONFIGS, default_values, defaults_and_meanings, flat
@@ -169,6 +169,8 @@ def test_a_run_with_the_settings_of_another(in_process, tmp_path, monkeypatch):
     }
     longer = with_automatic_values(compose([source, "trainer.max_steps=900"])).trainer
     assert (longer.warmup_steps, longer.eval_every) == (90, 2)  # automatic, chosen
+    for steps, more in ((UNLIMITED, []), (5, ["trainer.max_steps=5"])):
+        assert compose([source, "trainer.max_minutes=1", *more]).trainer.max_steps == steps
     with refused(ConfigError, "model.num_heads", 5):
         compose([source, "model.num_heads=5"])
     with refused(ConfigError, "experiment"):

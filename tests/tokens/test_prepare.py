@@ -217,6 +217,15 @@ def test_missing_or_truncated_shard_is_made_again(tmp_path, size):
         assert files_of(out) == files_of(tmp_path / "whole")
 
 
+def test_shards_of_a_longer_text_do_not_stay(tmp_path):
+    """The file is replaced when half of its tasks are done."""
+    path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
+    prepare(path, out, 2, 2)
+    assert (out / "shard_00003_00.bin").exists()
+    write_source(path, ["A few words."])
+    check_manifest(out, prepare(path, out), "gpt2", 30)
+
+
 def test_other_files_in_the_folder(here, tmp_path):
     """They are not changed. Other token files are an error."""
     write_source(tmp_path / "a.txt", [TEXT])
