@@ -76,6 +76,13 @@ def test_a_model_with_nonfinite_logits_is_refused(in_process, tmp_path, temperat
     assert (code, printed_keys(err)) == (3, ["checkpoint"])
 
 
+def test_the_number_of_threads(written, monkeypatch):
+    numbers = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    written("threads=3")
+    assert numbers == [3]
+
+
 def test_printing_ends_at_the_end_of_text_token_unless_ignored(written, monkeypatch):
     def spelled(*_, end_token, **__):
         tokens = [*b"ab", 256, *b"cd"]
