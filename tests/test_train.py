@@ -520,7 +520,10 @@ def test_an_added_text_is_named(run, resumed):
         resumed(*longer, "data.path=[text.txt,more.txt]")
     assert "more.txt" in caught.value.reason
     assert "text.txt" not in caught.value.reason
-    resumed(*longer, "data.path=[more.txt]")  # the same tokens
+    resumed(*longer, "data.path=[more.txt]").close()  # the same tokens
+    both = ("data.path=[text.txt,more.txt]", "trainer.resume_override=true")
+    state = resumed(*longer, *both).state
+    assert (state.best_step, state.best_loss) == (6, None)  # losses on another text
 
 
 # Branches of a run: (settings, step, directory; None: a new directory).

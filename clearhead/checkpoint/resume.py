@@ -199,6 +199,16 @@ def raised_rate(config: Config, state: State) -> list[str]:
     ]
 
 
+def long_warmup(config: Config) -> list[str]:
+    """Returns a note if most steps are warm-up, as with the settings of a longer run."""
+    trainer = config.trainer
+    steps = trainer.schedule_steps or trainer.max_steps
+    if 2 * trainer.warmup_steps <= steps:
+        return []
+    reason = f"the learning rate rises in most of the {steps:,} steps"
+    return [f"trainer.warmup_steps={trainer.warmup_steps}: {reason}; use fewer"]
+
+
 def own_directory(config: Config) -> Path | None:
     """Returns the run directory given by the settings; None for a new one named by the date."""
     if config.name:
@@ -299,9 +309,7 @@ def check_directory(run: Path, config: Config) -> None:
 def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     """Returns a problem for each setting that must not differ from the saved one."""
     saved, now = flat(saved), flat(now)
-    free = set(FREE_TO_CHANGE)
-    if {saved.get("model.attention"), now.get("model.attention")} & SCORES.keys():
-        free.remove("model.attention")  # a kernel with another formula
+    free = free_to_change({saved.get("model.attention"), now.get("model.attention")})
     # A setting that is not in the checkpoint was added later; it is not compared.
     changed = {key: value for key, value in now.items() if value != saved.get(key, value)}
     changed = {k: v for k, v in changed.items() if not free & {k, k.partition(".")[0]}}
@@ -312,6 +320,11 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
         Problem(key, value, f"{run} was trained with {before}", f"use {key}={before}, {other}")
         for key, value, before in ((k, v, as_yaml(saved[k])) for k, v in changed.items())
     ]
+
+
+def free_to_change(kernels: set) -> set[str]:
+    """Returns FREE_TO_CHANGE, without the kernel if one of these computes another formula."""
+    return FREE_TO_CHANGE - ({"model.attention"} if kernels & SCORES.keys() else set())
 
 
 def changed_data(config: Config, state: State, checksums: Checksums) -> DataError | None:

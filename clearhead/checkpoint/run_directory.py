@@ -9,7 +9,6 @@ runs/NAME/.lock          locked while a process writes here; contains the proces
 import contextlib
 import errno
 import itertools
-import json
 import os
 import socket
 import sys
@@ -21,7 +20,15 @@ from filelock import FileLock, Timeout
 
 from clearhead.config.stored import SETTINGS_JSON, settings_of
 from clearhead.errors import RunDirectoryError, RunFileError, hint_of
-from clearhead.files import atomic_write, fsync, make_folder, read_object, remove_temporary_files
+from clearhead.files import (
+    as_json,
+    atomic_write,
+    fsync,
+    make_folder,
+    read_object,
+    remove_temporary_files,
+)
+from clearhead.tokens.stream import Checksums, checksum_of_all
 
 LOCK, CONFIG_YAML = ".lock", "config.yaml"
 SUMMARY_JSON = "summary.json"
@@ -103,15 +110,16 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def write_settings(run: Path, settings: dict) -> None:
-    """Writes all settings of a run to run.json and config.yaml."""
+def write_settings(run: Path, settings: dict, checksums: Checksums) -> None:
+    """Writes all settings of a run to run.json and config.yaml. run.json also has a checksum of the
+    tokens, because the text at a path may change."""
     import yaml
 
-    content = json.dumps({"settings": settings}, indent=1) + "\n"
-    atomic_write(run / SETTINGS_JSON, content.encode())
+    content = {"settings": settings, "data": checksum_of_all(checksums)}
+    atomic_write(run / SETTINGS_JSON, as_json(content))
     # Not with OmegaConf, which interprets "${" in a prompt as an interpolation.
-    content = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
-    atomic_write(run / CONFIG_YAML, content.encode())
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    atomic_write(run / CONFIG_YAML, text.encode())
 
 
 def summarized_step(run: Path) -> int | None:

@@ -18,7 +18,7 @@ import hydra
 import hydra.utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from clearhead.config.command_line import errors_in_one_line, unknown_option
 from clearhead.config.compose import VERSION, checked, one_line_each
@@ -54,7 +54,8 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
 
         def make_config() -> Config:
             refuse(unread_files(job.runtime.config_sources))
-            config = checked(values, job.overrides.task)
+            # As plain texts: OmegaConf would look for the settings of ${...} among those of Hydra.
+            config = checked(values, OmegaConf.to_container(job.overrides.task))
             if job.job.chdir:  # printed paths are for the user's folder
                 config = config.with_values({"runs_dir": os.path.abspath(config.runs_dir)})
             return config

@@ -169,7 +169,7 @@ def complete(
         if key in names or key == "wandb.mode" or value != defaults.get(key, ...)
     }
     merged |= named
-    if is_new and "trainer.max_minutes" in named:  # not the number that fitted into another time
+    if is_new and named.get("trainer.max_minutes"):  # not the number that fitted into another time
         merged["trainer.max_steps"] = named.get("trainer.max_steps")
     result, problems = validate(Config, nested(merged))
     if problems and not any(problem.key in named for problem in problems):

@@ -24,7 +24,7 @@ from types import NoneType
 import yaml
 
 from clearhead.checkpoint.run_directory import settings_of, summarized_step
-from clearhead.config.stored import automatic_warmup
+from clearhead.config.stored import SETTINGS_JSON, automatic_warmup
 from clearhead.config.yaml_files import CONFIGS, flat
 from clearhead.errors import as_yaml, sanitize
 from clearhead.files import last_values, read_object, read_rows
@@ -36,10 +36,11 @@ LEARNING = {"data.path", "data.val_path", "trainer.init_from"}
 LEARNING |= {"trainer.max_minutes", "trainer.max_steps", "trainer.schedule_steps"}
 # If all of these differ between rows, the table has one column for them.
 SHAPE = ("model.num_layers", "model.num_heads", "model.emb_dim")
+CHECKSUM = "data.checksum"  # of the tokens, from run.json
 HIGHER_IS_BETTER = ("val/accuracy", "train/tokens_per_second", "train/mfu")  # others: lower
 COMPARABLE = """\
-Values in different tables are not comparable. Bits per byte are comparable between tokenizers:
-python -m scripts.compare metric=val/bits_per_byte"""
+Values in different tables are not comparable. Bits per byte are comparable between tokenizers: add
+metric=val/bits_per_byte"""
 
 VALIDATION_JSON = "validation.json"  # of a run directory: the validation at the end of the run
 
@@ -93,6 +94,7 @@ class ComparisonRow:
     runs: list[str]
     seeds: list[object]
     unfinished: list[str]
+    repeated: list[str]  # runs that equal one of `runs` exactly; they do not count
     tokens: int  # maximum over the runs
     curves: list[Points]
     values: list[float]  # last value of each run
@@ -124,6 +126,7 @@ def read(folder: Path, metric: str) -> ComparedRun:
     """Reads a run directory. Raises ValueError for any other directory, and for files with values
     of a wrong type."""
     settings = flat(settings_of(folder) or {})
+    settings[CHECKSUM] = read_object(folder / SETTINGS_JSON).get("data")
     max_steps, scheduled = (settings.get(f"trainer.{n}_steps") for n in ("max", "schedule"))
     if type(max_steps) is not int or type(scheduled) not in (int, NoneType):
         raise ValueError("run.json is missing or damaged")
@@ -201,9 +204,10 @@ def models() -> dict[str, list[object]]:
 def differing(runs: list[ComparedRun], swept: Collection[str] = ()) -> list[str]:
     """Returns the settings that differ between the runs, except name and seed. Includes settings
     that do not change what a run learns only if they or their group are in `swept`."""
-    from clearhead.checkpoint.resume import FREE_TO_CHANGE
+    from clearhead.checkpoint.resume import free_to_change
 
-    equal, free = shared(runs), FREE_TO_CHANGE - LEARNING
+    equal = shared(runs)
+    free = free_to_change({run.settings.get("model.attention") for run in runs}) - LEARNING
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in equal)
     keys = {name: {name, name.partition(".")[0]} for name in names if name not in ("seed", "name")}
     return [name for name, of in keys.items() if of & set(swept) or not of & free]
@@ -221,11 +225,10 @@ def shared(runs: list[ComparedRun]) -> dict[str, object]:
 def data_settings(run: ComparedRun, metric: str) -> dict[str, object]:
     """Returns the settings of text and tokenizer for a metric. Values of runs are comparable if
     these are equal. Bits per byte do not depend on the tokenizer."""
-    names = ["data.path", "data.synthetic"]
-    if metric.startswith("val/") and run.settings.get("data.val_path"):
-        names = ["data.val_path"]
+    has_own = metric.startswith("val/") and run.settings.get("data.val_path")
+    names = ["data.val_path"] if has_own else ["data.path", "data.synthetic"]
     if not metric.endswith("/bits_per_byte"):
-        names.append("data.tokenizer")
+        names += ["data.tokenizer"] if has_own else ["data.tokenizer", CHECKSUM]
     return {name: run.settings.get(name) for name in names}
 
 
@@ -237,24 +240,29 @@ def summarize(
     then by the metric, best first."""
     names, sign = differing(runs, swept), -1 if metric in HIGHER_IS_BETTER else 1
     groups: dict[str, list[ComparedRun]] = {}
+    repeated: dict[str, list[str]] = {}
     for run in filter(lambda run: run.points, runs):
         text = data_settings(run, metric)
         settings = {name: run.settings.get(name) for name in names if name not in text}
-        group = groups.setdefault(json.dumps([text, settings]), [])
-        if run.seed_and_values not in [other.seed_and_values for other in group]:
+        key = json.dumps([text, settings])
+        group = groups.setdefault(key, [])
+        if run.seed_and_values in [other.seed_and_values for other in group]:
+            repeated.setdefault(key, []).append(run.folder.name)
+        else:
             group.append(run)
-    rows = []
+    rows, texts = [], [json.loads(key)[0] for key in groups]
     for key, group in groups.items():
         text, settings = json.loads(key)
         last = [run.value for run in group]
         reached = [] if target is None else [tokens_to(target, run.points, sign) for run in group]
         row = ComparisonRow(
-            text=pairs({name: value for name, value in text.items() if value}),
+            text=text_title(text, texts),
             settings=settings,
             model=group[0].model,
             runs=[run.folder.name for run in group],
             seeds=[run.settings.get("seed") for run in group],
             unfinished=[run.folder.name for run in group if not run.is_finished],
+            repeated=repeated.get(key, []),
             tokens=max(run.points[-1][0] for run in group),
             curves=[run.points for run in group],
             values=last,
@@ -329,6 +337,13 @@ def pairs(settings: dict[str, object]) -> str:
     return sanitize(", ".join(f"{key}={as_yaml(v)}" for key, v in settings.items()), keep="")
 
 
+def text_title(text: dict[str, object], texts: list[dict]) -> str:
+    """Returns the settings of a text; its checksum only if another text has these settings."""
+    same = [each for each in texts if each | {CHECKSUM: 0} == text | {CHECKSUM: 0}]
+    names = text.keys() - ({CHECKSUM} if all(each == text for each in same) else set())
+    return pairs({name: value for name, value in text.items() if name in names and value})
+
+
 def by_text(rows: list[ComparisonRow]) -> list[list[ComparisonRow]]:
     """Returns the rows in one list for each text and tokenizer."""
     return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.text)]
@@ -381,11 +396,13 @@ def markdown_table(lines: Sequence[Mapping[str, str]]) -> str:
 
 
 def label(row: ComparisonRow) -> str:
-    """Returns the first run of a row, and how many others and unfinished ones it has."""
+    """Returns the first run of a row, how many others and unfinished ones it has, and repeated
+    ones."""
     text = row.runs[0]
     if others := len(row.runs) - 1:
         text += f" + {others} run{'s' * (others > 1)}"
-    return text + (f" ({len(row.unfinished)} unfinished)" if row.unfinished else "")
+    text += f" ({len(row.unfinished)} unfinished)" if row.unfinished else ""
+    return text + (f" (repeated: {', '.join(row.repeated)})" if row.repeated else "")
 
 
 def shown(rows: list[ComparisonRow]) -> list[dict[str, object]]:
@@ -394,6 +411,8 @@ def shown(rows: list[ComparisonRow]) -> list[dict[str, object]]:
     all_settings = [row.settings for row in rows]
     names = [n for n in all_settings[0] if any(s[n] != all_settings[0][n] for s in all_settings)]
     hidden = {n for n in names if all(s[n] == automatic(s).get(n, ...) for s in all_settings)}
+    if any(name.startswith("data.") and name != CHECKSUM for name in names):
+        hidden.add(CHECKSUM)  # follows from these
     has_model = set(SHAPE) <= set(names)
     if has_model:
         hidden.update(SHAPE)

@@ -21,6 +21,7 @@ from clearhead.checkpoint.resume import (
     check_same_settings,
     complete_settings,
     find_start,
+    long_warmup,
     longer,
     own_directory,
     raised_rate,
@@ -118,6 +119,7 @@ class Builder:
             self.optimizer = build_optimizer(self.model, self.config.optimizer, best)
             self.find_sizes(trained_model)
             self.state = self.restore()
+            self.notes += long_warmup(self.config)
             saver, log = self.open_log()
             self.watch_model(log.tracker)
             self.evaluator = self.build_evaluator()
@@ -185,7 +187,8 @@ class Builder:
             ):
                 if not config.trainer.resume_override:
                     raise error
-                self.notes.append(error.without_hint)
+                self.notes.append(f"{error.without_hint}; other losses: the best step starts again")
+                self.start.state.best_loss = None
         of_rank_0 = strategy.broadcast(data.checksums)
         with strategy.raise_on_all_ranks():
             hint = "give every machine the same data"
@@ -312,7 +315,7 @@ class Builder:
                 return directory, saver, NoTracker()
             parameters = self.model.num_parameters()
             self.notes.extend(saver.disk_space_notes(12 * parameters))
-            run_directory.write_settings(directory, state.settings)
+            run_directory.write_settings(directory, state.settings, state.data)
             drop_rows_after(directory, state.step if self.start.state else -1)
             started = environment(str(self.strategy.device), self.strategy.world_size)
             starts = RowFile(directory / "starts.jsonl")

@@ -234,11 +234,12 @@ def _encoding_hint(text: bytes, position: int) -> str:
     if 0 < 2 * invalid <= sum(char > "\x7f" for char in decoded):
         return "most other characters are UTF-8: correct this one in an editor"
     likely = [match.encoding for match in found]
-    is_western = 0 < 20 * invalid < len(near)
-    is_western |= any("cp1252" in match.could_be_from_charset for match in found)
-    if is_western and not has_mark and "\ufffd" not in near.decode("cp1252", "replace"):
+    if not has_mark and "\ufffd" not in near.decode("cp1252", "replace"):
         # The library cannot tell it from others if there are few such characters. It is the usual.
-        likely = ["cp1252", *(name for name in likely if name != "cp1252")]
+        is_western = 0 < 20 * invalid < len(near)
+        is_western |= any("cp1252" in match.could_be_from_charset for match in found)
+        likely = [name for name in likely if name != "cp1252"]
+        likely.insert(0 if is_western else 1, "cp1252")
     lines = [
         f"data.encoding={encoding} reads {shown!r}"
         for encoding in likely[:3]
@@ -320,7 +321,8 @@ def _text_key(keys: Iterable[str], part: FilePart, where: str) -> str:
     shown = [", ".join(f"{key!r:.60}" for key in itertools.islice(of, 10)) for of in (wanted, keys)]
     how_many = "no key" if not found else "more than one key of"
     reason = f"{where} has {how_many} {shown[0]} (its keys: {shown[1] or 'none'})"
-    raise DataError("data.path", part.path, reason, "set data.text_key, or correct the file")
+    hint = "set data.text_key, to a list such as [text,content] if files differ"
+    raise DataError("data.path", part.path, reason, hint)
 
 
 def _check_length(text: bytes | str, part: FilePart, where: str) -> None:

@@ -8,6 +8,7 @@ Shapes: B windows in a batch, N ids in a window.
 
 import hashlib
 import itertools
+import json
 import mmap
 from collections import Counter
 from collections.abc import Iterator
@@ -150,6 +151,12 @@ class TokenStream:
                 sums = [hashlib.sha256(block).hexdigest()[:12] for block in blocks]
                 self._checksums.append((name, sums))
         return self._checksums
+
+
+def checksum_of_all(checksums: Checksums) -> str | None:
+    """Returns one checksum of all tokens, without the names of files; None for no files."""
+    blocks = json.dumps([sums for _, sums in checksums])
+    return hashlib.sha256(blocks.encode()).hexdigest()[:12] if checksums else None
 
 
 def invalid_id(path: object, token: int, byte: int, vocab_size: int) -> DataError:

@@ -166,7 +166,7 @@ MODES |= {"--model X": "--model", "--resolve": "command line"}
 
 def test_options_and_modes_of_training(in_process, tmp_path):
     options = {text: text.partition("=")[0] for text in OPTIONS.split()} | KEYS_OF_OPTIONS
-    for arguments, key in (options | MODES).items():
+    for arguments, key in (options | MODES | {"seed=${x}": "seed"}).items():
         tally(FAULT)
         code, out, err = in_process(train.main, tmp_path, *arguments.split())
         assert (code, out, printed_keys(err)) == (2, "", [key]), arguments

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from helpers.kernels import add_window
 from helpers.refusals import SPECIAL_FILES, printed_keys, time_limit
 from PIL import Image
 
@@ -116,8 +117,22 @@ def test_a_run_that_repeats_another_one_exactly_is_not_counted(run, compared):
     """A run with the same seed and other values is: its device or time limit made a difference."""
     for name, seed, value in (("a", 0, 2.0), ("again", 0, 2.0), ("b", 1, 2.0), ("other", 0, 2.5)):
         run(name, [value], seed=seed)
-    (row,) = compared()[2]["rows"]
-    assert row["runs"] == ["a", "b", "other"]
+    tables, _, found = compared()
+    (row,), ((*_, shown),) = found["rows"], tables.values()
+    assert (row["runs"], row["repeated"]) == (["a", "b", "other"], ["again"])
+    assert "again" in shown[0]
+
+
+def test_texts_and_formulas_that_differ_are_not_in_one_row(run, compared, monkeypatch):
+    add_window(monkeypatch)
+    for name, text, kernel in (("a", "1", "sdpa"), ("b", "2", "sdpa"), ("c", "1", "window")):
+        path = run(name, [2.0], model={"attention": kernel}) / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"data": text}))
+    tables, _, found = compared()
+    assert [row["runs"] for row in found["rows"]] == [["a"], ["c"], ["b"]]
+    assert len(tables) == 2
+    found = compared("where=[data.checksum=2]")[2]
+    assert [row["text"] for row in found["rows"]] == ["data.path=a.txt, data.tokenizer=byte"]
 
 
 def test_unfinished_runs_and_runs_without_the_metric(run, compared):
