@@ -32,7 +32,7 @@ from clearhead.config.schema import Config
 from clearhead.distributed import device, launch
 from clearhead.distributed.build import build_strategy
 from clearhead.distributed.strategy import Strategy
-from clearhead.errors import exit_code_of, refuse
+from clearhead.errors import exit_code_of, refuse, shorten
 from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer, decay_start
 from clearhead.planning.micro_batch import check_memory, find_micro_batch
 from clearhead.reporting.console import Console
@@ -283,6 +283,10 @@ class Builder:
         self.start.tensors = None  # the model and the optimizer have copies
         file = self.start.checkpoint / OPTIMIZER
         load_optimizer(file, tensors, self.model, self.optimizer, self.strategy)
+        without = [n for n, p in self.model.named_parameters() if p not in self.optimizer.state]
+        if without and self.optimizer.state:
+            reason = "no optimizer state in the checkpoint; if they were frozen, freeze them again"
+            self.notes.append(shorten(f"parameters with {reason}: {', '.join(without)}"))
         if state.scaler:
             self.strategy.scaler.load_state_dict(state.scaler)
         return state

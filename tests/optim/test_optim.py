@@ -48,9 +48,9 @@ def test_constant_and_degenerate_lengths():
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_frozen_parameters_do_not_change(make_run, name):
+def test_frozen_parameters_do_not_change(make_run, capsys, name):
     """They are frozen after the optimizer was built, have no state in checkpoints, and can be
-    frozen again in a resumed run."""
+    frozen again in a resumed run, which names them."""
 
     def frozen_run(*overrides):
         run = make_run(
@@ -72,8 +72,10 @@ def test_frozen_parameters_do_not_change(make_run, name):
     assert stored
     assert not list(filter(is_frozen, stored))
     train_past_checkpoint(half, 2)
+    assert "W_query" not in capsys.readouterr().out
     rest = frozen_run("name=half")
     assert rest.state.step == 2
+    assert "0.attn.W_query" in capsys.readouterr().out
     fit(rest)
     assert_same(weights(rest), after)
 
