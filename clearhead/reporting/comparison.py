@@ -94,7 +94,6 @@ class ComparisonRow:
     runs: list[str]
     seeds: list[object]
     unfinished: list[str]
-    repeated: list[str]  # runs that equal one of `runs` exactly; they do not count
     tokens: int  # maximum over the runs
     curves: list[Points]
     values: list[float]  # last value of each run
@@ -103,6 +102,7 @@ class ComparisonRow:
     parts: list[list[float]] = field(default_factory=list)  # of each run, see ComparedRun
     windows: list[int] = field(default_factory=list)  # of each run; 0: unknown
     windows_error: float | None = None  # standard error of the mean over the parts of the text
+    repeated: list[str] = field(default_factory=list)  # that equal one of `runs`: do not count
     difference: "Difference | None" = None  # from the first row of the table
 
 
