@@ -23,9 +23,10 @@ from clearhead.config.other_names import nearest
 from clearhead.config.schema import Name, Paths, rejected
 from clearhead.errors import as_yaml, message_of, refuse, sanitize, shorten
 from clearhead.files import as_json
-from clearhead.reporting import comparison as results
+from clearhead.reporting import comparison
 from clearhead.reporting.charts import number
 from clearhead.reporting.comparison_plot import plot
+from clearhead.reporting.comparison_table import tables
 from clearhead.reporting.machine import machine
 
 SWEEPS = "multirun"  # folder of the sweep directories in runs_dir
@@ -66,8 +67,8 @@ class CompareConfig(ScriptConfig):
 @settings_command(CompareConfig)
 def main(settings: CompareConfig) -> None:
     runs = found(settings)
-    rows = results.summarize(runs, settings.metric, settings.target)
-    print(results.tables(rows, settings.metric))
+    rows = comparison.summarize(runs, settings.metric, settings.target)
+    print(tables(rows, settings.metric))
     if settings.out:
         written = {
             "date": datetime.date.today().isoformat(),
@@ -75,7 +76,7 @@ def main(settings: CompareConfig) -> None:
             "metric": settings.metric,
             "target": settings.target,
             "where": ["=".join(condition) for condition in settings.where],
-            "settings": results.shared(runs),
+            "settings": comparison.shared(runs),
             "rows": rows,
         }
         write_out(settings.out, as_json(written))
@@ -83,19 +84,19 @@ def main(settings: CompareConfig) -> None:
         write_out(settings.plot, plot(rows, settings.metric), "plot")
 
 
-def found(settings: CompareConfig) -> list[results.ComparedRun]:
+def found(settings: CompareConfig) -> list[comparison.ComparedRun]:
     """Returns the runs that have the metric. Prints a line on stderr for each other path."""
     patterns = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     folders: dict[Path, None] = {}
     for pattern in patterns:
-        matches = [path for path in results.matching_paths(pattern) if path.is_dir()]
+        matches = [path for path in comparison.matching_paths(pattern) if path.is_dir()]
         folders |= dict.fromkeys(matches)
         if not matches:
             say(f"{pattern}: directory not found")
-    runs: list[results.ComparedRun] = []
+    runs: list[comparison.ComparedRun] = []
     for folder in folders:
         try:
-            runs.append(results.read(folder, settings.metric))
+            runs.append(comparison.read(folder, settings.metric))
         except (ValueError, RecursionError) as error:
             if folder.name != SWEEPS:
                 say(f"{folder}: skipped, not a run that can be read ({message_of(error)})")
@@ -116,8 +117,8 @@ def found(settings: CompareConfig) -> list[results.ComparedRun]:
 
 
 def selected(
-    runs: list[results.ComparedRun], conditions: list[tuple[str, str]]
-) -> list[results.ComparedRun]:
+    runs: list[comparison.ComparedRun], conditions: list[tuple[str, str]]
+) -> list[comparison.ComparedRun]:
     """Returns the runs that meet all conditions. Raises ConfigError if there are none."""
     for key, wanted in conditions:
         values = [run.values for run in runs]

@@ -18,7 +18,8 @@ from pydantic import Field
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Paths
 from clearhead.errors import DataError, refuse, sanitize
-from clearhead.reporting.comparison import markdown_table, matching_paths
+from clearhead.reporting.comparison import matching_paths
+from clearhead.reporting.comparison_table import markdown_table
 
 MAX_ROWS = 40  # of the printed table
 HINT = "give runs of one shape with the same prompts; to compare other models, write snapshots "

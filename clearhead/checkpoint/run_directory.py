@@ -1,9 +1,10 @@
 """The run directory: its name, its lock and its settings files.
 
-runs/NAME/.lock          locked while a process writes here; contains the process id and host name
-          run.json       all settings, read by programs
-          config.yaml    all settings, for users; programs do not parse it
-          summary.json   the result; written last, when everything else of a run is done
+runs/NAME/.lock            locked while a process writes here; has the process id and host name
+          run.json         all settings, read by programs
+          config.yaml      all settings, for users; programs do not parse it
+          validation.json  the validation after the last step
+          summary.json     the result; written last, when everything else of a run is done
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from clearhead.files import (
 from clearhead.tokens.stream import Checksums, checksum_of_all
 
 LOCK, CONFIG_YAML = ".lock", "config.yaml"
-SUMMARY_JSON = "summary.json"
+SUMMARY_JSON, VALIDATION_JSON = "summary.json", "validation.json"
 # These files are opened for writing; all others are written to a temporary name and renamed.
 OPENED_IN_PLACE = (LOCK, "metrics.jsonl", "samples.jsonl", "starts.jsonl")
 # Errors of flock on a file system without locks.
@@ -125,6 +126,13 @@ def write_settings(run: Path, settings: dict, checksums: Checksums) -> None:
 def summarized_step(run: Path) -> int | None:
     """Returns the last step of a finished run; None if summary.json is missing or invalid."""
     return read_object(run / SUMMARY_JSON).get("steps")
+
+
+def final_validation(folder: Path, step: int) -> dict:
+    """Returns validation.json (run/evaluation.py); {} if there is none of this step: the run has
+    not ended, or was resumed."""
+    found = read_object(folder / VALIDATION_JSON)
+    return found if found.get("step") == step else {}
 
 
 def has_other_files(folder: Path) -> bool:

@@ -1,12 +1,11 @@
-"""Comparison of runs: reads run directories and creates tables.
+"""Comparison of runs: reads run directories and groups the runs into rows.
 
     rows = summarize([read(folder, "val/loss") for folder in folders], "val/loss")
-    print(tables(rows, "val/loss"))
 
-Runs that differ only in their seed share a row; the row with the best metric is first. Runs with
-different texts or tokenizers are in separate tables, because their losses are not comparable.
-The columns of a table are the settings that differ between its rows. Used by sweeps
-(reporting/sweep.py) and scripts/compare.py. Reads run.json and metrics.jsonl.
+Runs that differ only in their seed share a row; the row with the best metric is first. Rows with
+different texts or tokenizers are apart, because their losses are not comparable. Used by sweeps
+(reporting/sweep.py) and scripts/compare.py, which show the rows as tables (comparison_table.py) and
+as a chart (comparison_plot.py). Reads run.json, metrics.jsonl and validation.json.
 """
 
 import functools
@@ -16,14 +15,19 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 
 import yaml
 
-from clearhead.checkpoint.run_directory import settings_of, summarized_step
+from clearhead.checkpoint.run_directory import (
+    VALIDATION_JSON,
+    final_validation,
+    settings_of,
+    summarized_step,
+)
 from clearhead.config.stored import SETTINGS_JSON, automatic_warmup
 from clearhead.config.yaml_files import CONFIGS, flat
 from clearhead.errors import as_yaml, sanitize
@@ -38,11 +42,6 @@ LEARNING |= {"trainer.max_minutes", "trainer.max_steps", "trainer.schedule_steps
 SHAPE = ("model.num_layers", "model.num_heads", "model.emb_dim")
 CHECKSUM = "data.checksum"  # of the tokens, from run.json
 HIGHER_IS_BETTER = ("val/accuracy", "train/tokens_per_second", "train/mfu")  # others: lower
-COMPARABLE = """\
-Values in different tables are not comparable. Bits per byte are comparable between tokenizers: add
-metric=val/bits_per_byte"""
-
-VALIDATION_JSON = "validation.json"  # of a run directory: the validation at the end of the run
 
 Points = list[tuple[int, float]]  # (tokens so far, metric)
 
@@ -102,7 +101,7 @@ class ComparisonRow:
     parts: list[list[float]] = field(default_factory=list)  # of each run, see ComparedRun
     windows: list[int] = field(default_factory=list)  # of each run; 0: unknown
     windows_error: float | None = None  # standard error of the mean over the parts of the text
-    repeated: list[str] = field(default_factory=list)  # that equal one of `runs`: do not count
+    repeated: list[str] = field(default_factory=list)  # equal to one of `runs`; not counted
     difference: "Difference | None" = None  # from the first row of the table
 
 
@@ -117,9 +116,6 @@ class Difference:
     standard_error: float
     p: float  # two-sided, of the paired t-test
     pairs: int
-
-
-# ------------------------------------------------------------------------------------- reading
 
 
 def read(folder: Path, metric: str) -> ComparedRun:
@@ -152,13 +148,6 @@ def read(folder: Path, metric: str) -> ComparedRun:
         except (TypeError, KeyError, OverflowError) as error:
             raise ValueError(f"{VALIDATION_JSON} is damaged") from error
     return run
-
-
-def final_validation(folder: Path, step: int) -> dict:
-    """Returns validation.json (run/evaluation.py); {} if there is none of this step: the run has
-    not ended, or was resumed."""
-    found = read_object(folder / VALIDATION_JSON)
-    return found if found.get("step") == step else {}
 
 
 def was_given(folder: Path, setting: str) -> bool:
@@ -347,80 +336,6 @@ def text_title(text: dict[str, object], texts: list[dict]) -> str:
 def by_text(rows: list[ComparisonRow]) -> list[list[ComparisonRow]]:
     """Returns the rows in one list for each text and tokenizer."""
     return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.text)]
-
-
-# ---------------------------------------------------------------------------------- the tables
-
-
-def tables(rows: list[ComparisonRow], metric: str) -> str:
-    """Returns a Markdown table, readable in a terminal, for each text and tokenizer."""
-    parts = [f"## {group[0].text}\n\n{table(group, metric)}" for group in by_text(rows)]
-    if len(parts) > 1 and not metric.endswith("/bits_per_byte"):
-        parts.append(COMPARABLE)
-    return "\n\n".join(parts)
-
-
-def table(rows: list[ComparisonRow], metric: str) -> str:
-    lines = []
-    for row, settings in zip(rows, shown(rows), strict=True):
-        has_range = len(row.runs) > 1 and not math.isnan(row.mean)
-        cells = {"run": label(row)} | {name: as_yaml(value) for name, value in settings.items()}
-        cells |= {"tokens": f"{row.tokens:,}", metric: f"{row.mean:.4f}"}
-        cells["windows"] = ""
-        if row.windows_error is not None:
-            counts = dict.fromkeys(f"{n:,}" for n in (min(row.windows), max(row.windows)))
-            cells["windows"] = f"{'–'.join(counts)} (± {row.windows_error:.4f})"
-        cells["min–max"] = f"{min(row.values):.4f}–{max(row.values):.4f}" if has_range else ""
-        delta = row.difference
-        text = delta and f"{delta.mean:+.4f} ± {delta.standard_error:.4f}, p = {delta.p:.1g}"
-        cells["difference from the first row"] = text or ""
-        if row.tokens_to_target:
-            reached = [tokens for tokens in row.tokens_to_target if tokens is not None]
-            mean = f"{round(statistics.fmean(reached)):,}" if reached else "never"
-            cells["tokens to target"] = f"{mean} ({len(reached)} of {len(row.runs)})"
-        lines.append(cells)
-    return markdown_table(lines)
-
-
-def markdown_table(lines: Sequence[Mapping[str, str]]) -> str:
-    """Returns a table with a column for each key; columns without any text are omitted."""
-    columns = []
-    for name in lines[0]:
-        texts = [name, *(cells[name] for cells in lines)]
-        texts = [sanitize(text.replace("|", "\\|"), keep="") for text in texts]
-        width = max(map(len, texts))
-        head, *body = (text.ljust(width) for text in texts)
-        if any(cells[name] for cells in lines):
-            columns.append([head, "-" * width, *body])
-    return "\n".join(f"| {' | '.join(texts)} |" for texts in zip(*columns, strict=True))
-
-
-def label(row: ComparisonRow) -> str:
-    """Returns the first run of a row, how many others and unfinished ones it has, and repeated
-    ones."""
-    text = row.runs[0]
-    if others := len(row.runs) - 1:
-        text += f" + {others} run{'s' * (others > 1)}"
-    text += f" ({len(row.unfinished)} unfinished)" if row.unfinished else ""
-    return text + (f" (repeated: {', '.join(row.repeated)})" if row.repeated else "")
-
-
-def shown(rows: list[ComparisonRow]) -> list[dict[str, object]]:
-    """Returns the columns of each row: the settings that differ between these rows. Automatic
-    values have no column, and `model` replaces several settings of SHAPE."""
-    all_settings = [row.settings for row in rows]
-    names = [n for n in all_settings[0] if any(s[n] != all_settings[0][n] for s in all_settings)]
-    hidden = {n for n in names if all(s[n] == automatic(s).get(n, ...) for s in all_settings)}
-    if any(name.startswith("data.") and name != CHECKSUM for name in names):
-        hidden.add(CHECKSUM)  # follows from these
-    has_model = set(SHAPE) <= set(names)
-    if has_model:
-        hidden.update(SHAPE)
-    return [
-        ({"model": row.model} if has_model else {})
-        | {name: row.settings[name] for name in names if name not in hidden}
-        for row in rows
-    ]
 
 
 def automatic(settings: dict[str, object]) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
     Path("results.png").write_bytes(plot(rows, "val/loss"))
 
-`rows` are those of reporting/comparison.py, which also creates the tables.
+`rows` are those of reporting/comparison.py.
 """
 
 import functools
@@ -14,7 +14,8 @@ import textwrap
 import warnings
 
 from clearhead.errors import sanitize
-from clearhead.reporting.comparison import ComparisonRow, by_text, label, pairs, shown
+from clearhead.reporting.comparison import ComparisonRow, by_text, pairs
+from clearhead.reporting.comparison_table import label, shown
 
 Y_LIMIT = 1.5  # upper limit of a chart, relative to the median of the first values after step 0
 COLOURS = 10  # of matplotlib; more rows are grey and have no legend entry

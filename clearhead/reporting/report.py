@@ -18,13 +18,12 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from clearhead.checkpoint.run_directory import attention_page, settings_of
+from clearhead.checkpoint.run_directory import attention_page, final_validation, settings_of
 from clearhead.config.yaml_files import flat
 from clearhead.errors import sanitize
 from clearhead.files import atomic_write, read_bounded, read_rows
 from clearhead.lens.assemble import assemble, content_security_policy
 from clearhead.reporting.charts import KEYS, Points, chart_data, finite, number, points_of
-from clearhead.reporting.comparison import final_validation
 from clearhead.reporting.console import duration
 from clearhead.reporting.report_heads import heads_section
 

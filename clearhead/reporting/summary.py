@@ -8,7 +8,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 
 from clearhead.checkpoint.format import State
-from clearhead.checkpoint.run_directory import SUMMARY_JSON
+from clearhead.checkpoint.run_directory import SUMMARY_JSON, final_validation
 from clearhead.config.application import is_single_run
 from clearhead.config.overrides import override
 from clearhead.config.schema import Config
@@ -18,7 +18,6 @@ from clearhead.distributed import launch
 from clearhead.distributed.device_memory import peak_memory
 from clearhead.errors import as_yaml
 from clearhead.files import REPOSITORY, as_json, atomic_write, last_values, read_rows
-from clearhead.reporting.comparison import final_validation
 
 
 def write_summary(

@@ -19,6 +19,7 @@ from clearhead.errors import best_effort, sanitize
 from clearhead.files import REPOSITORY, as_json, atomic_write, read_object
 from clearhead.reporting import comparison
 from clearhead.reporting.comparison_plot import plot
+from clearhead.reporting.comparison_table import tables
 
 METRICS = ("val/loss", "train/loss")  # the comparison uses the first of these that any run has
 
@@ -78,9 +79,9 @@ def write_results(folder: Path, jobs: list[dict], failed: list[str]) -> None:
     if runs:
         keys = {text.partition("=")[0].lstrip("+") for job in jobs for text in job["overrides"]}
         rows = comparison.summarize(runs, metric, swept=keys)
-        tables = comparison.tables(rows, metric)
-        print(f"\n{tables}\n\nresults          {folder}/results.md, .json, .png", flush=True)
-        parts += [tables, "![metric over tokens](results.png)"]
+        text = tables(rows, metric)
+        print(f"\n{text}\n\nresults          {folder}/results.md, .json, .png", flush=True)
+        parts += [text, "![metric over tokens](results.png)"]
         results |= {"metric": metric, "settings": comparison.shared(runs), "rows": rows}
     parts += ["## Failed jobs"] * bool(failed) + [f"- {line}" for line in failed]
     atomic_write(folder / "results.json", as_json(results))

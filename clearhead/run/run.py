@@ -17,13 +17,12 @@ import torch
 from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.checkpoint.format import State
 from clearhead.checkpoint.resume import resume_command
-from clearhead.checkpoint.run_directory import write_settings
+from clearhead.checkpoint.run_directory import VALIDATION_JSON, final_validation, write_settings
 from clearhead.config.schema import Config
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DivergedError, RunError, best_effort, format_error
 from clearhead.files import as_json, atomic_write, last_values, script_path
 from clearhead.optim.optimizers import learning_rate
-from clearhead.reporting.comparison import VALIDATION_JSON, final_validation
 from clearhead.reporting.metrics import Metrics
 from clearhead.reporting.run_log import RunLog
 from clearhead.reporting.summary import write_summary

@@ -1,4 +1,5 @@
-"""reporting/comparison.py: several runs as a table and a plot."""
+"""reporting/comparison.py, comparison_table.py and comparison_plot.py: several runs as a table and
+a plot."""
 
 import json
 import math
@@ -9,13 +10,14 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from clearhead.files import as_json
-from clearhead.reporting import comparison as results
+from clearhead.reporting import comparison
 from clearhead.reporting.comparison_plot import COLOURS, plot
+from clearhead.reporting.comparison_table import table
 
 
 def row(settings, *values, first=5.0, text="data.path=a.txt"):
     """Returns a row of the table. Its curves start at `first` and end at `values`."""
-    return results.ComparisonRow(
+    return comparison.ComparisonRow(
         text,
         settings,
         model="",
@@ -111,16 +113,14 @@ def test_values_are_valid_json_and_one_cell_of_the_table():
     value = {"a": [math.inf, -math.inf, math.nan, 1.5], "b": (2,)}
     assert json.loads(as_json(value)) == {"a": [None, None, None, 1.5], "b": [2]}
     rows = [row({"path": path}, 1.0) for path in ("a|b\nc\x1b[31m", "b")]
-    assert (
-        results.table(rows, "val/loss").splitlines()[2].startswith("| run0 | a\\|b\\nc\\x1b[31m |")
-    )
+    assert table(rows, "val/loss").splitlines()[2].startswith("| run0 | a\\|b\\nc\\x1b[31m |")
 
 
 def test_rows_are_compared_by_paired_seeds():
     """Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3)."""
     best, other = row({"lr": 1}, 2.0, 1.0, 3.0), row({"lr": 2}, 3.3, 2.1, 1.2)
     other.seeds = [2, 0, 1]
-    found = results.difference(other, best, of_text=False)
+    found = comparison.difference(other, best, of_text=False)
     assert (found.mean, found.pairs) == (pytest.approx(0.2), 3)
     assert found.standard_error == pytest.approx(0.1 / math.sqrt(3))
     assert found.p == pytest.approx(0.0742, abs=1e-4)  # t = 2 sqrt(3) with 2 degrees of freedom
@@ -133,7 +133,7 @@ def test_rows_are_compared_by_paired_seeds():
 def test_rows_without_three_pairs_of_finite_values_are_not_compared(seeds, values):
     other = row({"lr": 2}, *values)
     other.seeds = seeds
-    assert results.difference(other, row({"lr": 1}, 1.0, 2.0, 3.5), of_text=False) is None
+    assert comparison.difference(other, row({"lr": 1}, 1.0, 2.0, 3.5), of_text=False) is None
 
 
 def test_the_error_of_a_difference_includes_that_of_the_windows():
@@ -146,11 +146,11 @@ def test_the_error_of_a_difference_includes_that_of_the_windows():
         [a + b for a, b in zip(*of_run, strict=True)]
         for of_run in zip(best.parts, of_parts, strict=True)
     ]
-    found = results.difference(other, best, of_text=True)
+    found = comparison.difference(other, best, of_text=True)
     of_seeds, of_windows = 0.1**2 / 3, statistics.variance([0, 0.1, 0.2, 0.5]) / 4
     error = math.sqrt(of_seeds + of_windows)
     assert (found.mean, found.standard_error) == (pytest.approx(0.2), pytest.approx(error))
     freedom = error**4 / (of_seeds**2 / 2 + of_windows**2 / 3)  # Welch and Satterthwaite
     assert found.p == pytest.approx(2 * stats.t.sf(found.mean / error, freedom))
     other.parts[1] = []  # this run has not ended
-    assert results.difference(other, best, of_text=True) is None
+    assert comparison.difference(other, best, of_text=True) is None
