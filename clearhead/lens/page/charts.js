@@ -78,6 +78,7 @@ function drawChartLines() {
     context.textBaseline = "middle";
     if (chart.empty) {
       context.fillText("not defined on this prompt", MARGIN.left, tall / 2);
+      prepareCanvas(chart.marks, width, tall);
       continue;
     }
     context.textAlign = "right";

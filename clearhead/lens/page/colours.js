@@ -37,14 +37,20 @@ export const WEIGHTS = Float64Array.from({ length: 256 }, (_, code) => (code / 2
 export const dark = matchMedia("(prefers-color-scheme: dark)");
 export const colours = {}; // colours of the current theme, for canvases
 
-export function readTheme() {
-  const isDark = state.theme === "auto" ? dark.matches : state.theme === "dark";
-  document.documentElement.style.colorScheme = state.theme === "auto" ? "" : state.theme;
+/** Reads the colours of the theme. isPrinted: dark ink on light paper. */
+export function readTheme(isPrinted = false) {
+  const theme = isPrinted ? "light" : state.theme;
+  const isDark = theme === "auto" ? dark.matches : theme === "dark";
+  document.documentElement.style.colorScheme = theme === "auto" ? "" : theme;
   document.documentElement.dataset.theme = isDark ? "dark" : "light";
+  const sample = document.createElement("i"); // resolves light-dark()
+  sample.style.forcedColorAdjust = "none";
+  document.body.append(sample);
   for (const name of ["page", "ink", "muted", "line", "tint", "accent", "other"]) {
-    document.body.style.outlineColor = `var(--${name})`; // resolves light-dark()
-    colours[name] = getComputedStyle(document.body).outlineColor;
+    sample.style.color = `var(--${name})`;
+    colours[name] = getComputedStyle(sample).color;
   }
+  sample.remove();
   colours.isDark = isDark;
   const channels = (colour) => colour.match(/\d+/g).map(Number);
   colours.background = channels(colours.page);

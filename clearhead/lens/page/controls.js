@@ -144,12 +144,11 @@ export function showControls() {
     $("filter-value").setAttribute("aria-valuetext", format(state.threshold));
     $("threshold").firstChild.textContent = `≥ ${format(state.threshold)}`;
   }
-  $("show").classList.toggle("unused", !B); // its place is kept
+  $("show").hidden = !B;
   checkRadio("show", state.show);
   $("brighter").textContent = gridShows() === "difference"
-    ? "orange: more weight in B, blue: less"
-    : A.valued ? "brighter: larger weight × value norm; each head has its own scale"
-      : "brighter: more weight";
+    ? "Orange: more weight in B, blue: less."
+    : A.valued ? "Brighter: larger weight × value norm; each head has its own scale." : "";
   showNotes();
 }
 
@@ -168,7 +167,7 @@ function showNotes() {
     if (!statistic) continue;
     const uniform = uniformOf(A, key);
     what.push(" · ", bold(statistic.title), `: ${statistic.description}` +
-      (uniform === null ? "" : ` Uniform attention: ${format(uniform)}.`));
+      (uniform === null ? "" : ` Chance: ${format(uniform)}.`));
   }
   $("what").replaceChildren(...what);
   const notes = [];
@@ -195,7 +194,7 @@ function showNotes() {
   const over = isMean() && run.prompts.length > 1 ? "mean over all prompts" : "this prompt";
   $("legend").replaceChildren(`${marks}; ${over} · `,
     make("i", { textContent: "selected head" }),
-    bold(otherRunSide() ? " · B" : ""), " · dashed: uniform attention");
+    bold(otherRunSide() ? " · B" : ""), " · dashed: chance (equal weights on all key tokens)");
 }
 
 /** Returns why the tokens of A and B are not the same. */

@@ -74,7 +74,7 @@ export function drawDetail() {
     paint(plot, index, plot.what, Math.round(plot.size * devicePixelRatio));
     const name = plot.what === "difference" ? "B − A" : sideName(plot.what === "a" ? A : B);
     const title = name + (plot.step > 1 ? ` · labels: 1 token in ${plot.step}` : "");
-    Object.assign(plot.title, { textContent: title, title });
+    Object.assign(plot.title, { textContent: title, title, hidden: order.length === 1 });
     plot.map.setAttribute("role", "img");
     plot.map.setAttribute("aria-label", `attention of ${indexName(index)}: ${title}`);
   }
@@ -92,17 +92,21 @@ function drawReading() {
   drawLayers(query);
   drawArcs(query);
   if (selected() === null) return;
-  for (const plot of plots) if (plot.what) drawMarks(plot, query, hovered.key);
-  drawReadout(query, hovered.key);
+  const key = hovered.key ?? strongestKey(query);
+  for (const plot of plots) if (plot.what) drawMarks(plot, query, key, hovered.key !== null);
+  drawReadout(query, key, hovered.key === null);
 }
 
-function drawReadout(query, key) {
-  const cell = (of, k = key) => cellOf(of, enlarged(), query, k);
-  const most = key === null;
-  if (most) {
-    key = Math.min(firstKey(), query);
-    for (let k = key; k <= query; k++) if (cell(here, k).value > cell(here).value) key = k;
-  }
+/** Returns the key token to which a query token attends most. */
+function strongestKey(query) {
+  const value = (key) => cellOf(here, enlarged(), query, key).value;
+  let best = Math.min(firstKey(), query);
+  for (let key = best; key <= query; key++) if (value(key) > value(best)) best = key;
+  return best;
+}
+
+function drawReadout(query, key, most) {
+  const cell = (of) => cellOf(of, enlarged(), query, key);
   const token = (n) => make("bdi", { textContent: `"${visible(A.tokens[n], 40)}"`,
     title: A.tokens[n] });
   const [a, b] = [cell(A), cell(B)];

@@ -53,18 +53,21 @@ function bestPrompt(frame, key, index, only = null) {
   }, null);
 }
 
-/** Returns the view of the most significant head of the last step, if possible not of a simple one;
- * {} if no head has a name. */
+/** Returns the view of the most significant head of the last step: a head with a name, if possible
+ * not a simple one, or else the head that is nearest to a name. */
 export function openingView() {
   const frame = run.frames.length - 1;
   const { step } = run.frames[frame];
+  const keys = run.statistics.filter(({ is_name }) => is_name).map(({ key }) => key);
   let best = null;
   for (let index = 0; index < run.count; index++) {
-    const key = nameAt(run, index, step);
-    if (!statisticOf(run, key)?.is_name) continue;
-    const found = bestPrompt(frame, key, index, run.opening_prompt);
-    if (found) found.rank = found.size - (kindOf(key).is_simple ? 1 : 0);
-    if (found && (!best || found.rank > best.rank)) best = { ...found, index, key };
+    const name = nameAt(run, index, step);
+    for (const key of keys) {
+      const found = bestPrompt(frame, key, index, run.opening_prompt);
+      if (!found) continue;
+      const rank = found.size + (key === name ? 2 : 0) - (kindOf(key).is_simple ? 1 : 0);
+      if (!best || rank > best.rank) best = { ...found, rank, index, key };
+    }
   }
   if (!best) return {};
   const { prompt, index, key } = best;
@@ -104,11 +107,11 @@ function noNameText(index) {
   const [most] = run.statistics.filter((one) => one.is_name && size(one) >= one.named_from)
     .sort((one, two) => size(two) - size(one));
   if (!most) {
-    return "on this prompt, it attends to no kind of token clearly more than uniform attention does";
+    return "on this prompt, it attends to no kind of token clearly more than by chance";
   }
   const value = format(valueAt(here, most.key, index, false));
   const uniform = format(uniformOf(here, most.key, false));
-  return `on this prompt, its mean weight on ${kindOf(most.key).target} is ${value} (uniform ` +
+  return `on this prompt, its mean weight on ${kindOf(most.key).target} is ${value} (chance ` +
     `${uniform}), but a name needs a large weight on every prompt`;
 }
 
@@ -151,7 +154,7 @@ export function drawFinding() {
       : `; on average ${format(valueAt(here, name.key, index, false))}`;
     parts.push(name.key === "induction" ? ". Such a head copies: " : ": ", "for example, ",
       ...patternText(name.key, run.prompts[state.prompt], row), " with weight ",
-      bold(formatWeight(row.weight)), ` (uniform ${row.uniform.toFixed(2)})${mean}.`);
+      bold(formatWeight(row.weight)), ` (chance ${row.uniform.toFixed(2)})${mean}.`);
   } else parts.push(row ? `. This is measured on prompt ${row.prompt + 1}.` : ".");
   if (!run.ablation) parts.push(" The name says where it attends, not whether the model needs it.");
   if (row && (row.prompt !== state.prompt || row.query !== selectedQuery())) {

@@ -146,7 +146,7 @@ function headValues(index) {
 /** Returns a value as text, with the value for uniform attention if it is not a difference. */
 export function withUniform(key, value, signed = false) {
   const uniform = signed || value === null ? null : uniformOf(A, key);
-  return format(value, signed) + (uniform === null ? "" : `, uniform ${format(uniform)}`);
+  return format(value, signed) + (uniform === null ? "" : `, chance ${format(uniform)}`);
 }
 
 /** Enlarges a head. null: closes the enlarged head. */
@@ -227,18 +227,18 @@ export function layOut(force = false) {
   const facts = [width, tall, devicePixelRatio, A.T, Boolean(state.sort)].join();
   if (facts === laidOut && !force) return;
   laidOut = facts;
-  const compact = tall < 500; // such as a panel of a dashboard
+  const compact = tall < 500 && window.parent !== window; // a panel of a dashboard
   $("app").classList.toggle("compact", compact);
   measureBar();
   const [margin, labels, gap] = compact ? [16, 28, 2]
     : [width > 760 ? 40 : 20, width > 480 ? 28 : 22, width > 480 ? 3 : 2];
   let wide = width >= 900;
-  const room = wide ? (width - margin - 28) * 0.6 : width - margin;
+  const room = wide ? (width - margin - 28) * 0.41 : width - margin;
   let tile = (room - labels) / run.heads - gap;
   if (!compact || !$("app").classList.contains("open")) bodyTop = $("body").offsetTop;
-  const below = tall - bodyTop - (compact ? 26 : 128);
+  const below = tall - bodyTop - (compact ? 26 : 150);
   const low = below / run.layers - gap;
-  if (low >= (compact ? 10 : 30)) tile = Math.min(tile, low); // the whole grid on one screen
+  if (low >= (compact ? 10 : 24)) tile = Math.min(tile, low); // the whole grid on one screen
   if (compact && !state.sort) wide ||= width - margin - run.heads * (tile + gap) - labels >= 240;
   $("app").classList.toggle("wide", wide);
   if (state.sort) tile = Math.max(62, Math.min(tile, 92));
@@ -251,6 +251,9 @@ export function layOut(force = false) {
   $("grid").classList.toggle("thin", tile < 26); // only some columns have labels
   document.documentElement.style.setProperty("--tile", `${tile}px`);
   $("grid").classList.toggle("sorted", Boolean(state.sort));
+  // A grid that fits stays next to a long right column; next to a long grid, the right column stays.
+  const rows = state.sort ? Math.ceil(run.count / Math.floor(room / (tile + 6))) : run.layers;
+  $("app").classList.toggle("tall", rows * (tile + (state.sort ? 22 : gap)) > below);
   $("grid").style.width = state.sort && wide ? `${room}px` : "";
   measureSide();
 }

@@ -8,6 +8,7 @@ import { describeEvent, namingEvents } from "./names.js";
 
 const COPY = "loss on the second copy";
 const THUMB = 8; // half the width of the slider's handle
+const AXIS = 34; // width of the axis at the right, in style.css the margin of #step
 let timeCurves = []; // {points: [[step, value]], label: its legend, isPart: from 0 to 1}
 let namings = []; // when heads got their names
 let frameSteps = [];
@@ -34,10 +35,10 @@ export function buildTimeline() {
   const known = { ...run.curves, [COPY]: copyLosses() };
   timeCurves = Object.entries(known).filter(([, points]) => points.length > 1)
     .map(([title, points]) => {
-      const short = title.replace(/ loss$|^loss on the |^validation (?=acc)/, "");
+      const short = title.replace(/ loss$|^loss on the |^validation (?=acc)/, "")
+        .replace("training", "training (smoothed)");
       const isPart = title.includes("accuracy");
-      const about = title === "training loss" ? " (smoothed)" : "";
-      const label = make("span", { title: title + about }, `${isPart ? "· " : ""}${short} `,
+      const label = make("span", { title }, `${isPart ? "· " : ""}${short} `,
         make("b", { className: "number" }));
       label.dataset.curve = title;
       return { points, label, isPart };
@@ -52,7 +53,7 @@ export function buildTimeline() {
   const go = (event) => {
     if (!event.buttons) return;
     const box = $("track").getBoundingClientRect();
-    const part = (event.clientX - box.left - THUMB) / (box.width - 2 * THUMB);
+    const part = (event.clientX - box.left - THUMB) / (box.width - AXIS - 2 * THUMB);
     pause();
     update({ frame: Math.round(clamp(part, 0, 1) * (run.frames.length - 1)) });
   };
@@ -71,7 +72,7 @@ function buildMarks() {
   const mark = (className, step, title) => {
     const node = make("i", { className, title });
     const shift = 5 * (seen.get(step) ?? 0);
-    node.style.left = `calc(${THUMB + shift}px + (100% - ${2 * THUMB}px) * ${placeOf(step)})`;
+    node.style.left = `calc(${THUMB + shift}px + (100% - ${AXIS + 2 * THUMB}px) * ${placeOf(step)})`;
     $("marks").append(node);
     return node;
   };
@@ -96,6 +97,19 @@ export function newsText() {
     ...(copies ? ["the loss on copy 2 has fallen"] : [])].join(" · ");
 }
 
+/** Draws the axis of the losses at the right of the curves: 0 and the largest loss. */
+function drawAxis(context, width, tall, most) {
+  context.fillStyle = context.strokeStyle = getComputedStyle($("curves")).color;
+  context.font = "10px system-ui, sans-serif";
+  context.lineWidth = 1;
+  line(context, [[width - 0.5, 1], [width - 0.5, tall]]);
+  context.textAlign = "right";
+  context.textBaseline = "top";
+  context.fillText(format(most), width - 4, 1);
+  context.textBaseline = "bottom";
+  context.fillText("0", width - 4, tall);
+}
+
 export function drawTimeline() {
   if (!timeCurves.length || run.frames.length === 1) return;
   for (const { points, label } of timeCurves) {
@@ -112,7 +126,8 @@ export function drawTimeline() {
   const usual = losses.filter(({ label }) => label.dataset.curve !== COPY);
   const most = Math.max(...(usual.length ? usual : losses)
     .flatMap(({ points }) => points.map(([, value]) => value)));
-  const x = (step) => THUMB + placeOf(step) * (width - 2 * THUMB);
+  const x = (step) => THUMB + placeOf(step) * (width - AXIS - 2 * THUMB);
+  drawAxis(context, width, tall, most);
   context.lineWidth = 1.3;
   for (const { points, label, isPart } of timeCurves) {
     context.strokeStyle = getComputedStyle(label).color;

@@ -66,6 +66,12 @@ function listen() {
     readTheme();
     update();
   });
+  for (const [event, isPrinted] of [["beforeprint", true], ["afterprint", false]]) {
+    addEventListener(event, () => {
+      readTheme(isPrinted);
+      redraw();
+    });
+  }
   new ResizeObserver(() => {
     if (!measureSide()) return;
     drawDetail();

@@ -104,5 +104,5 @@ export function drawNames() {
   }
   $("no-names").textContent = shown.some(Boolean) ? ""
     : `No head has a name at step ${here.step}: none attends to one kind of token clearly more ` +
-      "than uniform attention does, on every prompt.";
+      "than by chance, on every prompt.";
 }

@@ -17,6 +17,7 @@ const ruler = document.createElement("canvas").getContext("2d");
 
 const TOP = 6; // space above a heatmap for the first label
 const LABEL = 11.5; // height of a label
+const READABLE = 8; // of smaller rows, only the query token and the key token have a label
 const COPIES = 14; // width of the names of the two copies of a repeated sequence
 
 /** Sets the size of the enlarged heatmap, the same with and without a comparison: if possible whole
@@ -27,13 +28,13 @@ export function placePlots() {
   const texts = (longest) => A.tokens.map((token) => label(token, longest));
   // Short labels, for example of letters, are in up to three lanes. So none has to be skipped.
   const short = A.tokens.filter((token) => token.length > 3).length <= 1; // <|endoftext|>
-  let labels = texts(compact ? 7 : 12);
+  let labels = texts(compact ? 7 : 8);
   let [lanes, laneWidth] = [1, 0];
   const copies = A.run.prompts[A.prompt].period ? COPIES : 0;
   // In a low window, the text is next to the map, not below it.
-  const around = compact ? (wide ? 144 : 100) : wide ? 390 : 150;
+  const around = compact ? (wide ? 126 : 82) : wide ? $("bar").offsetHeight + 140 : 132;
   // Width of the text next to the map; 0: the text is below the map.
-  const text = compact ? (!wide && sideWidth() > 400 ? 170 : 0) : sideWidth() >= 600 ? 270 : 0;
+  const text = compact ? (!wide && sideWidth() > 400 ? 170 : 0) : sideWidth() >= 600 ? 246 : 0;
   for (; ; lanes++) {
     const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
     laneWidth = Math.ceil(clamp(widest, 12, 84)) + 3;
@@ -42,7 +43,7 @@ export function placePlots() {
     const room = Math.max(40, Math.min(sideWidth() - text - left - 14, low, 560));
     const cell = Math.min(room / A.T, Math.max(46, 90 / A.T));
     sizePlot(plots[0], left, cell * A.T, labels);
-    if (!short || lanes === 3 || lanes * plots[0].cell >= LABEL) break;
+    if (!short || lanes === 3 || lanes * plots[0].cell >= LABEL || plots[0].cell < READABLE) break;
     labels = texts(3);
   }
   Object.assign(plots[0], { lanes, laneWidth, step: Math.ceil(LABEL / plots[0].cell / lanes) });
@@ -57,7 +58,7 @@ export function placePlots() {
 function sizePlot(plot, left, room, labels) {
   const whole = Math.floor((room / A.T) * devicePixelRatio) * A.T;
   const most = Math.floor(room * devicePixelRatio);
-  const size = (whole > 0.8 * most ? whole : most) / devicePixelRatio;
+  const size = (whole > 0.93 * most ? whole : most) / devicePixelRatio;
   const bottom = TOP + size + (labels ? left : 4);
   Object.assign(plot, { left, size, cell: size / A.T, labels, barTop: bottom - TOP + 2 });
   plot.width = left + Math.max(size, 60) + 10;
@@ -70,9 +71,10 @@ function sizePlot(plot, left, room, labels) {
 
 /** Returns the lane of the label of each token; no entry if the label is skipped. Both copies of a
  * repeated sequence have labels at the same tokens. */
-function labelLanes({ lanes, step }) {
+function labelLanes({ cell, lanes, step }) {
   const { period } = A.run.prompts[A.prompt];
   const found = [];
+  if (cell < READABLE) return found;
   let count = 0;
   for (let n = 0; n < A.T; n++) {
     const place = period ? ((n - 1) % period) + 1 : n; // in a copy, from 1
@@ -81,8 +83,9 @@ function labelLanes({ lanes, step }) {
   return found;
 }
 
-/** Draws labels, cross-hair and colour bar of one heatmap. */
-export function drawMarks(plot, query, key) {
+/** Draws labels, cross-hair and colour bar of one heatmap. isPointer: the key token is the one under
+ * the pointer and has a cross-hair; otherwise it is the one with the largest weight. */
+export function drawMarks(plot, query, key, isPointer) {
   const context = prepareCanvas(plot.marks, plot.width, plot.height);
   const { left, size, cell } = plot;
   context.font = FONT;
@@ -113,7 +116,7 @@ export function drawMarks(plot, query, key) {
       lanes.forEach((_, n) => write(n, column, false));
     }
     write(query, false, true);
-    if (key !== null) write(key, true, true);
+    write(key, true, true);
   }
 
   drawCopies(context, plot);
@@ -124,7 +127,7 @@ export function drawMarks(plot, query, key) {
   };
   box(0, query, query + 1, 1, colours.page, 2.5);
   box(0, query, query + 1, 1, colours.accent, 1.5);
-  if (key !== null) {
+  if (isPointer) {
     box(key, key, 1, A.T - key, colours.page, 2.5);
     box(key, key, 1, A.T - key, colours.accent, 1.5);
     box(key, query, 1, 1, colours.ink, 2);
