@@ -185,7 +185,7 @@ def opened(window):
         page.on("dialog", dismiss)
         page.on("request", lambda request: fetched.append(request.url))
         page.goto(address + fragment)
-        allowed.add(address)
+        allowed.update({address, path.with_name("page.html").resolve().as_uri()})  # also in a frame
         return page
 
     yield open_page
@@ -213,11 +213,19 @@ def shown(write, opened):
     """shown(run, ...) -> a page with these runs in a browser, after its first view is drawn and all
     frames are decoded. So a change of the step is visible at once, also on a busy machine. Other
     tests check what happens while frames are decoded. No head is enlarged, unless `fragment` says
-    so."""
+    so. frame: (width, height) of a frame that contains the page, as on a dashboard; returns the
+    frame."""
     from helpers.pages import DECODE_ALL, a_run, ready
 
-    def show(*runs, fragment="#head=none", title="attention", **options):
-        opened_page = opened(write(*runs or (a_run(),), title=title), fragment, **options)
+    def show(*runs, fragment="#head=none", title="attention", frame=None, **options):
+        path = write(*runs or (a_run(),), title=title)
+        if frame:
+            host, (width, height) = path.with_name("host.html"), frame
+            source = f'src="{path.name}{fragment}" width="{width}" height="{height}"'
+            host.write_text(f'<!doctype html><iframe style="border: 0" {source}></iframe>')
+            opened_page = opened(host, **options).frames[1]
+        else:
+            opened_page = opened(path, fragment, **options)
         ready(opened_page)
         opened_page.evaluate(DECODE_ALL)
         opened_page.evaluate("() => window.lens.update()")  # draws the charts of all steps

@@ -16,7 +16,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def saved(lens, what):
-    lens.locator("#save-image").click()
+    pages.option(lens, "save-image").click()
     with lens.expect_download() as download:
         lens.locator(f"[data-figure='{what}']").click()
     assert not lens.locator("#save").is_visible()
@@ -116,7 +116,7 @@ def test_sandboxed_frame_shows_the_image(tmp_path, write, opened):
     (tmp_path / "host.html").write_text(f"<!doctype html><meta charset=utf-8>{frame}")
     lens = opened(tmp_path / "host.html").frame_locator("iframe")
     pages.ready(lens)
-    lens.locator("#save-image").click()
+    pages.option(lens, "save-image").click()
     lens.locator("[data-figure='grid.png']").click()
     lens.locator("#saved img").wait_for()
     assert (

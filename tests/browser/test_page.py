@@ -35,9 +35,9 @@ def test_color_scale_and_first_column(shown):
     lens = shown(fragment="#head=1.0")
     weights = a_run().weights[120][0]
     for scale, hide, stretch in itertools.product(("sqrt", "linear"), *2 * [(False, True)]):
-        lens.locator("#scale").select_option(scale)
-        lens.locator("#first-column").set_checked(hide)
-        lens.locator("#stretch").set_checked(stretch)
+        pages.option(lens, "scale").select_option(scale)
+        pages.option(lens, "first-column").set_checked(hide)
+        pages.option(lens, "stretch").set_checked(stretch)
         most = weights[..., 1:, int(hide) :].max((-1, -2), keepdims=True) if stretch else 1
         part = (weights / most).clip(0, 1)
         part = part if scale == "linear" else np.sqrt(part)
@@ -54,7 +54,7 @@ def test_dark_and_light_theme(shown):
         expect(lens.locator("html")).to_have_attribute("data-theme", theme)
         assert (max(pages.tint(lens)) < 60) == (theme == "dark")
         pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0]))
-        lens.locator("#theme").click()
+        pages.option(lens, "theme").click()
 
 
 WATCH_TEXT = """() => {
@@ -133,7 +133,7 @@ def test_play_and_pause(shown):
     lens = shown(fragment="#step=40", timezone_id="Etc/GMT+5")
     lens.clock.install(time=0)
     lens.clock.pause_at(1000)  # now time passes only in run_for
-    lens.locator("#speed").select_option("1")
+    pages.option(lens, "speed").select_option("1")
     play = lens.locator("#play")
     label = play.get_attribute("aria-label")
     play.click()
@@ -164,18 +164,18 @@ def test_one_step_without_a_repeated_prompt(shown):
     assert set(STATISTICS) - set(shown_charts) >= {"induction", "duplicate_token"}
     assert {"entropy", "largest_logit"} <= set(shown_charts)
     lens.evaluate(WATCH_TEXT)
-    lens.locator("#theme").click()
+    pages.option(lens, "theme").click()
     assert Chart(lens, "entropy").steps == ["L0", "L1"]  # with one step, the x axis is the layer
 
 
 def test_sorting_and_filtering(shown):
     lens = shown(fragment="#step=80&statistics=mean")
     for key, values in a_run().rows[80].values.items():
-        lens.locator("#sort").select_option(key)
+        pages.option(lens, "sort").select_option(key)
         assert pages.grid_order(lens) == pages.ranked(values, descending=True), key
-        lens.locator("#direction").click()
+        pages.option(lens, "direction").click()
         assert pages.grid_order(lens) == pages.ranked(values, descending=False), key
-        lens.locator("#direction").click()
+        pages.option(lens, "direction").click()
     lens.locator("#step").fill("3")  # sorted by the values of the shown step
     assert pages.grid_order(lens) == pages.ranked(a_run().rows[120].values[key], descending=True)
 
@@ -183,9 +183,9 @@ def test_sorting_and_filtering(shown):
     of_all_steps = np.stack([row.values["diagonal"] for row in a_run().rows.values()])
     low, high = of_all_steps.min(), of_all_steps.max()
     assert values.min() == low  # at 0 a head with the minimum passes
-    lens.locator("#filter-statistic").select_option("diagonal")
+    pages.option(lens, "filter-statistic").select_option("diagonal")
     for part in (0, 0.25, 0.4, 0.2):
-        lens.locator("#filter-value").fill(str(round(200 * part)))
+        pages.option(lens, "filter-value").fill(str(round(200 * part)))
         passing = values >= low + part * (high - low)
         count = re.findall(r"\d+", lens.locator("#count").inner_text())
         assert count == [str(passing.sum()), "6"]
@@ -193,7 +193,7 @@ def test_sorting_and_filtering(shown):
             is_out = "out" in pages.tile(lens, *place).get_attribute("class").split()
             assert is_out == (not passing[place])
     assert 0 < passing.sum() < 6
-    lens.locator("#sort").select_option("diagonal")  # when sorted, other heads are hidden
+    pages.option(lens, "sort").select_option("diagonal")  # when sorted, other heads are hidden
     order = pages.ranked(values, descending=True)
     assert pages.grid_order(lens) == [place for place in order if passing[place]]
 
@@ -226,9 +226,9 @@ class Chart:
 def test_charts_the_chosen_head_and_the_head_under_the_pointer(shown):
     lens = shown(fragment="#statistics=mean", viewport=TALL)
     lens.evaluate(WATCH_TEXT)
-    lens.locator("#theme").click()
+    pages.option(lens, "theme").click()
     lens.evaluate("() => { window.written = []; }")
-    lens.locator("#theme").click()  # draws everything again
+    pages.option(lens, "theme").click()  # draws everything again
     found = {key: Chart(lens, key) for key in STATISTICS}
     assert all(chart.steps == ["0", "120"] for chart in found.values())
 
@@ -261,7 +261,7 @@ def test_charts_the_chosen_head_and_the_head_under_the_pointer(shown):
     values = {key: pages.as_shown(row[0, 2]) for key, row in a_run().rows[120].values.items()}
     said = [f"{STATISTICS[key].title} {value}" for key, value in values.items()]
     texts = lens.locator("#hovered").inner_text().split(" · ")
-    found = [text.partition(", uniform")[0] for text in texts if " step " not in text]
+    found = [text.partition(", chance")[0] for text in texts if " step " not in text]
     assert found == ["L0 H2", *said]
 
 
@@ -273,7 +273,7 @@ def compared_steps(lens):
 
 def test_two_steps_are_compared(shown):
     lens = shown(fragment="#head=1.0")
-    lens.locator("#compare").select_option("step:40")
+    pages.option(lens, "compare").select_option("step:40")
     a, b = a_run().weights[40][0], a_run().weights[120][0]
     pages.assert_difference(lens, b - a)
     pages.assert_difference(lens, (b - a)[1, 0], "#map")
@@ -286,6 +286,7 @@ def test_two_steps_are_compared(shown):
         pages.assert_drawn(lens, np.sqrt(other[1, 0]), "#map-2")
         pages.assert_difference(lens, (b - a)[1, 0], "#map-3")
     assert compared_steps(lens) == [40, 120]
+    lens.locator("#map-3").scroll_into_view_if_needed()
     lens.mouse.move(*pages.cell(lens, 8, 3, "#map-3"))
     query, key, weights = pages.readout(lens)
     assert (query, key) == ((" river", 8), (" the", 3))
@@ -310,10 +311,10 @@ def test_two_runs_are_compared_from_the_start(shown):
     pages.assert_difference(lens, second.weights[80][0] - first.weights[80][0])
     assert compared_steps(lens) == [80, 80]
     values = second.rows[80].values["diagonal"] - first.rows[80].values["diagonal"]
-    lens.locator("#sort").select_option("diagonal")
+    pages.option(lens, "sort").select_option("diagonal")
     assert pages.grid_order(lens) == pages.ranked(values, descending=True)
-    lens.locator("#sort").select_option("")
-    lens.locator("#compare").select_option("run:0")
+    pages.option(lens, "sort").select_option("")
+    pages.option(lens, "compare").select_option("run:0")
     pages.assert_weights(lens, second, number=1)
     pages.assert_difference(lens, second.weights[0][0] - first.weights[80][0])
 

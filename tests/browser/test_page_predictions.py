@@ -120,9 +120,10 @@ def test_most_likely_next_tokens_of_the_query_token(shown):
     lens.locator("#text").focus()
     lens.keyboard.press("ArrowLeft")
     assert_predicts(lens, found, 5, WORDS)
+    compare = pages.option(lens, "compare")
     lens.mouse.move(*pages.cell(lens, 8, 3))
     assert_predicts(lens, found, 8, WORDS)
-    lens.locator("#compare").select_option("step:40")
+    compare.select_option("step:40")
     assert_predicts(lens, run.frames[40].predictions[0][-1], 8, WORDS)
     assert_predicts(lens, found, 8, WORDS, side=1)
 
@@ -161,7 +162,7 @@ def test_value_weighted_maps(shown):
         numbers = [float(n) for n in re.findall(r"\d\.\d+", lens.locator("#readout").inner_text())]
         expected = [true[query, key], weights[query, key], norms[key]]
         assert numbers == pytest.approx(expected, abs=0.02)
-    lens.locator("#kind").select_option("weights")
+    pages.option(lens, "kind").select_option("weights")
     pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0]))
 
 
@@ -277,10 +278,10 @@ def test_several_heads_overlaid_and_their_mean(shown):
     assert_arcs(lens, [mean], 11, [4])
     lens.mouse.move(*pages.cell(lens, 8, 3))
     assert pages.readout(lens)[2] == [pytest.approx(mean[8, 3], abs=0.012)]
-    lens.locator("#compare").select_option("step:40")
+    pages.option(lens, "compare").select_option("step:40")
     earlier = a_run().weights[40][0].reshape(6, 12, 12)[[4, 2, 0]].mean(0)
     pages.assert_drawn(lens, np.sqrt(earlier), "#map-2", within=9)
-    lens.locator("#compare").select_option("off")
+    pages.option(lens, "compare").select_option("off")
 
     lens.locator(".chip button").first.click()  # the enlarged head; the next takes its place
     assert chips(lens) == [2, 0]

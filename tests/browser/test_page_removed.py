@@ -96,11 +96,11 @@ def test_heads_are_sorted_by_the_loss_without_them(shown):
     lens = shown(with_ablation(an_ablation(method="estimate", groups=[group])))
     ranked = pages.ranked(np.reshape(CHANGES, (2, 3)), True)
     lens.locator("#step").fill("0")
-    lens.locator("#sort").select_option("loss_change")  # also shows the step with values
+    pages.option(lens, "sort").select_option("loss_change")  # also shows the step with values
     assert pages.grid_order(lens) == ranked
     captions = lens.locator(".head:visible .caption .number").all_inner_texts()
     assert [n for text in captions for n in numbers(text)] == sorted(CHANGES, reverse=True)
-    lens.locator("#sort").select_option("")
+    pages.option(lens, "sort").select_option("")
     lens.locator("#groups button").click()
     assert pages.grid_order(lens) == ranked
     pages.go_to(lens, "sort=%2Bloss_change&filter=loss_change:1")

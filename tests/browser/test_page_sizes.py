@@ -75,7 +75,7 @@ def bright_rows(tile, keys):
 
 
 def test_panel_of_a_deep_model_shows_the_enlarged_head_next_to_the_grid(shown):
-    lens = shown(planted_run(24, 16), viewport={"width": 600, "height": 420})
+    lens = shown(planted_run(24, 16), frame=(600, 420))
     pages.tile(lens, 3, 4).click()
     for shown_part in (pages.tile(lens, 23, 15), lens.locator("#map")):
         expect(shown_part).to_be_in_viewport(ratio=1)

@@ -94,7 +94,7 @@ def legend(lens):
 def test_statistics_of_the_shown_prompt_and_the_mean(shown):
     lens, run = shown(fragment="#head=0.2"), a_run()
     for over in ("prompt", "mean"):
-        lens.locator("#over").select_option(over)
+        pages.option(lens, "over").select_option(over)
         for number, prompt in enumerate(PROMPTS):
             lens.locator("#prompt").select_option(str(number))
             values = run.rows[120].values if over == "mean" else run.frames[120].of_prompts[number]
@@ -117,31 +117,31 @@ def test_statistics_of_the_shown_prompt_and_the_mean(shown):
 
 def test_order_by_values_of_the_shown_prompt(shown):
     lens, run = shown(), a_run()
-    lens.locator("#sort").select_option("distance")
+    pages.option(lens, "sort").select_option("distance")
     for number in (1, 2):
         lens.locator("#prompt").select_option(str(number))
         wanted = run.frames[120].of_prompts[number]["distance"]
         assert pages.grid_order(lens) == pages.ranked(wanted, descending=True)
-    lens.locator("#over").select_option("mean")
+    pages.option(lens, "over").select_option("mean")
     wanted = run.rows[120].values["distance"]
     assert pages.grid_order(lens) == pages.ranked(wanted, descending=True)
     expect(lens).to_have_url(re.compile("statistics=mean"))
 
 
-@pytest.mark.parametrize("control", ["#sort", "#filter-statistic"])
+@pytest.mark.parametrize("control", ["sort", "filter-statistic"])
 def test_induction_shows_the_repeated_prompt(shown, control):
     lens = shown()
-    lens.locator(control).select_option("previous_token")
+    pages.option(lens, control).select_option("previous_token")
     assert pages.state(lens, "prompt") == 0
-    lens.locator(control).select_option("induction")
+    pages.option(lens, control).select_option("induction")
     expect(lens.locator("#prompt")).to_have_value("2")
     assert lens.locator("#message").is_visible()
 
 
 def test_order_by_significance(shown):
     lens, run = shown(), a_run()
-    lens.locator("#over").select_option("mean")
-    lens.locator("#sort").select_option("significance")
+    pages.option(lens, "over").select_option("mean")
+    pages.option(lens, "sort").select_option("significance")
     values = significances(run.rows[120].values, uniform_values(PROMPTS))
     assert pages.grid_order(lens) == pages.ranked(np.nanmax(values, axis=0), descending=True)
 
@@ -202,13 +202,13 @@ def test_marks_on_the_slider(story):
 
 
 def test_page_opens_with_a_given_prompt(shown):
-    """Also if another prompt has a more significant head, and without a head."""
-    for planted_heads, count in ((PLANTED, 1), ({}, 0)):
+    """Also if another prompt has a more significant head, and without names."""
+    for planted_heads in (PLANTED, {}):
         made = story_run(planted_heads, STEPS[-2:])
         made.data["opening_prompt"] = 0
         lens = shown(made, fragment="")
         assert pages.state(lens, "prompt") == 0
-        assert lens.locator("#detail:visible").count() == count
+        assert lens.locator("#detail").is_visible()
 
 
 def test_page_opens_with_the_most_significant_head(story):
@@ -244,10 +244,11 @@ def test_page_opens_with_the_most_significant_head(story):
     assert pages.state(lens, "layer") is None
 
 
-def test_no_finding_without_names(shown):
+def test_without_names_the_page_opens_with_the_head_nearest_to_a_name(shown):
     run = story_run({})
     lens = shown(run, fragment="")
-    assert pages.state(lens, "layer") is None
+    assert pages.state(lens, "layer") is not None
+    assert lens.locator("#detail-name").inner_text() == ""
     assert lens.locator("#no-names").is_visible()
     assert lens.locator("#marks i:not(.stage)").count() == 0
 
@@ -276,7 +277,7 @@ def test_narrow_window_shows_the_grid_first(story):
     assert pages.state(lens, "layer") is not None
     assert lens.evaluate("scrollY") == 0
     assert lens.locator("#grid").bounding_box()["y"] < 400
-    assert pages.state(story("", viewport={"width": 460, "height": 400}), "layer") is None
+    assert pages.state(story("", frame=(460, 400)), "layer") is None
 
 
 def test_losses_under_the_slider(story, shown):

@@ -24,21 +24,21 @@ def test_link_restores_the_view(shown):
     lens.locator("#step").fill("1")
     pages.tile(lens, 1, 2).click()
     lens.locator("#text [data-token='5']").click()
-    lens.locator("#sort").select_option("distance")
-    lens.locator("#direction").click()
-    lens.locator("#filter-statistic").select_option("entropy")
-    lens.locator("#filter-value").fill("30")
-    lens.locator("#scale").select_option("linear")
-    lens.locator("#first-column").check()
-    lens.locator("#stretch").check()
-    lens.locator("#kind").select_option("valued")
+    pages.option(lens, "sort").select_option("distance")
+    pages.option(lens, "direction").click()
+    pages.option(lens, "filter-statistic").select_option("entropy")
+    pages.option(lens, "filter-value").fill("30")
+    pages.option(lens, "scale").select_option("linear")
+    pages.option(lens, "first-column").check()
+    pages.option(lens, "stretch").check()
+    pages.option(lens, "kind").select_option("valued")
     pages.tile(lens, 0, 1).click(modifiers=["Shift"])
     lens.locator("#arcs").uncheck()
     lens.locator("#combine label").nth(1).click()
     lens.locator("#colour-by label").nth(1).click()
-    lens.locator("#compare").select_option("step:80")
+    pages.option(lens, "compare").select_option("step:80")
     lens.locator("#show label").nth(1).click()
-    lens.locator("#theme").click()
+    pages.option(lens, "theme").click()
     expect(lens).to_have_url(re.compile("theme=dark"))
     again = shown(fragment=lens.evaluate("location.hash"))
     wanted, found = (p.evaluate("({ ...window.lens.state })") for p in (lens, again))
@@ -123,7 +123,7 @@ def test_sources_run_without_being_assembled(window):
     pages.go_to(tab, "head=0.1")
     tab.locator("#show-help").click()
     tab.keyboard.press("Escape")
-    tab.locator("#save-image").click()
+    pages.option(tab, "save-image").click()
     with tab.expect_download():
         tab.locator("[data-figure='head.svg']").click()
     tab.close()
@@ -151,7 +151,7 @@ def test_keys(shown):
     lens.keyboard.press("ArrowDown")
     expect(pages.tile(lens, 1, 1)).to_be_focused()
     assert pages.state(lens, "layer") is None  # focused, not enlarged
-    lens.locator("#speed").select_option("10")
+    pages.option(lens, "speed").select_option("10")
     play = lens.locator("#play").get_attribute("aria-label")
     pages.tile(lens, 1, 0).focus()
     lens.keyboard.press("Space")  # enlarges the head
@@ -178,6 +178,7 @@ ACTIVE = """() => {
 
 def test_every_control_is_reached_by_tab(shown):
     lens = shown(a_run(), pages.second_run(), fragment="#head=0.1&filter=entropy:0.5")
+    pages.option(lens, "scale")  # opens the options
     controls = lens.locator("main button:not(.head, .chart button), main select, main input")
     ids = set(controls.evaluate_all("all => all.map((node) => node.id)")) - {""}
     wanted = {id for id in ids if lens.locator(f"#{id}").is_visible()}
@@ -219,7 +220,7 @@ def test_low_window(shown):
     """As a panel of a dashboard: the whole grid below one line; an enlarged head on top of it."""
     long = pages.prompt("1-long", ["a"] * 40)
     run = a_run("low", 12, 12, (long,), steps=(0, 120))
-    lens = shown(run, viewport={"width": 460, "height": 300})
+    lens = shown(run, frame=(460, 300))
     assert lens.locator("#bar").bounding_box()["height"] < 45
     expect(pages.tile(lens, 11, 11)).to_be_in_viewport(ratio=1)
     # Each pixel shows the largest of several weights.
@@ -232,19 +233,19 @@ def test_low_window(shown):
     expect(lens.locator("#map")).to_be_in_viewport(ratio=1)
     expect(lens.locator("#readout")).to_be_in_viewport(ratio=1)
     expect(lens.locator(".plot").first).to_be_in_viewport(ratio=1)  # also its colour bar
-    lens.keyboard.press("Escape")
+    lens.page.keyboard.press("Escape")
     pages.tile(lens, 3, 4).click()
     assert lens.locator("#detail-title").inner_text() == "L3 H4"
-    lens.keyboard.press("Escape")
+    lens.page.keyboard.press("Escape")
     assert lens.evaluate("document.documentElement.scrollWidth") == 460
     lens.locator("#options").click()
     expect(lens.locator("#scale")).to_be_in_viewport(ratio=1)
-    lens.locator("#scale").select_option("linear")
+    pages.option(lens, "scale").select_option("linear")
     assert pages.state(lens, "scale") == "linear"
     assert lens.locator(".head canvas").first.evaluate("canvas => canvas.width") == size
     # The enlarged head is also on top of sorted heads.
-    lens.set_viewport_size({"width": 800, "height": 450})
-    lens.locator("#sort").select_option("entropy")
+    lens.page.locator("iframe").evaluate("node => { node.width = 800; node.height = 450; }")
+    pages.option(lens, "sort").select_option("entropy")
     lens.locator("#options").click()
     pages.tile(lens, 1, 1).click()
     expect(lens.locator("#map")).to_be_in_viewport(ratio=1)
@@ -262,7 +263,7 @@ def test_sandboxed_frame(tmp_path, write, opened):
     lens.locator(".head").nth(4).click()
     pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0][1, 1]), "#map")
     lens.locator("#options").click()
-    lens.locator("#copy-link").click()
+    pages.option(lens, "copy-link").click()
     field = lens.locator("#link-text")
     assert field.is_visible()
     assert field.input_value() == "#head=1.1"
@@ -272,11 +273,23 @@ def test_sandboxed_frame(tmp_path, write, opened):
 
 
 def test_print_shows_all_of_the_right_column(shown):
-    lens = shown(fragment="#head=1.1", viewport={"width": 1300, "height": 500})
+    lens = shown(a_run("deep", 24, 4), fragment="#head=1.1", viewport={"width": 1300, "height": 500})
     inside = "node => node.scrollHeight - node.clientHeight"
     assert lens.locator("#side").evaluate(inside) > 100
     lens.emulate_media(media="print")
     assert lens.locator("#side").evaluate(inside) <= 1
+    assert lens.locator("#play").is_hidden()
+
+
+def test_print_from_the_dark_theme_is_dark_on_light(shown):
+    lens = shown(fragment="#head=1.1&theme=dark")
+    dark = pages.tint(lens)
+    lens.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    printed = pages.tint(lens)
+    pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0]))
+    assert min(printed) > max(dark)
+    lens.evaluate("() => dispatchEvent(new Event('afterprint'))")
+    assert pages.tint(lens) == dark
 
 
 def test_hostile_text_stays_text(shown):
@@ -294,7 +307,7 @@ def test_hostile_text_stays_text(shown):
     assert HOSTILE[:40] in lens.locator("#prompt option").first.inner_text()
     lens.mouse.move(*pages.cell(lens, 7, 1, size=len(tokens)))
     assert "\u202e" not in lens.locator("#readout").inner_text()  # it would reverse the text
-    lens.locator("#copy-link").click()
+    pages.option(lens, "copy-link").click()
     assert lens.locator("img").count() == 0
     assert lens.locator("script").count() == 2
 

@@ -114,6 +114,13 @@ def state(lens, key):
     return lens.evaluate("key => window.lens.state[key]", key)
 
 
+def option(lens, name):
+    """Returns a control of the options, which are opened if they are hidden."""
+    if lens.locator("#controls").is_hidden():
+        lens.locator("#options").click()
+    return lens.locator(f"#{name}")
+
+
 def tile(lens, layer, head):
     return lens.locator(f".head[data-layer='{layer}'][data-head='{head}']")
 
@@ -258,7 +265,7 @@ def statistics_of(lens):
     """Returns the statistics of the enlarged head, without the values for uniform attention:
     {title: text}."""
     texts = lens.locator("#values > div").all_inner_texts()
-    return dict(text.partition(", uniform")[0].split("\n") for text in texts)
+    return dict(text.partition(", chance")[0].split("\n") for text in texts)
 
 
 def read(path):

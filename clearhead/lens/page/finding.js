@@ -43,13 +43,15 @@ function sharpestRow(frame, prompt, index, name) {
   return found;
 }
 
-/** Returns the prompt on which a statistic of a head is most significant, and this significance.
- * only: the only prompt to use. */
+/** Returns the prompt on which a statistic of a head is most significant, and this significance: a
+ * text rather than the random tokens of a repeated sequence. only: the only prompt to use. */
 function bestPrompt(frame, key, index, only = null) {
+  const isRandom = (prompt) => run.prompts[prompt].period > 0;
   return run.prompts.reduce((best, _, prompt) => {
     if (prompt !== (only ?? prompt)) return best;
     const size = significance(side(run, frame, prompt), key, index, false);
-    return size === null || size <= best?.size ? best : { prompt, size };
+    if (size === null || (best && (size <= best.size || isRandom(prompt)))) return best;
+    return { prompt, size };
   }, null);
 }
 
@@ -107,7 +109,7 @@ function noNameText(index) {
   const [most] = run.statistics.filter((one) => one.is_name && size(one) >= one.named_from)
     .sort((one, two) => size(two) - size(one));
   if (!most) {
-    return "on this prompt, it attends to no kind of token clearly more than by chance";
+    return "what it attends to on this prompt fits none of the named patterns";
   }
   const value = format(valueAt(here, most.key, index, false));
   const uniform = format(uniformOf(here, most.key, false));
@@ -132,6 +134,12 @@ function bestRow(name, index) {
   const row = sharpestRow(state.frame, state.prompt, index, name);
   const best = row ? null : bestPrompt(state.frame, name, index);
   return best ? sharpestRow(state.frame, best.prompt, index, name) : row;
+}
+
+/** Returns the query token of the shown prompt at which the name of a head is clearest, or null. */
+export function sharpestQuery(index) {
+  const name = findName(run, index, here.step);
+  return name && (sharpestRow(state.frame, state.prompt, index, name.key)?.query ?? null);
 }
 
 /** Shows what the enlarged head does at the shown step, on its sharpest row. */

@@ -7,6 +7,7 @@ import {
   selected, selectedHeads, shownValue, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { fillTag, shownName } from "./names.js";
+import { sharpestQuery } from "./finding.js";
 import { paint } from "./maps.js";
 
 const tiles = []; // for each head: button, canvas and position
@@ -157,7 +158,10 @@ export function select(index) {
     if (before !== null) focusTile(before);
     return;
   }
-  update({ ...placeOfHead(index), more: [] });
+  // A row that shows the name of the previous head gives way to one that shows the name of this head.
+  const stays = state.query !== null && (before === null || state.query !== sharpestQuery(before));
+  const query = stays ? state.query : sharpestQuery(index);
+  update({ ...placeOfHead(index), more: [], query });
   setTabStop(index);
   if (before !== null) return;
   showDetail();

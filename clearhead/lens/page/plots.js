@@ -21,7 +21,7 @@ const READABLE = 8; // of smaller rows, only the query token and the key token h
 const COPIES = 14; // width of the names of the two copies of a repeated sequence
 
 /** Sets the size of the enlarged heatmap, the same with and without a comparison: if possible whole
- * pixels for each weight. The other heatmaps are next to it or, if there is no room, below it. */
+ * pixels for each weight. The other heatmaps are below it. */
 export function placePlots() {
   const [compact, wide] = ["compact", "wide"].map((name) => $("app").classList.contains(name));
   ruler.font = FONT;
@@ -47,11 +47,7 @@ export function placePlots() {
     labels = texts(3);
   }
   Object.assign(plots[0], { lanes, laneWidth, step: Math.ceil(LABEL / plots[0].cell / lanes) });
-  const free = sideWidth() - plots[0].width - 28; // next to the heatmap
-  const column = free >= 90 && !compact;
-  $("others").classList.toggle("column", column);
-  const small = column ? Math.min(free, (plots[0].height - 80) / 2)
-    : Math.max(20, (sideWidth() - 44) / 2);
+  const small = Math.max(20, (sideWidth() - 44) / 2);
   for (const plot of plots.slice(1)) sizePlot(plot, 4, Math.min(small, plots[0].size), null);
 }
 
