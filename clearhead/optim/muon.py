@@ -111,9 +111,11 @@ class Muon(AdamW):
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """Maps each matrix U S V^T to approximately U V^T, (..., rows, columns). Each step maps every
-    singular value s to a s + b s^3 + c s^5. Five steps map values from 0.002 to 1 into the interval
-    0.68 to 1.21; more steps do not move them closer to 1 (Jordan et al.)."""
+    """Maps each of the matrices U S V^T, (N, rows, columns), to approximately U V^T.
+
+    Each step maps every singular value s to a s + b s^3 + c s^5. Five steps map values from 0.002
+    to 1 into the interval 0.68 to 1.21; more steps do not move them closer to 1 (Jordan et al.).
+    """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]  # then x x^T is smaller for the transpose
     x = matrices.mT if is_tall else matrices
