@@ -1,0 +1,1 @@
+"""The steps of scripts.attention_ladder, in this order: vectors, formulas, modules, mistakes."""
