@@ -99,11 +99,11 @@ def five_mistakes(x: Tensor, wrapper: MultiHeadWrapper, split: MultiHeadAttentio
             show("attn_weights of old, head 1", rows[1], [*WORDS, "sum"], ["wrong", "right"])
             show("attn_weights of twice, head 1", rows[5], [*WORDS, "sum"], ["wrong", "right"])
         if mistake is scale_of_all_heads:
-            in_print()
+            published_row()
         print(f"The test that finds it: {test}\n")
 
 
-def in_print() -> None:
+def published_row() -> None:
     """Prints a row that a published tutorial shows, which has mistake 1, and the right row."""
     torch.manual_seed(123)
     x, attention = torch.randn(2, 5, 6), MultiHeadAttention(6, 6, 5, 0.0, num_heads=2)

@@ -113,8 +113,8 @@ def test_published_figures(steps):
     assert lower(numbers(steps[8], "attn_weights")) == CAUSAL_WEIGHTS
     assert numbers(steps[11], "wrapper(x)[0]") == WRAPPER
     assert numbers(steps[12], "MultiHeadAttention(...)(x)[0]") == OUTPUT
-    in_print = numbers(steps[15], "MultiHeadAttention(6, 6, 5, 0.0, num_heads=2)(x)[0, 1]")
-    assert in_print == BY_D_OUT + BY_HEAD_DIM
+    published_row = numbers(steps[15], "MultiHeadAttention(6, 6, 5, 0.0, num_heads=2)(x)[0, 1]")
+    assert published_row == BY_D_OUT + BY_HEAD_DIM
 
 
 def test_scale_mask_and_dropout(steps):

@@ -23,6 +23,12 @@ METADATA = {
 }
 
 
+def explanations(cells):
+    """The lines with the code of the ladder's steps, and their titles."""
+    texts = "".join(content for kind, content in itertools.chain(*cells) if kind == "text")
+    return re.findall(r"^(?:Step \d+: |Mistake \d: |\|).*", texts, re.MULTILINE)
+
+
 def test_it_runs(tmp_path):
     """With fewer steps, windows in the evaluation and generated texts; answers to exercises too."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
@@ -36,6 +42,7 @@ def test_it_runs(tmp_path):
     now = outputs(notebook)
     for cell, before in zip(now, stored, strict=True):
         assert [kind for kind, _ in cell] == [kind for kind, _ in before]
+    assert explanations(now) == explanations(stored) != []
     texts = [content for kind, content in itertools.chain(*now) if kind == "text"]
     assert any(text.startswith("The bell") for text in texts)
     assert any(re.search(r"bits_per_byte +\d\.\d{4}\n", text) for text in texts)
