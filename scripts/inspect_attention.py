@@ -127,6 +127,7 @@ class InspectConfig(ScriptConfig):
 def main(settings: InspectConfig) -> None:
     from clearhead.distributed.device import check, prepare
     from clearhead.interop.pretrained import load_pretrained
+    from clearhead.lens.heatmap import grid_url
     from clearhead.lens.page import page, run_data
     from clearhead.lens.snapshot_data import snapshot_bytes
     from clearhead.run.lens_runner import lens_of
@@ -165,7 +166,7 @@ def main(settings: InspectConfig) -> None:
         if settings.texts:
             datas[0]["opening_prompt"] = 0
         title = f"attention of {' and '.join(run.run for run in runs)}"
-        write_out(out, page(datas, title).encode())
+        write_out(out, page(datas, title, grid_url(runs[0].codes[0])).encode())
         print(sanitize(f"open {out} in a browser"))
 
 

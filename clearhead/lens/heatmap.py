@@ -217,6 +217,15 @@ def data_url(codes: np.ndarray, most: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
+def grid_url(codes: np.ndarray, width: int = 480) -> str:
+    """Returns the heatmaps of all heads, (L, H, T (T + 1) / 2), as the URL of a PNG about `width`
+    pixels wide."""
+    file = io.BytesIO()
+    image = Image.fromarray(tile(codes, max(8, width // codes.shape[1] - 2), 2))
+    in_colour(image).save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
 def tile(codes: np.ndarray, size: int, gap: int) -> np.ndarray:
     """Returns heatmaps (L, H, T (T + 1) / 2) of `size` pixels as one grid of indices of colours."""
     num_layers, num_heads, _ = codes.shape

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .animation import write_animation
 from .heads import head_table, most_significant
-from .heatmap import draw_grid, draw_panel
+from .heatmap import draw_grid, draw_panel, grid_url
 from .history import Row, atomic_write, evenly_spaced, read_history
 from .page import page, run_data
 from .probe import uniform_values
@@ -89,4 +89,5 @@ def write_page(
 ) -> None:
     """Writes the page of a run, see page.run_data."""
     title = f"{snapshots[-1].run}: {path.stem}"
-    atomic_write(path, page([run_data(snapshots, history, curves)], title).encode())
+    data, picture = run_data(snapshots, history, curves), grid_url(snapshots[-1].codes[0])
+    atomic_write(path, page([data], title, picture).encode())

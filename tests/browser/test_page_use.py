@@ -2,6 +2,7 @@
 
 import base64
 import html
+import io
 import mimetypes
 import re
 import zlib
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from helpers import REPOSITORY, pages
 from helpers.pages import HOSTILE, PROMPTS, a_run
+from PIL import Image
 from playwright.sync_api import expect
 
 from clearhead.lens.page import END, START, page
+from clearhead.lens.render import write_page
 from clearhead.reporting.report import write_report
 
 SOURCES = REPOSITORY / "clearhead" / "lens" / "page"
@@ -273,7 +276,8 @@ def test_sandboxed_frame(tmp_path, write, opened):
 
 
 def test_print_shows_all_of_the_right_column(shown):
-    lens = shown(a_run("deep", 24, 4), fragment="#head=1.1", viewport={"width": 1300, "height": 500})
+    deep, window = a_run("deep", 24, 4), {"width": 1300, "height": 500}
+    lens = shown(deep, fragment="#head=1.1", viewport=window)
     inside = "node => node.scrollHeight - node.clientHeight"
     assert lens.locator("#side").evaluate(inside) > 100
     lens.emulate_media(media="print")
@@ -327,6 +331,18 @@ def test_policy_refuses_other_scripts_and_styles(tmp_path, write, browser):
         fetched = "fetch('data:text/plain,x').then(() => 'fetched', () => 'refused')"
         assert lens.evaluate(fetched) == "refused"
         lens.close()
+
+
+def test_without_scripts_the_last_picture_is_shown(tmp_path, opened):
+    run = a_run()
+    write_page(tmp_path / "page.html", run.snapshots)
+    lens = opened(tmp_path / "page.html", java_script_enabled=False)
+    image = lens.locator("noscript img")
+    box = image.bounding_box()
+    assert box["width"] > 300
+    assert box["height"] == pytest.approx(box["width"] * 2 / 3, rel=0.05)  # 2 layers of 3 heads
+    pixels = np.asarray(Image.open(io.BytesIO(image.screenshot())).convert("RGB"))
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20  # a heatmap, not a broken image
 
 
 def test_step_whose_weights_are_not_decoded_yet(write, opened):

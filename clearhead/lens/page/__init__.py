@@ -116,13 +116,16 @@ def _history(rows: Sequence[Row], steps: set[int]) -> str:
     return _packed(json.dumps(history).encode())
 
 
-def page(runs: Sequence[dict], title: str) -> str:
-    """Returns the page as HTML, for one run or for two runs to compare."""
+def page(runs: Sequence[dict], title: str, picture: str = "") -> str:
+    """Returns the page as HTML, for one run or for two runs to compare. picture: the address of an
+    image that a browser without JavaScript shows, such as heatmap.grid_url."""
     data = json.dumps({"version": VERSION, "runs": list(runs)})
     for character in "<>&":  # so that no text can end the data block
         data = data.replace(character, f"\\u{ord(character):04x}")
     before, after = _template()
-    return before.replace("__TITLE__", html.escape(title)) + data + after
+    image = f'<img src="{picture}" alt="">' if picture else ""
+    before = before.replace("__PICTURE__", image).replace("__TITLE__", html.escape(title))
+    return before + data + after
 
 
 def _bytes(arrays: Sequence[np.ndarray]) -> bytes:

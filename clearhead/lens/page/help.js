@@ -43,20 +43,20 @@ export function buildHelp() {
       "column is a key token, and a brighter cell is a larger attention weight. The weights of a " +
       "row sum to one. A token cannot attend to later tokens, so the upper right is empty. L3 H5 " +
       "is head 5 of layer 3. Layers, heads and positions are counted from 0."),
-    heading("Keyboard shortcuts"), list(keys),
     heading("Statistics"),
     text("Each value is of the shown prompt or, with “all prompts”, the mean over all prompts on " +
       "which the statistic is defined. The repeated sequence is a prompt of random tokens, written " +
-      "twice. A value means little without its value for uniform attention, which is next to it."),
+      "twice. Next to a value is its chance: the value of uniform attention, with equal weights on " +
+      "all key tokens."),
     list(run.statistics.map((of) => [of.title, of.description, `about-${of.key}`])),
     heading("Names of heads"),
-    text("The significance of a statistic is (value − uniform) / (1 − uniform): 0 for uniform " +
+    text("The significance of a statistic is (value − chance) / (1 − chance): 0 for uniform " +
       "attention, at most 1. A head has the name of a statistic if its significance reaches the " +
       `limit on every prompt on which it is defined (${limits}). If several names are possible, ` +
       "it has the one with the largest significance. A head with none of these names is " +
       `positional if its value of this statistic is at least ${positional}, and uniform (without ` +
-      "a letter) if its entropy is nearly that of uniform attention. A name says where a head attends. It does " +
-      "not say that the model needs the head."),
+      "a letter) if its entropy is nearly that of uniform attention. A name says where a head " +
+      "attends. It does not say that the model needs the head."),
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +
       "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half. With " +
@@ -87,6 +87,7 @@ export function buildHelp() {
       "weight, so that the colours of two heads cannot be compared. A comparison shows B − A: " +
       "orange where B has more weight, blue where B has less. If A and B are two steps of one " +
       "run, A is the earlier step."),
+    heading("Keyboard shortcuts"), list(keys),
   );
   $("help").addEventListener("click", (event) => {
     if (event.target === $("help")) $("help").close(); // a click outside the dialog
