@@ -45,14 +45,23 @@ def test_weights_have_only_the_digits_of_their_codes(shown):
     assert len(digits) >= 3  # small weights have more digits
 
 
-@pytest.mark.parametrize(("width", "height"), [(1400, 900), (600, 800)])
-def test_a_comparison_does_not_move_the_cell_under_the_pointer(shown, width, height):
-    lens = shown(fragment="#head=1.1", viewport={"width": width, "height": height})
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [
+        (1400, {"viewport": {"width": 1400, "height": 900}}),
+        (600, {"viewport": {"width": 600, "height": 800}}),
+        (460, {"frame": (460, 300)}),
+    ],
+)
+def test_a_comparison_does_not_move_the_cell_under_the_pointer(shown, width, options):
+    lens = shown(fragment="#head=1.1", **options)
+    page = lens.page if "frame" in options else lens
+    lens.evaluate("() => window.focus()")
     lens.locator("#map").scroll_into_view_if_needed()
-    lens.mouse.move(*pages.cell(lens, 8, 3))
+    page.mouse.move(*pages.cell(lens, 8, 3))
     before, read = lens.locator("#map").bounding_box(), pages.readout(lens)[:2]
     for comparing in (True, False):
-        lens.keyboard.press("d")
+        page.keyboard.press("d")
         assert lens.locator("#map-2").is_visible() == comparing
         assert lens.locator("#map").bounding_box() == before
         assert pages.readout(lens)[:2] == read

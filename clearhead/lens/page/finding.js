@@ -43,8 +43,9 @@ function sharpestRow(frame, prompt, index, name) {
   return found;
 }
 
-/** Returns the prompt on which a statistic of a head is most significant, and this significance: a
- * text rather than the random tokens of a repeated sequence. only: the only prompt to use. */
+/** Returns the prompt on which a statistic of a head is most significant, and this significance. A
+ * repeated sequence of random tokens only if the statistic is defined on no text before it, because
+ * a text is easier to read. only: the only prompt to use. */
 function bestPrompt(frame, key, index, only = null) {
   const isRandom = (prompt) => run.prompts[prompt].period > 0;
   return run.prompts.reduce((best, _, prompt) => {
@@ -64,10 +65,11 @@ export function openingView() {
   let best = null;
   for (let index = 0; index < run.count; index++) {
     const name = nameAt(run, index, step);
-    for (const key of keys) {
+    const isNamed = keys.includes(name);
+    for (const key of isNamed ? [name] : keys) {
       const found = bestPrompt(frame, key, index, run.opening_prompt);
       if (!found) continue;
-      const rank = found.size + (key === name ? 2 : 0) - (kindOf(key).is_simple ? 1 : 0);
+      const rank = found.size + (isNamed ? 2 : 0) - (kindOf(key).is_simple ? 1 : 0);
       if (!best || rank > best.rank) best = { ...found, rank, index, key };
     }
   }

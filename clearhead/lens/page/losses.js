@@ -8,7 +8,7 @@ import { describeEvent, namingEvents } from "./names.js";
 
 const COPY = "loss on the second copy";
 const THUMB = 8; // half the width of the slider's handle
-const AXIS = 34; // width of the axis at the right, in style.css the margin of #step
+const AXIS = 34; // width of the axis at the right; #step in style.css leaves the same room
 let timeCurves = []; // {points: [[step, value]], label: its legend, isPart: from 0 to 1}
 let namings = []; // when heads got their names
 let frameSteps = [];

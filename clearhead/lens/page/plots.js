@@ -31,8 +31,9 @@ export function placePlots() {
   let labels = texts(compact ? 7 : 8);
   let [lanes, laneWidth] = [1, 0];
   const copies = A.run.prompts[A.prompt].period ? COPIES : 0;
-  // In a low window, the text is next to the map, not below it.
-  const around = compact ? (wide ? 126 : 82) : wide ? $("bar").offsetHeight + 140 : 132;
+  // Height above and below the map: bar, title, sentence and colour bar. In a panel, the text is next
+  // to the map, not below it.
+  const around = compact ? (wide ? 144 : 100) : wide ? $("bar").offsetHeight + 140 : 132;
   // Width of the text next to the map; 0: the text is below the map.
   const text = compact ? (!wide && sideWidth() > 400 ? 170 : 0) : sideWidth() >= 600 ? 246 : 0;
   for (; ; lanes++) {
