@@ -47,7 +47,9 @@ export function placePlots() {
     if (!short || lanes === 3 || lanes * plots[0].cell >= LABEL || plots[0].cell < READABLE) break;
     labels = texts(3);
   }
-  Object.assign(plots[0], { lanes, laneWidth, step: Math.ceil(LABEL / plots[0].cell / lanes) });
+  const { cell } = plots[0];
+  const step = cell < READABLE ? 0 : Math.ceil(LABEL / cell / lanes); // 0: no labels
+  Object.assign(plots[0], { lanes, laneWidth, step });
   const small = Math.max(20, (sideWidth() - 44) / 2);
   for (const plot of plots.slice(1)) sizePlot(plot, 4, Math.min(small, plots[0].size), null);
 }
@@ -68,10 +70,10 @@ function sizePlot(plot, left, room, labels) {
 
 /** Returns the lane of the label of each token; no entry if the label is skipped. Both copies of a
  * repeated sequence have labels at the same tokens. */
-function labelLanes({ cell, lanes, step }) {
+function labelLanes({ lanes, step }) {
   const { period } = A.run.prompts[A.prompt];
   const found = [];
-  if (cell < READABLE) return found;
+  if (!step) return found;
   let count = 0;
   for (let n = 0; n < A.T; n++) {
     const place = period ? ((n - 1) % period) + 1 : n; // in a copy, from 1
