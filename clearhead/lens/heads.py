@@ -58,7 +58,7 @@ KINDS = {
     ),
     "diagonal": Kind("S", "Each token attends to itself.", "the token itself", is_simple=True),
     # A text has few different separators: heads of random models reach 0.36.
-    "separator": Kind("¶", "The tokens attend to punctuation and line breaks.", "separators", 0.4),
+    "separator": Kind("¶", "The tokens attend to punctuation and white space.", "separators", 0.4),
     # Its value, not its significance, decides: it is 0 for uniform attention.
     "positional": Kind(
         "#",

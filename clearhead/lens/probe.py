@@ -207,11 +207,9 @@ def token_texts(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -
 
 
 def is_separator(token: str) -> bool:
-    """Whether a token is punctuation, or white space with a newline."""
-    text = token.strip()
-    if not text:
-        return "\n" in token
-    return all(unicodedata.category(character).startswith("P") for character in text)
+    """Whether a token is punctuation or white space, such as a space between letters."""
+    punctuation = (unicodedata.category(character).startswith("P") for character in token.strip())
+    return token != "" and all(punctuation)
 
 
 def _compared(prompts: Sequence[Prompt]) -> list[int]:

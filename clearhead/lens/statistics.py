@@ -178,7 +178,7 @@ STATISTICS = {
     ),
     "separator": Statistic(
         "separator",
-        "Mean weight on earlier separators: punctuation and newlines.",
+        "Mean weight on earlier separators: punctuation and white space.",
         separator,
         "separators",
     ),
@@ -201,7 +201,7 @@ def measure(
 
     attn_weights: (H, T, T) fp32. attn_scores: (H, T, T) before the softmax, or None. period: P if
     the prompt is [BOS] + R + R, else 0. separators: bool (T,), on the CPU: which tokens are
-    punctuation or newlines. Does not synchronise with the device.
+    punctuation or white space. Does not synchronise with the device.
     """
     given = {
         "weights": (attn_weights,),

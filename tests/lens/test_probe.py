@@ -72,8 +72,8 @@ def assert_norms(found, oracle, hidden_states):
 
 
 def test_separators():
-    yes = [".", ",", " --", "\n", " \n\n", "…", "?!", "«"]
-    no = ["a", " ", "", "1", "$", "don't", "<|endoftext|>", "␣"]
+    yes = [".", ",", " --", "\n", " \n\n", " ", "…", "?!", "«"]
+    no = ["a", "", "1", "$", "don't", "<|endoftext|>", "␣"]
     assert [is_separator(token) for token in yes + no] == [True] * len(yes) + [False] * len(no)
 
 

@@ -9,7 +9,7 @@ import {
 } from "./state.js";
 import { findName, kindOf, nameAt, namingEvents, sinceText } from "./names.js";
 
-const isSeparator = (token) => (token.trim() ? /^\p{P}+$/u.test(token.trim()) : token.includes("\n"));
+const isSeparator = (token) => token !== "" && /^\p{P}*$/u.test(token.trim());
 const upTo = (count) => Array.from({ length: count }, (_, n) => n);
 
 /** Returns the key tokens to which a head with this name attends, for one query token. */
