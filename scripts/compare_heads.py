@@ -18,6 +18,7 @@ from pydantic import Field
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Paths
 from clearhead.errors import DataError, refuse, sanitize
+from clearhead.lens.rounding import formatted
 from clearhead.reporting.comparison import matching_paths
 from clearhead.reporting.comparison_table import markdown_table
 
@@ -60,7 +61,7 @@ def main(settings: CompareHeadsConfig) -> None:
     print(sanitize(summary(rows, [run.name for run in runs])))
     mean = matching.mean_similarity(pairs)
     of_pairs = [mean[pair] for pair in itertools.combinations(range(len(runs)), 2)]
-    ends = dict.fromkeys(f"{value:.2f}" for value in (min(of_pairs), max(of_pairs)))
+    ends = dict.fromkeys(map(formatted, (min(of_pairs), max(of_pairs))))
     print(f"mean similarity of two runs: {' to '.join(ends)}")
     print(sanitize(f"open {settings.out} in a browser; {table} has all heads"))
 
@@ -104,13 +105,13 @@ def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
 
 def cells(group: Sequence[dict], names: Sequence[str]) -> dict[str, str]:
     """Returns a row of the printed table from the rows of a group."""
-    of_runs = {row["run"]: f"H{row['head']} {row['similarity']:.2f}" for row in group}
+    of_runs = {row["run"]: f"H{row['head']} {formatted(row['similarity'])}" for row in group}
     return {
         "layer": f"L{group[0]['layer']}",
         "name": group[0]["group_title"],
         **{name: of_runs.get(name, "") for name in names},
-        "stability": f"{group[0]['stability']:.2f}",
-        "margin": f"{min(row['margin'] for row in group):.2f}",
+        "stability": formatted(group[0]["stability"]),
+        "margin": formatted(min(row["margin"] for row in group)),
         "similar since": " ".join(str(row["similar_since"]) for row in group),
     }
 

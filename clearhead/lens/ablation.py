@@ -25,6 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .heads import title_of
+from .rounding import formatted, formatted_change
+
 Head = tuple[int, int]  # (layer, head)
 RunModel = Callable[[Callable[[int, Tensor], Tensor], int], tuple[Tensor, Tensor | None]]
 Ablate = Callable[[dict[str, list[Head]]], dict | None]  # heads by name -> result of `ablate`
@@ -99,12 +102,38 @@ def most_important(results: Iterable[dict]) -> dict | None:
     return max(clear, key=lambda row: row["loss_change"], default=None)
 
 
+def within_noise(results: Iterable[dict]) -> bool:
+    """Returns whether each result changes the loss by at most two standard errors, which is no
+    evidence of a change. False for a change without a standard error."""
+    return all(
+        row["loss_change_error"] is not None
+        and abs(row["loss_change"]) <= 2 * row["loss_change_error"]
+        for row in results
+    )
+
+
+def removal_lines(found: dict, head_name: Callable[[int, int], str]) -> list[str]:
+    """Describes, for the end of a run, the head and the name of several heads that the model needs
+    most. found: the result of `ablate`. head_name(layer, head) returns a name for people."""
+    lines = []
+    if first := most_important(found["heads"]):
+        layer, head = first["layer"], first["head"]
+        lines.append(removal(f"L{layer} H{head} ({head_name(layer, head)})", first))
+    elif within_noise(found["heads"]):
+        lines.append("removing any single head changes the loss by less than the noise")
+    else:  # without some heads, the loss is clearly smaller
+        lines.append("removing a single head never increases the loss clearly")
+    if first := most_important(row for row in found["groups"] if row["heads"] > 1):
+        lines.append(removal(f"all {first['heads']} {title_of(first['name'])} heads", first))
+    is_estimate = found["method"] == "estimate"
+    return [line + " (first-order estimate)" * is_estimate for line in lines]
+
+
 def removal(what: str, result: dict) -> str:
-    """Describes a result for people: "L0 H2: loss +5.09 (standard error 0.03), accuracy 0.02"."""
+    """Describes a result for people: "L0 H2: loss +5.09 ± 0.03, accuracy 0.02"."""
     error, accuracy = result["loss_change_error"], result["accuracy_without"]
-    text = f"{what}: loss {result['loss_change']:+.4f}"
-    text += "" if error is None else f" (standard error {error:.4f})"
-    return text + ("" if accuracy is None else f", accuracy {accuracy:.2f}")
+    text = f"{what}: loss {formatted_change(result['loss_change'], error)}"
+    return text + ("" if accuracy is None else f", accuracy {formatted(accuracy)}")
 
 
 def _clean_pass(run: RunModel) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor]]:

@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from .history import atomic_write
 from .probe import Prompt, from_codes, triangle_to_square
+from .rounding import formatted
 from .statistics import STATISTICS, uniform_attention
 
 COLOUR_MAP = "viridis"  # perceptually uniform; readable in grey and by colour-blind people
@@ -114,7 +115,7 @@ def draw_panel(
         layer, head, name = row["layer"], row["head"], row["name"]
         place = (x + number % across * (width // across), y + number // across * (size + 70))
         draw.text(place, f"L{layer} H{head} {STATISTICS[name].title}", INK, font_of(20, "Bold"))
-        value = f"{row[name]:.2f} (uniform {uniform[name]:.2f})"
+        value = f"{formatted(row[name])} (uniform {formatted(uniform[name])})"
         draw.text((place[0], place[1] + 26), value, INK, font)
         heatmap = Image.fromarray(fitted(codes[layer, head], size))
         image.paste(heatmap, (place[0], place[1] + 56))

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from clearhead.errors import as_yaml, sanitize
+from clearhead.lens.rounding import rounded
 from clearhead.reporting.comparison import CHECKSUM, SHAPE, ComparisonRow, automatic, by_text
 
 COMPARABLE = """\
@@ -38,8 +39,10 @@ def table(rows: list[ComparisonRow], metric: str) -> str:
             cells["windows"] = f"{'–'.join(counts)} (± {row.windows_error:.4f})"
         cells["min–max"] = f"{min(row.values):.4f}–{max(row.values):.4f}" if has_range else ""
         delta = row.difference
-        text = delta and f"{delta.mean:+.4f} ± {delta.standard_error:.4f}, p = {delta.p:.1g}"
-        cells["difference from the first row"] = text or ""
+        cells["difference from the first row"] = ""
+        if delta:
+            text = f"{rounded(delta.mean, 4, signed=True)} ± {rounded(delta.standard_error, 4)}"
+            cells["difference from the first row"] = f"{text}, p = {delta.p:.1g}"
         if row.tokens_to_target:
             reached = [tokens for tokens in row.tokens_to_target if tokens is not None]
             mean = f"{round(statistics.fmean(reached)):,}" if reached else "never"

@@ -12,6 +12,7 @@ from clearhead.lens.heads import KINDS, NAMES, head_table, prompt_of, title_of
 from clearhead.lens.heatmap import data_url
 from clearhead.lens.history import Row, read_history
 from clearhead.lens.probe import uniform_values
+from clearhead.lens.rounding import formatted, formatted_change, formatted_loss
 from clearhead.lens.snapshot_data import SnapshotData, read_snapshot, snapshot_files
 from clearhead.reporting.charts import finite, thin
 
@@ -39,7 +40,7 @@ def heads_section(folder: Path) -> str:
     if not named:
         largest = max(row["significance"] or 0 for row in table)
         least = min(kind.named_from for kind in KINDS.values())
-        found += f" A name needs a significance of {least}; the largest is {largest:.2f}."
+        found += f" A name needs a significance of {least}; the largest is {formatted(largest)}."
     if removed["method"] == "estimate":
         found += " Changes of the loss are first-order estimates."
     cards = []
@@ -52,8 +53,9 @@ def heads_section(folder: Path) -> str:
 
 def change(row: dict) -> str:
     """Returns the change of the loss without heads, with its standard error if it is known."""
-    error = row["loss_change_error"]
-    return f"{row['loss_change']:+z.4f}" + ("" if error is None else f" ± {error:.4f}")
+    if formatted_loss(row["loss_change"], signed=True) == "0":
+        return "no measurable change"
+    return formatted_change(row["loss_change"], row["loss_change_error"])
 
 
 def description(row: dict, others: list[dict], changes: dict) -> str:
@@ -61,9 +63,9 @@ def description(row: dict, others: list[dict], changes: dict) -> str:
     without a head, by (layer, head), and without all heads of a name, by name."""
     name = row["name"]
     is_weight = name in NAMES  # "positional" is not, and has no significance
-    facts = [f"{'mean weight' if is_weight else 'value'} {row[name]:.2f}"]
+    facts = [f"{'mean weight' if is_weight else 'value'} {formatted(row[name])}"]
     if is_weight:
-        facts.append(f"significance {row['significance']:.2f}")
+        facts.append(f"significance {formatted(row['significance'])}")
     if found := changes.get((row["layer"], row["head"])):
         facts.append(f"loss without this head: {change(found)}")
     if others and name in changes:

@@ -20,6 +20,7 @@ from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DIVERGENCE_HINT, DivergedError
 from clearhead.inference.decoding import Sampling, generate
 from clearhead.inference.perplexity import text_metrics
+from clearhead.lens.rounding import rounded
 from clearhead.reporting.comparison import standard_error
 from clearhead.reporting.console import Report
 from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
@@ -156,7 +157,7 @@ class Evaluator:
         if self.final is None:
             return []
         error = self.final["loss_error"]
-        text = f"{self.final['loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
+        text = f"{self.final['loss']:.4f}" + ("" if error is None else f" ± {rounded(error, 4)}")
         return [f"final validation {text}  ({self.final['windows']:,} windows)"]
 
     def _check(self, loss: float, step: int) -> None:

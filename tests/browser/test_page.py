@@ -10,6 +10,7 @@ from helpers.pages import HISTORY, PROMPTS, STEPS, WORDS, a_run
 from playwright.sync_api import expect
 
 from clearhead.lens.page import START, page
+from clearhead.lens.rounding import formatted
 from clearhead.lens.statistics import STATISTICS
 
 TALL = {"width": 1280, "height": 1500}  # large enough for the grid and all charts
@@ -26,7 +27,7 @@ def test_maps_and_weights_of_every_prompt_and_step(shown):
         lens.locator("#step").fill(str(frame))
         assert re.findall(r"\d+", lens.locator("#step-number").inner_text()) == [str(step)]
         pages.assert_drawn(lens, np.sqrt(run.weights[step][0]))
-        value = pages.as_shown(run.rows[step].values["induction"][0, 2])
+        value = formatted(run.rows[step].values["induction"][0, 2])
         assert pages.tile(lens, 0, 2).get_attribute("aria-label").endswith(f" {value}")
         assert pages.statistics_of(lens)[STATISTICS["induction"].title] == value
 
@@ -81,7 +82,7 @@ def test_reading_an_enlarged_head(shown):
     weights = a_run().weights[120][0][1, 1]
     pages.assert_drawn(lens, np.sqrt(weights), "#map")
     true = a_run().rows[120].values
-    expected = {s.title: pages.as_shown(true[key][1, 1]) for key, s in STATISTICS.items()}
+    expected = {s.title: formatted(true[key][1, 1]) for key, s in STATISTICS.items()}
     assert pages.statistics_of(lens) == expected
 
     lens.evaluate(WATCH_TEXT)
@@ -245,20 +246,20 @@ def test_charts_the_chosen_head_and_the_head_under_the_pointer(shown):
         box = chart.figure.locator("canvas").first.bounding_box()
         lens.mouse.move(box["x"] + chart.x(60), box["y"] + float(chart.y(values[place])))
         said = chart.figure.locator(".value").inner_text().replace(" · ", " ")
-        assert said.split() == [f"L{place[0]}", f"H{place[1]}", "60", pages.as_shown(values[place])]
+        assert said.split() == [f"L{place[0]}", f"H{place[1]}", "60", formatted(values[place])]
 
     pages.go_to(lens, "step=80&statistics=mean")
     values = {key: of_heads[1, 1] for key, of_heads in a_run().rows[80].values.items()}
     pages.tile(lens, 1, 1).click()  # the selected head, also under the pointer
     for key, value in values.items():
-        assert found[key].figure.locator(".value").inner_text() == f"L1 H1 {pages.as_shown(value)}"
+        assert found[key].figure.locator(".value").inner_text() == f"L1 H1 {formatted(value)}"
         r, g, b, alpha = found[key].drawn(1)[int(found[key].y(value)), int(found[key].x(80))]
         assert alpha > 200
         assert r > g + 50 > b, (key, r, g, b)  # the colour of the selected head
 
     pages.go_to(lens, "statistics=mean")
     pages.tile(lens, 0, 2).hover()
-    values = {key: pages.as_shown(row[0, 2]) for key, row in a_run().rows[120].values.items()}
+    values = {key: formatted(row[0, 2]) for key, row in a_run().rows[120].values.items()}
     said = [f"{STATISTICS[key].title} {value}" for key, value in values.items()]
     texts = lens.locator("#hovered").inner_text().split(" · ")
     found = [text.partition(", chance")[0] for text in texts if " step " not in text]
@@ -300,7 +301,7 @@ def test_two_steps_are_compared(shown):
         gained = a_run().weights[later][0] - a_run().weights[earlier][0]
         pages.assert_difference(lens, gained)
         values = [a_run().rows[step].values["entropy"][0, 1] for step in (earlier, later)]
-        wanted = " → ".join(map(pages.as_shown, values))
+        wanted = " → ".join(map(formatted, values))
         assert pages.statistics_of(lens)[STATISTICS["entropy"].title] == wanted
 
 

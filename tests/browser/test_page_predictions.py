@@ -11,6 +11,7 @@ from helpers.pages import PROMPTS, STEPS, VOCABULARY, WORDS, a_run
 from playwright.sync_api import expect
 
 from clearhead.lens.page import frame_data
+from clearhead.lens.rounding import formatted_loss
 from clearhead.lens.snapshot_data import snapshot_data
 
 SPANS = """all => all.map((span) => {
@@ -93,9 +94,7 @@ def assert_predicts(lens, predictions, query, words, side=0):
     chances = list(predictions.probabilities[query])
     if query < len(words) - 1:
         loss = predictions.losses[query]
-        assert (
-            f"{loss:.{1 if loss >= 10 else 2}f}" in lens.locator("#next p").nth(side).inner_text()
-        )
+        assert formatted_loss(loss) in lens.locator("#next p").nth(side).inner_text()
         if words[query + 1] not in tokens:
             assert rows[5][0] == words[query + 1]
             chances.append(np.exp(-loss))

@@ -9,6 +9,8 @@ import pytest
 from helpers import pages
 from helpers.pages import STEPS, WORDS, a_run
 
+from clearhead.lens.rounding import formatted_loss
+
 CHANGES = (0.0004, 1.25, -0.3, 0.002, 2.5, 0.05)  # of the six heads
 LOSS, ACCURACY = 0.5, 0.75
 
@@ -22,7 +24,7 @@ def result(change, accuracy, **more):
 
 
 def an_ablation(step=120, method="exact", groups=()):
-    accuracies = [n / 10 if method == "exact" else None for n in range(6)]
+    accuracies = [(n + 1) / 10 if method == "exact" else None for n in range(6)]
     heads = zip(np.ndindex(2, 3), CHANGES, accuracies, strict=True)
     return {
         "step": step,
@@ -57,10 +59,21 @@ def test_loss_without_the_enlarged_head(shown):
     for index, change in enumerate(CHANGES):
         pages.tile(lens, *divmod(index, 3)).click()
         found = numbers(lens.locator("#removed").inner_text())[:6]
-        expected = [LOSS, LOSS + change, change, abs(change) / 10, ACCURACY, index / 10]
+        expected = [LOSS, LOSS + change, change, abs(change) / 10, ACCURACY, (index + 1) / 10]
         assert found == pytest.approx(expected, abs=0.006 if abs(change) > 0.1 else 6e-5)
     lens.keyboard.press("Escape")
     assert lens.locator("#removed").is_hidden()
+
+
+def test_change_below_the_resolution_is_no_change(shown):
+    """It is not "-0.0000", and the two losses are equal."""
+    ablation = an_ablation()
+    ablation["heads"][1] |= {"loss_change": -0.00001, "loss_change_error": 0.00002}
+    lens = shown(with_ablation(ablation), fragment="#head=0.1&sort=-loss_change")
+    found = numbers(lens.locator("#removed").inner_text())
+    assert found == [LOSS, LOSS, ACCURACY, 0.2]
+    tile = pages.tile(lens, 0, 1)
+    assert tile.locator(".caption .number").inner_text() == "0"
 
 
 def test_values_are_shown_only_at_the_step_of_the_measurement(shown):
@@ -126,7 +139,7 @@ def assert_layers(lens, predictions, query, side=0):
         if query == len(of.losses):
             assert not numbers(loss)
         else:
-            assert loss == pages.as_shown(of.losses[query])
+            assert loss == formatted_loss(of.losses[query])
             assert true == (of.token_ids[query, 0] == query + 1)
 
 

@@ -125,11 +125,6 @@ def tile(lens, layer, head):
     return lens.locator(f".head[data-layer='{layer}'][data-head='{head}']")
 
 
-def as_shown(value):
-    """Returns a statistic as the page formats it."""
-    return f"{value:.{1 if abs(value) >= 10 else 2}f}".replace("-", "−")
-
-
 VIRIDIS = matplotlib.colormaps["viridis"](np.arange(256), bytes=True)[:, :3].astype(int)
 READ_PIXELS = """all => all.map((canvas) => { // or images
   const { naturalWidth: width = canvas.width, naturalHeight: height = canvas.height } = canvas;

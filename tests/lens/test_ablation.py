@@ -4,6 +4,7 @@ import csv
 import functools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from helpers.models import random_ids, tiny_model
 
 from clearhead.inference.ablation import ablate_heads
-from clearhead.lens.ablation import COLUMNS, most_important
+from clearhead.lens.ablation import COLUMNS, most_important, removal_lines, within_noise
 from clearhead.lens.snapshot_data import read_snapshot
 from clearhead.tokens.windows import IGNORED, WindowDataset
 from train import fit
@@ -176,3 +177,45 @@ def test_the_most_important_head_has_a_clear_change():
     assert most_important(results) is results[2]
     assert most_important(results[:2]) is None
     assert most_important([{"loss_change": 0.1, "loss_change_error": None}])  # one window
+
+
+def row(change, error=0.01, **place):
+    accuracy = None
+    values = {"loss_change": change, "loss_change_error": error, "accuracy_without": accuracy}
+    return {"layer": 0, "head": 0, **place, **values}
+
+
+def lines_of(heads, groups=(), method="exact"):
+    found = {"heads": heads, "groups": list(groups), "method": method}
+    return removal_lines(found, lambda layer, head: f"name of {layer}.{head}")
+
+
+def test_changes_within_two_standard_errors_are_noise():
+    quiet = [row(0.019), row(-0.019), row(0.0, 0.0)]
+    assert within_noise(quiet)
+    assert not within_noise([*quiet, row(0.021)])
+    assert not within_noise([*quiet, row(-0.021)])
+    assert not within_noise([row(0.0001, None)])  # one window: the noise is unknown
+
+
+def test_lines_about_the_heads_that_the_model_needs():
+    heads = [row(0.01), row(0.5, layer=1, head=2), row(0.3, head=1)]
+    (line,) = lines_of(heads)
+    assert "L1 H2" in line
+    assert "name of 1.2" in line
+    assert "+0.50 ± 0.01" in line
+    quiet, harmful = [row(0.01), row(-0.01)], [row(0.01), row(-0.5)]
+    noise, fewer = lines_of(quiet), lines_of(harmful)
+    assert len(noise) == len(fewer) == 1
+    assert noise != fewer  # a clear decrease is not noise
+    assert not re.search(r"\d", noise[0] + fewer[0])
+    groups = [
+        {"name": "induction", "heads": 3} | row(0.7),
+        {"name": "diagonal", "heads": 1} | row(9),
+    ]
+    first, second = lines_of(quiet, groups)
+    assert first == noise[0]
+    assert "3 induction" in second
+    assert "+0.70" in second
+    assert lines_of(quiet, method="estimate")[0].startswith(noise[0])
+    assert lines_of(quiet, method="estimate") != noise

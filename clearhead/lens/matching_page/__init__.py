@@ -19,6 +19,7 @@ from ..heads import prompt_of, title_of
 from ..heatmap import data_url
 from ..matching import Group, mean_similarity
 from ..matching_runs import MatchedRun, group_title
+from ..rounding import formatted
 
 THUMBNAIL = 64  # pixels
 
@@ -50,7 +51,7 @@ def _overview(groups: Sequence[Group], runs: Sequence[MatchedRun]) -> str:
     squares = "".join(
         f'<a href="#{_anchor(group)}"><svg viewBox="0 0 24 24" role="img">'
         f"<title>{escape(group_title(group, runs))}: in {len(group.members)} of {len(runs)} runs, "
-        f"stability {group.stability:.2f}</title>"
+        f"stability {formatted(group.stability)}</title>"
         f'<rect width="24" height="24" fill-opacity="{max(group.stability, 0):.2f}"/></svg></a>'
         for group in groups
         if len(group.members) > 1
@@ -73,7 +74,7 @@ def _layer(groups: Sequence[Group], runs: Sequence[MatchedRun]) -> str:
         title = (
             f"<b>{escape(group_title(group, runs))}</b>"
             f"<span>in {len(group.members)} of {len(runs)} runs</span>"
-            f"<span>stability {group.stability:.2f}</span>"
+            f"<span>stability {formatted(group.stability)}</span>"
             f"{'<em>interchangeable</em>' if group.is_ambiguous else ''}"
         )
         cells = [cells.get(number, "") for number in range(len(runs))]
@@ -93,7 +94,7 @@ def _cell(group: Group, number: int, run: MatchedRun, is_matched: bool) -> str:
     layer, member = group.layer, group.members[number]
     head, name = member.head, run.names[layer][member.head]
     shown = prompt_of(name, run.periods)
-    value = f" {member.similarity:.2f}" if is_matched else ""
+    value = f" {formatted(member.similarity)}" if is_matched else ""
     chart = ""
     if is_matched and len(run.steps) > 1:
         since = run.since_step(layer, head)
@@ -122,7 +123,7 @@ def _chart(values: np.ndarray) -> str:
 def _run_table(runs: Sequence[MatchedRun], values: np.ndarray) -> str:
     """Returns the mean similarity of each pair of runs as a table."""
     rows = [
-        _table_row(escape(run.name), [f"{value:.2f}" for value in row])
+        _table_row(escape(run.name), [formatted(value) for value in row])
         for run, row in zip(runs, values, strict=True)
     ]
     return _table("pairs", runs, rows)

@@ -1,6 +1,6 @@
 /* The controls at the top, the notes below them, and the comparison with another page. */
 
-import { format, plainText, plural, visible } from "./text.js";
+import { format, formatLimit, plainText, plural, visible } from "./text.js";
 import { $, bold, checkRadio, fillSelect, make, showMessage } from "./dom.js";
 import { decode, prefetch, prepare, readData } from "./data.js";
 import {
@@ -141,8 +141,8 @@ export function showControls() {
   if (state.filter) {
     const [low, high] = filterRange(state.filter);
     $("filter-value").value = (200 * (state.threshold - low)) / (high - low || 1);
-    $("filter-value").setAttribute("aria-valuetext", format(state.threshold));
-    $("threshold").firstChild.textContent = `≥ ${format(state.threshold)}`;
+    $("filter-value").setAttribute("aria-valuetext", formatLimit(state.threshold));
+    $("threshold").firstChild.textContent = `≥ ${formatLimit(state.threshold)}`;
   }
   $("show").hidden = !B;
   checkRadio("show", state.show);

@@ -164,7 +164,7 @@ export function drawFinding() {
       : `; on average ${format(valueAt(here, name.key, index, false))}`;
     parts.push(name.key === "induction" ? ". Such a head copies: " : ": ", "for example, ",
       ...patternText(name.key, run.prompts[state.prompt], row), " with weight ",
-      bold(formatWeight(row.weight)), ` (chance ${row.uniform.toFixed(2)})${mean}.`);
+      bold(formatWeight(row.weight)), ` (chance ${format(row.uniform)})${mean}.`);
   } else parts.push(row ? `. This is measured on prompt ${row.prompt + 1}.` : ".");
   if (!run.ablation) parts.push(" The name says where it attends, not whether the model needs it.");
   if (row && (row.prompt !== state.prompt || row.query !== selectedQuery())) {

@@ -1,6 +1,6 @@
 /* The time axis: losses under the slider, and marks where heads got their names. */
 
-import { clamp, format } from "./text.js";
+import { clamp, format, formatLoss } from "./text.js";
 import { $, line, make, prepareCanvas } from "./dom.js";
 import { here, meanLoss, run, update } from "./state.js";
 import { pause } from "./player.js";
@@ -105,16 +105,16 @@ function drawAxis(context, width, tall, most) {
   line(context, [[width - 0.5, 1], [width - 0.5, tall]]);
   context.textAlign = "right";
   context.textBaseline = "top";
-  context.fillText(format(most), width - 4, 1);
+  context.fillText(formatLoss(most), width - 4, 1);
   context.textBaseline = "bottom";
   context.fillText("0", width - 4, tall);
 }
 
 export function drawTimeline() {
   if (!timeCurves.length || run.frames.length === 1) return;
-  for (const { points, label } of timeCurves) {
+  for (const { points, label, isPart } of timeCurves) {
     const value = points.findLast(([step]) => step <= here.step)?.[1] ?? null;
-    label.lastChild.textContent = format(value);
+    label.lastChild.textContent = isPart ? format(value) : formatLoss(value);
   }
   const news = newsText();
   $("news").textContent = news && `new: ${news}`;

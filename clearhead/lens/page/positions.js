@@ -1,6 +1,6 @@
 /* The loss at each position of the shown prompt, at each step: a map next to the charts. */
 
-import { clamp, format, shortNumber, visible } from "./text.js";
+import { clamp, formatLoss, shortNumber, visible } from "./text.js";
 import { roundTicks } from "./ticks.js";
 import { $, line, make, prepareCanvas } from "./dom.js";
 import { here, nearestFrame, nearestIndex, run, state, update } from "./state.js";
@@ -114,11 +114,11 @@ function showLoss(place) {
   const rows = lossesOfPrompt();
   if (!rows.length) return; // the pointer leaves the map because it is hidden
   if (!place) {
-    lossCaption.textContent = `brightest: ${format(Math.max(...rows[0]))} or more`;
+    lossCaption.textContent = `brightest: ${formatLoss(Math.max(...rows[0]))} or more`;
     return;
   }
   const { at, position } = place;
   const token = visible(run.prompts[state.prompt].tokens[position], 12);
   lossCaption.textContent = `step ${run.steps[at]} · after \u2068"${token}"\u2069 (${position}): ` +
-    format(rows[at][position]);
+    formatLoss(rows[at][position]);
 }

@@ -1,13 +1,11 @@
 /* What the model predicts after the query token: the most likely next tokens, and what the output
  * layer predicts from the input of each layer (the logit lens). */
 
-import { format, label, visible } from "./text.js";
+import { formatChance, formatLoss, label, visible } from "./text.js";
 import { $, bold, make } from "./dom.js";
 import { A, B, sideName } from "./state.js";
 
 export const predictionsOf = (of) => of?.facts.predictions?.of_prompts[of.prompt] ?? null;
-
-const chance = (p) => (p < 0.001 ? "<0.001" : String(+p.toPrecision(2)));
 
 /** Shows the true next token and the most likely tokens after the query token, for A and B. */
 export function drawNextToken(query) {
@@ -26,7 +24,7 @@ function predictionRow(text, p, isTrue) {
   bar.style.width = `${100 * p}%`;
   const sign = isTrue ? { title: "the next token of the prompt", textContent: "✓" } : {};
   return make("li", { className: isTrue ? "true" : "" }, quotedToken(text),
-    make("span", { className: "track" }, bar), make("span", { className: "number" }, chance(p)),
+    make("span", { className: "track" }, bar), make("span", { className: "number" }, formatChance(p)),
     make("span", { className: "sign", ...sign }));
 }
 
@@ -42,7 +40,7 @@ function nextToken(of, query) {
   const next = token === undefined ? ["the next token is not shown"]
     : ["next token ", quotedToken(token)];
   const about = token === undefined && loss === null ? ["the prompt ends here"]
-    : [...next, ", loss ", bold(format(loss)), " nats"];
+    : [...next, ", loss ", bold(formatLoss(loss)), " nats"];
   const name = B?.same ? [bold(sideName(of)), " · "] : [];
   return make("div", {}, make("p", {}, ...name, "after ", quotedToken(A.tokens[query]),
     ` (${query}): `, ...about), make("ol", {}, ...rows));
@@ -70,8 +68,8 @@ function layerTable(of, query) {
     const from = layer < final.layers.length ? `input of L${layer}` : "output";
     return make("tr", { className: sign ? "true" : "" },
       make("th", { scope: "row", textContent: from }), make("td", {}, quotedToken(text), sign),
-      make("td", { className: "number", textContent: chance(probabilities[query][0]) }),
-      make("td", { className: "number", textContent: format(losses[query] ?? null) }));
+      make("td", { className: "number", textContent: formatChance(probabilities[query][0]) }),
+      make("td", { className: "number", textContent: formatLoss(losses[query] ?? null) }));
   });
   const table = make("table", {}, make("thead", {}, make("tr", {}, ...columns)),
     make("tbody", {}, ...rows));

@@ -1,6 +1,6 @@
 /* What happens without a head: loss and accuracy when heads are removed, see lens/ablation.py. */
 
-import { formatLoss, lossDigits, plural } from "./text.js";
+import { format, formatLoss, formatLossChange, lossDigits, plural, rounded } from "./text.js";
 import { $, bold, make } from "./dom.js";
 import {
   A, B, REMOVED, headName, indexInB, isMeasured, nearestFrame, other, removalOf, run, selected,
@@ -9,23 +9,21 @@ import {
 import { sortBy } from "./controls.js";
 import { fillTag, groupTitle, kindOf, nameAt } from "./names.js";
 
-/** Returns the change of the loss with its standard error: "+1.33 ± 0.02". */
-function changeText({ loss_change: change, loss_change_error: error }) {
-  const size = error === null ? "" : ` ± ${error.toFixed(lossDigits(change))}`;
-  return formatLoss(change, true) + size;
-}
+const changeText = (result) => formatLossChange(result.loss_change, result.loss_change_error);
 
 /** Returns one sentence: loss and accuracy before and after the removal. */
 function resultText({ method, loss, accuracy }, result) {
   const { loss_change: change, loss_change_error: error, accuracy_without: without } = result;
-  const digits = lossDigits(change);
-  const [before, after] = [loss, loss + change].map((value) => value.toFixed(digits));
+  // So that the two losses differ if the change is not 0.
+  const [before, after] = [loss, loss + change].map((value) =>
+    rounded(value, Math.max(lossDigits(value), lossDigits(change))));
   const about = method === "exact" ? "" : "about ";
-  const parts = [`loss ${before} → ${about}${after} (`, bold(changeText(result)),
-    error !== null && Math.abs(change) < 2 * error ? ", not clearly different from 0)" : ")"];
-  if (without !== null) {
-    parts.push(`, accuracy ${accuracy.toFixed(2)} → `, bold(without.toFixed(2)));
-  }
+  const isNone = formatLoss(change, true) === "0";
+  const isUnclear = !isNone && error !== null && Math.abs(change) < 2 * error;
+  const parts = [`loss ${before} → ${about}${after} (`,
+    bold(isNone ? "no measurable change" : changeText(result)),
+    isUnclear ? ", not clearly different from 0)" : ")"];
+  if (without !== null) parts.push(`, accuracy ${format(accuracy)} → `, bold(format(without)));
   return parts;
 }
 
@@ -38,7 +36,7 @@ function alsoNeeded({ method, accuracy, groups }, name) {
   if (!others.length || others.length === needed.length) return [];
   const texts = others.map((group) => `without ${groupTitle(group)}, ${accuracy === null
     ? `the loss changes by ${formatLoss(group.loss_change, true)}`
-    : `accuracy is ${group.accuracy_without.toFixed(2)}`}`);
+    : `accuracy is ${format(group.accuracy_without)}`}`);
   return [make("br"), `The model also needs heads of other kinds: ${texts.join("; ")}.`];
 }
 
@@ -91,12 +89,12 @@ export function drawRemoved() {
     }));
 }
 
-function groupRow(ablation, group) {
+function groupRow(ablation, group, digits) {
   const tag = make("span");
   if (kindOf(group.name)) fillTag(tag, kindOf(group.name));
   const without = group.accuracy_without;
-  const cells = [formatLoss(ablation.loss + group.loss_change), changeText(group),
-    ...(ablation.accuracy === null ? [] : [without === null ? "–" : without.toFixed(2)])];
+  const cells = [rounded(ablation.loss + group.loss_change, digits), changeText(group),
+    ...(ablation.accuracy === null ? [] : [format(without)])];
   return make("tr", {}, make("th", { scope: "row" }, tag, ` ${groupTitle(group)}`),
     ...cells.map((textContent) => make("td", { className: "number", textContent })));
 }
@@ -106,12 +104,15 @@ function groupTable(of) {
   const accuracy = ablation.accuracy === null ? [] : ["accuracy"];
   const head = ["removed", "loss", "change", ...accuracy].map((textContent, n) =>
     make("th", { scope: "col", textContent, className: n ? "number" : "" }));
-  const clean = [formatLoss(ablation.loss), "", ...accuracy.map(() => ablation.accuracy.toFixed(2))];
+  // One number of decimals in the column of losses.
+  const digits = Math.max(...[ablation.loss, ...ablation.groups.map((one) => one.loss_change)]
+    .map(lossDigits));
+  const clean = [rounded(ablation.loss, digits), "", ...accuracy.map(() => format(ablation.accuracy))];
   const sorted = [...ablation.groups].sort((a, b) => b.loss_change - a.loss_change);
   return [make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {},
     make("tr", {}, make("th", { scope: "row", textContent: "nothing" }),
       ...clean.map((textContent) => make("td", { className: "number", textContent }))),
-    ...sorted.map((group) => groupRow(ablation, group)))),
+    ...sorted.map((group) => groupRow(ablation, group, digits)))),
   make("p", { className: "note", title: MEANING, textContent: howMeasured(ablation) })];
 }
 

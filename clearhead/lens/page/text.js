@@ -2,23 +2,47 @@
 
 export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 
-/** Returns a number as text: 0.42, 12.3, 250; a dash if there is no value. */
+// The rule for the digits of numbers is that of lens/rounding.py, which explains it.
+
+/** Returns a value with a number of decimals. signed: the value is a change. */
+export function rounded(value, digits, signed = false) {
+  const text = Math.abs(value).toFixed(digits);
+  if (Number(text)) return (value < 0 ? "−" : signed ? "+" : "") + text;
+  if (signed || value === 0) return "0";
+  return `${value < 0 ? ">−" : "<"}${(10 ** -digits).toFixed(digits)}`;
+}
+
+/** Returns a value of a statistic, a weight or an accuracy: 0.42, 12.3, 250, <0.01; a dash if there
+ * is none. */
 export function format(value, signed = false) {
   if (value === null || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
-  const text = size.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2);
-  const sign = value < 0 && Number(text) > 0 ? "−" : signed && Number(text) > 0 ? "+" : "";
-  return sign + text;
+  return rounded(value, size >= 100 ? 0 : size >= 10 ? 1 : 2, signed);
 }
 
-/** Returns the number of decimals for the change of a loss, which may be small. */
-export const lossDigits = (change) => (Math.abs(change) < 0.1 ? 4 : 2);
+/** Returns the number of decimals of a loss or of its change. */
+export const lossDigits = (value) => (Math.abs(value) < 0.1 ? 4 : 2);
 
-/** Returns a loss, or with `signed` the change of a loss, as text. */
+/** Returns a loss, or with `signed` the change of a loss; a dash if there is none. */
 export function formatLoss(value, signed = false) {
-  if (value === null) return "–";
-  return (value < 0 ? "−" : signed ? "+" : "") + Math.abs(value).toFixed(lossDigits(value));
+  if (value === null || !Number.isFinite(value)) return "–";
+  return rounded(value, lossDigits(value), signed);
 }
+
+/** Returns the change of a loss with its standard error, if it is known: "+1.33 ± 0.02". */
+export function formatLossChange(change, error) {
+  const size = error === null ? "" : ` ± ${rounded(error, lossDigits(change))}`;
+  return formatLoss(change, true) + size;
+}
+
+/** Returns a limit as text. Next to "≥" it has a digit that is not 0, where a value has "<0.01". */
+export function formatLimit(value) {
+  const text = format(value);
+  return /[<>]/.test(text) ? String(+value.toPrecision(1)).replace("-", "−") : text;
+}
+
+/** Returns a probability with two digits that are not leading zeros. */
+export const formatChance = (p) => (p < 0.001 ? "<0.001" : String(+p.toPrecision(2)));
 
 /** Returns the number of correct decimals of a value that is one of an interval of values with the
  * same code: the unit of the last digit is not smaller than this interval. */
@@ -27,20 +51,17 @@ const digitsOf = (interval) => Math.max(0, Math.floor(-Math.log10(interval)));
 /** Returns the length of the interval of weights that have the same code as a weight. */
 export const intervalOf = (weight) => Math.max((2 * Math.sqrt(weight)) / 255, 1 / 510 ** 2);
 
-/** Returns a weight as text, without digits that its code does not determine. */
-export function formatWeight(weight, digits = digitsOf(intervalOf(weight))) {
-  const text = weight.toFixed(digits);
-  return Number(text) ? text : `<${(10 ** -digits).toFixed(digits)}`;
-}
+/** Returns a weight as text, without digits that its code does not determine. The code 0 is not a
+ * weight of 0, but a small one. */
+export const formatWeight = (weight, digits = digitsOf(intervalOf(weight))) =>
+  rounded(weight || Number.MIN_VALUE, digits);
 
 /** Formats a cell of a heatmap, from cellOf in kinds.js. */
 export const formatCell = ({ value, interval }) => formatWeight(value, digitsOf(interval));
 
 /** Returns the difference of two cells, b - a, with the digits of the less exact one. */
-export function formatChange(a, b) {
-  const text = Math.abs(b.value - a.value).toFixed(digitsOf(Math.max(a.interval, b.interval)));
-  return (Number(text) ? (b.value < a.value ? "−" : "+") : "") + text;
-}
+export const formatChange = (a, b) =>
+  rounded(b.value - a.value, digitsOf(Math.max(a.interval, b.interval)), true);
 
 export const plural = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 

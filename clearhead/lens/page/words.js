@@ -1,7 +1,7 @@
 /* The prompt as text, coloured by the weights of the enlarged head or by the loss of each token. */
 
 import {
-  explainSigns, format, formatCell, formatChange, joinBytes, label, visible,
+  explainSigns, formatCell, formatChange, formatLoss, joinBytes, label, visible,
 } from "./text.js";
 import { $, checkRadio, make } from "./dom.js";
 import { A, B, comparable, enlarged, selected, state } from "./state.js";
@@ -123,7 +123,7 @@ function lossOfToken(query) {
     const loss = signed ? two - one : what === "b" ? two : one;
     return {
       className: n === query ? "query" : n === query + 1 ? "next" : "",
-      about: n ? `, ${signed ? "B − A of the loss" : "loss"} ${format(loss, signed)} nats`
+      about: n ? `, ${signed ? "B − A of the loss" : "loss"} ${formatLoss(loss, signed)} nats`
         : ", no loss: there is no token before it",
       colour: signed ? (loss < 0 ? LESS : MORE) : LOSS,
       alpha: Math.min(1, Math.abs(loss) / most),
