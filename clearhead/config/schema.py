@@ -240,15 +240,15 @@ class TrainerConfig(Settings):
     resume: Literal[False] | Name
     resume_override: bool
     init_from: Name | None
-    sample_prompt: Text
+    sample_prompt: Text | None
     sample_tokens: Annotated[Count, Field(le=100_000)]
 
 
 @rule
-def _has_a_prompt(prompts: list[str], others: dict) -> None:
+def _has_a_prompt(prompts: list[str] | None, others: dict) -> None:
     known = {"every": 0, "repeat_length": 0, "max_tokens": 64} | others
     repeats = known["repeat_length"] > 0 and known["max_tokens"] >= 5
-    if known["every"] != 0 and not prompts and not repeats:
+    if known["every"] != 0 and prompts == [] and not repeats:
         raise rejected("attention snapshots need a prompt", "give a prompt, or use lens=off")
 
 
@@ -262,7 +262,9 @@ class LensSettings(Settings):
     every: Count | None
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)]
     repeat_length: Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
-    prompts: Annotated[list[Sentence], Field(max_length=MAX_PROMPTS), _has_a_prompt]
+    prompts: Annotated[
+        Annotated[list[Sentence], Field(max_length=MAX_PROMPTS)] | None, _has_a_prompt
+    ]
     logit_lens: bool
     frames: Annotated[Positive, Field(ge=2, le=200)]
     ablation: Annotated[Literal["auto", "exact", "estimate", "off"], BeforeValidator(_off)]

@@ -39,6 +39,9 @@ AUTOMATIC = (
     "trainer.eval_windows",
     "trainer.log_every",
 )
+# If these are null, passages of the text are chosen (clearhead/run/prompts.py). A resumed run keeps
+# them, also if its data have changed.
+PROMPTS = ("lens.prompts", "trainer.sample_prompt")
 # Settings that may differ between the ranks of a run. Data are compared by checksum.
 OF_ONE_RANK = {"debug", "data.path", "data.val_path", "trainer.device"}
 
@@ -74,6 +77,9 @@ def with_automatic_values(config: Config, before: dict | None = None) -> Config:
     if known.get("lens.every") == 0:  # the lens was off and is now on
         del known["lens.every"]
     complete("lens.every", LensConfig().interval(steps))
+    prompts = {key: known[key] for key in PROMPTS if given[key] is None and known.get(key)}
+    if prompts and validate(Config, nested(given | prompts))[0]:  # the checkpoint may be damaged
+        values |= prompts
     return config.with_values(values)
 
 
@@ -156,6 +162,9 @@ def complete(
     if is_sample and not Path(path).exists():  # the repository was moved
         before["data.path"] = str(REPOSITORY.joinpath(*SAMPLE))
     merged = without_automatic(before) if is_new else before | dict.fromkeys(AUTOMATIC)
+    groups = {key.partition(".")[0] for key in config.given}
+    if is_new and "data" in groups:  # the prompts were passages of another text
+        merged |= {key: None for key in PROMPTS if merged[key]}
     if is_new or config.name not in (None, Path(found).parent.parent.name):
         merged["wandb.name"] = None  # it is another run on W&B
     merged["wandb.group"] = given["wandb.group"] or before["wandb.group"]  # a sweep sets its own
@@ -180,7 +189,8 @@ def complete(
     changed = [
         f"{key}={shorten(as_yaml(value))} (was {shorten(as_yaml(before[key]))})"
         for key, value in merged.items()
-        if value not in (before[key], UNLIMITED) and not (value is None and key in AUTOMATIC)
+        if value not in (before[key], UNLIMITED)
+        and (value is not None or key not in (*AUTOMATIC, *PROMPTS))
     ]
     return result, changed
 

@@ -1,6 +1,6 @@
 """Settings of the attention lens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 # A word whose meaning depends on its context ("bank"), a verb that agrees with a distant noun
 # ("letters ... were"), and a repeated name that the model has to complete.
@@ -18,7 +18,7 @@ class LensConfig:
     # steps between snapshots; the first and the last step always have one; 0: no snapshots;
     # null: max_steps / 20, between 40 and 1000
     every: int | None = None
-    prompts: list[str] = field(default_factory=lambda: list(DEFAULT_PROMPTS))  # at most 20
+    prompts: list[str] | None = None  # at most 20; null: DEFAULT_PROMPTS
     repeat_length: int = 24  # additional prompt: this many random tokens, written twice; 0: none
     max_tokens: int = 64  # longer prompts are truncated; images and pages note this
     logit_lens: bool = False  # also record what the output layer predicts from each layer's input

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from .ablation import COLUMNS, Ablate, most_important, removal
-from .config import LensConfig
+from .config import DEFAULT_PROMPTS, LensConfig
 from .heads import (
     ALL_NAMES,
     KINDS,
@@ -72,9 +72,10 @@ class Lens:
     ):
         self.config = config
         limit = min(config.max_tokens, context_length)
+        texts = DEFAULT_PROMPTS if config.prompts is None else config.prompts
         self.prompts = [
             make_prompt(number, text, encode, token_bytes, limit)
-            for number, text in enumerate(config.prompts, start=1)
+            for number, text in enumerate(texts, start=1)
         ]
         if config.repeat_length and len(vocabulary):
             number = len(self.prompts) + 1

@@ -46,6 +46,7 @@ from clearhead.reporting.watch import watch
 from clearhead.run.evaluation import Evaluator, Validation
 from clearhead.run.init_from import initial_weights
 from clearhead.run.lens_runner import build_lens
+from clearhead.run.prompts import with_prompts
 from clearhead.run.run import Run
 from clearhead.run.signals import StopSignals
 from clearhead.run.stop import Stop
@@ -112,6 +113,7 @@ class Builder:
             with self.strategy.raise_on_all_ranks():  # other machines may have less memory
                 refuse(check_memory(self.config, self.strategy))
             self.data = self.load_data()
+            self.config = with_prompts(self.config, self.strategy, self.data)
             self.model = self.build_model()
             self.is_compiled = self.should_compile()
             trained_model = self.strategy.wrap(self.model, self.is_compiled)

@@ -169,7 +169,7 @@ class Evaluator:
     def sample(self, model: GPT, step: int) -> dict:
         """Continues trainer.sample_prompt with the same random numbers at every step, so that
         samples are comparable. Returns the row of samples.jsonl."""
-        prompt, tokenizer = self.config.trainer.sample_prompt, self.tokenizer
+        prompt, tokenizer = self.config.trainer.sample_prompt or "", self.tokenizer
         prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
         with self.strategy.inference(model):
             steps = generate(

@@ -1,0 +1,89 @@
+"""Prompts that are not given: lens.prompts=null and trainer.sample_prompt=null.
+
+They are passages of the validation text (clearhead/tokens/passages.py), so that a model sees text
+of the language and kind that it is trained on. The config of the run stores them, and a resumed run
+keeps them.
+"""
+
+import re
+
+import numpy as np
+import tiktoken
+
+from clearhead.config.schema import Config
+from clearhead.distributed.strategy import Strategy
+from clearhead.lens.config import DEFAULT_PROMPTS
+from clearhead.tokens.passages import beginning, passages
+from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.windows import MixedDataset, WindowDataset
+from data import GPTDatasetV1, LoadedData
+
+NUM_PROMPTS = 3
+# At most 8 excerpts of 4,096 tokens are read. Passages in different places differ more.
+MOST_EXCERPTS, EXCERPT = 8, 4096
+
+
+def with_prompts(config: Config, strategy: Strategy, data: LoadedData) -> Config:
+    """Returns the config with prompts, the same on all ranks; rank 0 chooses them.
+
+    Without validation data they come from the training data. If these contain no text, the lens
+    uses its English sentences, and a sample starts with an empty prompt. Raises DataError if token
+    files have invalid ids.
+    """
+    given = {
+        "lens.prompts": config.lens.prompts,
+        "trainer.sample_prompt": config.trainer.sample_prompt,
+    }
+    missing = [key for key, value in given.items() if value is None]
+    if not missing:
+        return config
+    most = min(config.lens.max_tokens, config.data.max_length)
+    tokenizer, dataset = get_tokenizer(config.data.tokenizer), data.val or data.train
+    chosen = strategy.on_rank_0(lambda: choose_prompts(dataset, tokenizer, most))
+    chosen = strategy.broadcast(chosen)
+    return config.with_values({key: chosen[key] for key in missing})
+
+
+def choose_prompts(
+    dataset: WindowDataset, tokenizer: tiktoken.Encoding, most: int
+) -> dict[str, object]:
+    """Returns prompts of at most `most` tokens for the lens, and a prompt for text samples."""
+
+    def fit(text: str) -> int:
+        ids = tokenizer.encode_ordinary(text)
+        if len(ids) <= most:
+            return len(text)
+        return len(tokenizer.decode_bytes(ids[:most]).decode("utf-8", "ignore"))
+
+    found = passages(excerpts(dataset, tokenizer), NUM_PROMPTS, fit)
+    return {
+        "lens.prompts": found or [*DEFAULT_PROMPTS],
+        "trainer.sample_prompt": beginning(found[0]) if found else "",
+    }
+
+
+def excerpts(dataset: WindowDataset, tokenizer: tiktoken.Encoding) -> list[str]:
+    """Returns parts of the text of a dataset, each of one document."""
+    texts = []
+    for ids in _tokens_of(dataset, MOST_EXCERPTS):
+        documents = np.split(ids, np.flatnonzero(ids == tokenizer.eot_token))
+        for number, document in enumerate(documents):
+            kept = document[document != tokenizer.eot_token].tolist()
+            text = tokenizer.decode_bytes(kept).decode("utf-8", "ignore")
+            if number == 0:  # it may start inside a word
+                text = re.sub(r"\A\S{,40}(?=\s)", "", text)
+            texts.append(text)
+    return texts
+
+
+def _tokens_of(dataset: WindowDataset, most: int) -> list[np.ndarray]:
+    """Returns the ids of at most `most` excerpts of a dataset."""
+    if isinstance(dataset, MixedDataset):
+        parts = dataset.datasets[:: -(-len(dataset.datasets) // most)]
+        return [ids for part in parts for ids in _tokens_of(part, most // len(parts))]
+    if isinstance(dataset, GPTDatasetV1):
+        tokens = dataset.tokens
+        size, count = min(len(tokens), EXCERPT), min(most, -(-len(tokens) // EXCERPT))
+        starts = np.linspace(0, len(tokens) - size, count).astype(np.int64)
+        return [*tokens.gather(starts, size)]
+    return [*dataset.batch(np.arange(most))[0].numpy()]  # generated sequences
