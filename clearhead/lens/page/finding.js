@@ -56,9 +56,10 @@ function bestPrompt(frame, key, index, only = null) {
   }, null);
 }
 
-/** Returns the view of the most significant head of the last step: a head with a name, if possible
- * not a simple one, or else the head that is nearest to a name. */
-export function openingView() {
+/** Returns the most significant head of the last step: a head with a name, if possible not a simple
+ * one, or else the head that is nearest to a name: {index, key: of the name, frame, prompt, query: its
+ * clearest row or null}. null if no statistic is defined. */
+export function openingHead() {
   const frame = run.frames.length - 1;
   const { step } = run.frames[frame];
   const keys = run.statistics.filter(({ is_name }) => is_name).map(({ key }) => key);
@@ -73,10 +74,15 @@ export function openingView() {
       if (!best || rank > best.rank) best = { ...found, rank, index, key };
     }
   }
-  if (!best) return {};
+  if (!best) return null;
   const { prompt, index, key } = best;
-  const query = sharpestRow(frame, prompt, index, key)?.query ?? null;
-  return { frame, prompt, query, ...placeOfHead(index) };
+  return { index, key, frame, prompt, query: sharpestRow(frame, prompt, index, key)?.query ?? null };
+}
+
+/** Returns the view of this head. */
+export function openingView() {
+  const { index, frame, prompt, query } = openingHead() ?? {};
+  return index === undefined ? {} : { frame, prompt, query, ...placeOfHead(index) };
 }
 
 const ORDINALS = ["first", "second", "third"];
@@ -126,7 +132,7 @@ function laterText(index) {
   return event ? ` It becomes ${withArticle(event.key)} at step ${event.step}.` : "";
 }
 
-function withArticle(key) {
+export function withArticle(key) {
   const { title } = kindOf(key);
   return `${/^[aeiou]/.test(title) ? "an" : "a"} ${title}`;
 }

@@ -7,7 +7,7 @@ import {
 import { kindOf } from "./names.js";
 import { readTheme } from "./colours.js";
 import { isPlaying, pause } from "./player.js";
-import { goTour, tourLength } from "./tour.js";
+import { explainTour, goTour, tourLength } from "./tour.js";
 
 const same = (...values) => Object.fromEntries(values.map((value) => [value, value]));
 // Parts of a link with few values: [part, name in the state, {text in the link: value}]. A part
@@ -103,9 +103,14 @@ export function keepLink() {
   }, 250);
 }
 
+/** Returns whether a link is to a stop that the tour does not have, and says so. */
+export const isBeyondTour = (text) =>
+  explainTour(Number(new URLSearchParams(text.replace(/^.*#/, "")).get("tour")));
+
 /** Shows the view that a link describes. */
 export function restore(text) {
   pause();
+  if (isBeyondTour(text)) return update({ tour: 0 });
   Object.assign(hovered, { query: null, key: null });
   Object.assign(state, readLink(text));
   readTheme();

@@ -14,7 +14,7 @@ import { prepareMaps } from "./kinds.js";
 import { buildArcs, drawArcs } from "./arcs.js";
 import { buildDetail, drawDetail } from "./detail.js";
 import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";
-import { keepLink, readLink, restore } from "./link.js";
+import { isBeyondTour, keepLink, readLink, restore } from "./link.js";
 import { buildControls, showControls } from "./controls.js";
 import { buildPositions, drawPositions } from "./positions.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
@@ -116,7 +116,8 @@ async function start() {
   redraw();
   // Without a link and a second run, the page opens with a head. It must not hide the others.
   const hides = $("app").matches(".compact:not(.wide)");
-  if (!location.hash && !other && !hides) update(openingView());
+  const isEmpty = !location.hash || isBeyondTour(location.hash);
+  if (isEmpty && !other && !hides) update(openingView());
   else if (state.tour) goTour(state.tour);
   else if (selected() !== null) showDetail();
   if (selected() !== null) setTabStop(selected());

@@ -119,6 +119,7 @@ export function drawMarks(plot, query, key, isPointer) {
   }
 
   drawCopies(context, plot);
+  drawOutline(context, plot);
   const box = (x, y, w, h, colour, line) => {
     context.strokeStyle = colour;
     context.lineWidth = line;
@@ -134,10 +135,9 @@ export function drawMarks(plot, query, key, isPointer) {
   drawColourBar(context, plot);
 }
 
-/** Draws where the second copy of a repeated sequence begins, and what the tour points to. */
+/** Draws where the second copy of a repeated sequence begins. */
 function drawCopies(context, { left, size, cell, labels }) {
   const { period } = A.run.prompts[A.prompt];
-  const outline = tourOutline();
   if (!period) return;
   context.save();
   const edge = (period + 1) * cell;
@@ -158,16 +158,21 @@ function drawCopies(context, { left, size, cell, labels }) {
     context.fillText(text, 0, 0);
     context.restore();
   }
-  if (outline) {
-    const [from, to] = [outline.from, outline.to].map((cells) => cells.map((n) => (n + 0.5) * cell));
-    context.setLineDash([]);
-    context.strokeStyle = "#ff5fa2";
-    context.lineWidth = 2;
-    context.translate(left + from[0], from[1]);
-    context.rotate(Math.PI / 4);
-    const far = Math.SQRT2 * (to[0] - from[0]);
-    context.strokeRect(-cell, -1.3 * cell - 1, far + 2 * cell, 2.6 * cell + 2);
-  }
+  context.restore();
+}
+
+/** Outlines the line of cells that the tour explains. */
+function drawOutline(context, { left, cell }) {
+  const outline = tourOutline();
+  if (!outline) return;
+  const [from, to] = [outline.from, outline.to].map((cells) => cells.map((n) => (n + 0.5) * cell));
+  context.save();
+  context.strokeStyle = "#ff5fa2";
+  context.lineWidth = 2;
+  context.translate(left + from[0], from[1]);
+  context.rotate(Math.PI / 4);
+  const far = Math.SQRT2 * (to[0] - from[0]);
+  context.strokeRect(-cell, -1.3 * cell - 1, far + 2 * cell, 2.6 * cell + 2);
   context.restore();
 }
 

@@ -42,7 +42,8 @@ export function formatLimit(value) {
 }
 
 /** Returns a probability with two digits that are not leading zeros. */
-export const formatChance = (p) => (p < 0.001 ? "<0.001" : String(+p.toPrecision(2)));
+export const formatChance = (p) =>
+  (p < 0.001 ? "<0.001" : p > 0.995 && p < 1 ? ">0.99" : String(+p.toPrecision(2)));
 
 /** Returns the number of correct decimals of a value that is one of an interval of values with the
  * same code: the unit of the last digit is not smaller than this interval. */

@@ -1,0 +1,76 @@
+/* The tour of a run that has not learned to copy: what one row means, what one head does, and what
+ * changed from the first to the last step. */
+
+import { format, formatLoss, formatWeight, visible } from "./text.js";
+import { bold, make } from "./dom.js";
+import { weight } from "./data.js";
+import { headName, other, placeOfHead, run, side, uniformOf, valueAt } from "./state.js";
+import { findName, kindOf } from "./names.js";
+import { openingHead, withArticle } from "./finding.js";
+
+const isReadable = ({ length }) => length > 2;
+
+/** Returns the tour, see tour.js, or null without two steps to compare. */
+export function basicTour() {
+  const last = run.frames.length - 1;
+  if (other || !last || !run.prompts.some(isReadable)) return null;
+  return { count: 3, frames: [0, last], stops: basicStops };
+}
+
+/** Returns the line of the cells to which the heads of a name attend, or null if it is no line. */
+export function lineOf(key, { length, period }) {
+  if (key === "induction" && period) return { from: [2, period + 1], to: [period + 1, 2 * period] };
+  const back = { previous_token: 1, diagonal: 0 }[key];
+  return back === undefined ? null : { from: [0, back], to: [length - 1 - back, length - 1] };
+}
+
+function basicStops() {
+  const last = run.frames.length - 1;
+  const at = openingHead() ??
+    { index: 0, key: "previous_token", prompt: run.prompts.findIndex(isReadable), query: null };
+  const prompt = run.prompts[at.prompt];
+  const query = at.query ?? prompt.length - 1;
+  const weightOf = (key) => weight(run, last, at.prompt, at.index, query, key);
+  let most = 0;
+  for (let key = 1; key <= query; key++) if (weightOf(key) > weightOf(most)) most = key;
+  const token = (n) => [make("bdi", { textContent: `"${visible(prompt.tokens[n], 24)}"` }), ` (${n})`];
+  const steps = [0, last].map((frame) => run.frames[frame].step);
+  const view = { ...placeOfHead(at.index), prompt: at.prompt, frame: last, query };
+  return [
+    { title: "one row", points: ["readout"], view,
+      text: ["Each row of the heatmap is one token. It can attend to itself and to the tokens before " +
+        "it. The marked row is ", ...token(query), ": its largest weight, ",
+      bold(formatWeight(weightOf(most))), ", is on ", ...token(most),
+      ". The weights of a row sum to 1."] },
+    { title: "one head", points: ["finding"], view, outline: lineOf(at.key, prompt),
+      text: ["All rows together show what the head does. ", ...kindText(at, last)] },
+    { title: `from step ${steps[0]} to step ${steps[1]}`, points: ["others"],
+      view: { ...view, compare: `step:${steps[0]}`, show: "b" }, text: changeOfRun(at, last) },
+  ];
+}
+
+/** Returns what a head does, with its mean weight on the key tokens of a name. */
+function kindText({ index, key, prompt }, frame) {
+  const of = side(run, frame, prompt);
+  const [head, { target }] = [bold(headName(index)), kindOf(key)];
+  const value = bold(format(valueAt(of, key, index, false)));
+  const name = findName(run, index, of.step);
+  return [head, ` is ${name?.key === key ? "" : "nearest to "}${withArticle(key)}: its mean weight ` +
+    `on ${target} is `, value,
+  `. Equal weights on all tokens would give ${format(uniformOf(of, key, false))}.`];
+}
+
+/** Returns what changed from the first to the last step. */
+function changeOfRun({ index, key, prompt }, last) {
+  const sides = [0, last].map((frame) => side(run, frame, prompt));
+  const [before, after] = sides.map((of) => format(valueAt(of, key, index, false)));
+  const [few, many] = sides.map((of) => Array.from({ length: run.count }, (_, head) =>
+    findName(run, head, of.step)).filter(Boolean).length);
+  const losses = run.curves["validation loss"] ?? [];
+  return ["A is the first step, B the last one. The mean weight of ", bold(headName(index)),
+    ` on ${kindOf(key).target} was `, bold(before), " and is ", bold(after),
+    ". ", ...(few || many ? [`${few} of ${run.count} heads had a name, and ${many} ` +
+      `${many === 1 ? "has" : "have"} one now. `] : []),
+    ...(losses.length > 1 ? [`The validation loss was ${formatLoss(losses[0][1])} and is ` +
+      `${formatLoss(losses.at(-1)[1])}.`] : [])];
+}
