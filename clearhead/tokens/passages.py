@@ -49,7 +49,7 @@ def passages(texts: Sequence[str], count: int, fit: Callable[[str], int]) -> lis
             text, level_of_end = _cut(texts[n], start, fit)
             if text and not REFUSED.search(text):
                 score, word = _repeated(text, weights)
-                score += 2 * (level_of_end == 0) - 2 * level - text[0].islower()
+                score += (level_of_end == 0) - 2 * level - text[0].islower()
                 score -= text.count("\n") / 2 + 4 * len(SYMBOL.findall(text)) / len(text)
                 found.append(Passage(score, word, n, start, text))
         chosen = _distinct(found, count)
@@ -75,8 +75,8 @@ def _cut(text: str, start: int, fit: Callable[[str], int]) -> tuple[str, int]:
     for level, pattern in enumerate(ENDS if room else ()):
         matches = re.compile(pattern).finditer(text, least, start + room + 1)
         for end in reversed([match.end() for match in matches]):
-            passage = text[start:end]  # which may have more tokens than as a part of a longer text
-            if 0 < len(passage) <= min(room, fit(passage)) and _is_boundary(text, end):
+            passage = text[start:end].rstrip()  # may have more tokens than in a longer text
+            if passage and len(passage) <= min(room, fit(passage)) and _is_boundary(text, end):
                 return passage, level
     return "", 0
 
@@ -89,10 +89,12 @@ def _is_boundary(text: str, at: int) -> bool:
 
 
 def _weights(texts: Sequence[str]) -> dict[str, float]:
-    """Returns how significant each word is: the logarithm of its rarity, and more for a name."""
+    """Returns how significant each word is: 0 to 2 for its rarity, and 1 for a name."""
     counts = Counter(word for text in texts for word in _words(text))
     total, names = counts.total(), {w for w, n in counts.items() if counts[w.lower()] < n > 2}
-    return {w: min(5, math.log(total / n)) - 3 + (w in names) for w, n in counts.items()}
+    rare = min(5, math.log(max(total, 4) / 2))  # a word twice in the texts, or once in 150 words
+    rarity = {word: min(1, math.log(total / n) / rare) for word, n in counts.items()}
+    return {word: max(0, 4 * rarity[word] - 2) + (word in names) for word in counts}
 
 
 def _repeated(text: str, weights: Mapping[str, float]) -> tuple[float, str]:
@@ -102,7 +104,7 @@ def _repeated(text: str, weights: Mapping[str, float]) -> tuple[float, str]:
         places.setdefault(word, []).append(place)
     again = [(weights[word], word) for word, at in places.items() if at[-1] - at[0] >= DISTANCE]
     again = sorted([*again, (0.0, ""), (0.0, "")], key=lambda pair: -pair[0])
-    return again[0][0] + again[1][0] / 2, again[0][1]
+    return again[0][0] + again[1][0] / 4, again[0][1]
 
 
 def _distinct(found: Sequence[Passage], count: int) -> list[Passage]:

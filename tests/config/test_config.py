@@ -117,15 +117,15 @@ def test_text_that_looks_like_a_number_is_kept():
     for text in texts:
         assert compose([f"trainer.sample_prompt={text}"]).trainer.sample_prompt == text
         assert parse(GenerateConfig, ["checkpoint=x", f"prompt={text}"]).prompt == text
-    found = compose(
-        ["name=1.10", "trainer.sample_prompt=null", "lens.prompts=[1_0, 'a, 1_0',null]"]
-    )
-    assert (found.name, found.trainer.sample_prompt) == ("1.10", "null")
+    found = compose(["name=1.10", "wandb.project=null", "lens.prompts=[1_0, 'a, 1_0',null]"])
+    assert (found.name, found.wandb.project) == ("1.10", "null")
     assert found.lens.prompts == ["1_0", "a, 1_0", "null"]
     found = compose(
         ["name=null", "trainer.resume=false", "wandb.notes=1", "wandb.notes=${seed}", "seed=1_0"]
+        + ["trainer.sample_prompt=null", "lens.prompts=null"]
     )
     assert (found.name, found.trainer.resume) == (None, False)
+    assert (found.trainer.sample_prompt, found.lens.prompts) == (None, None)
     assert (found.wandb.notes, found.seed) == ("10", 10)
     assert parse(PrepareConfig, ["data.path=[1.10,12:30]", "out=1_0"]).data.path == [
         "1.10",
