@@ -3,9 +3,8 @@
     passages(["The bell rang. Tam heard the bell ..."], 3, fit=lambda text: 64)
 
 The result depends on the texts alone. The best passages begin and end with a sentence and have a
-word twice, at a distance, so that attention to its earlier occurrence can be seen. A name or
-another rare word counts more than a frequent one such as "the". In scripts without spaces, two
-adjacent characters count as a word.
+word twice, at a distance, so that attention to its earlier occurrence can be seen. A name or a rare
+word counts more than "the". In scripts without spaces, two adjacent characters are a word.
 """
 
 import math
@@ -89,12 +88,12 @@ def _is_boundary(text: str, at: int) -> bool:
 
 
 def _weights(texts: Sequence[str]) -> dict[str, float]:
-    """Returns how significant each word is: 0 to 2 for its rarity, and 1 for a name."""
+    """Returns how significant each word is: at most 2 for its rarity, and 1 for a name."""
     counts = Counter(word for text in texts for word in _words(text))
     total, names = counts.total(), {w for w, n in counts.items() if counts[w.lower()] < n > 2}
     rare = min(5, math.log(max(total, 4) / 2))  # a word twice in the texts, or once in 150 words
-    rarity = {word: min(1, math.log(total / n) / rare) for word, n in counts.items()}
-    return {word: max(0, 4 * rarity[word] - 2) + (word in names) for word in counts}
+    rarity = {word: min(2, 4 * math.log(total / n) / rare - 2) for word, n in counts.items()}
+    return {word: value + (word in names) for word, value in rarity.items()}
 
 
 def _repeated(text: str, weights: Mapping[str, float]) -> tuple[float, str]:
@@ -113,8 +112,7 @@ def _distinct(found: Sequence[Passage], count: int) -> list[Passage]:
     for p in sorted(found, key=lambda passage: -passage.score):
         differs = len(p.text) >= least and all(
             (p.number != q.number or abs(p.start - q.start) >= max(len(p.text), len(q.text)))
-            and p.text != q.text
-            and (not p.word or p.word != q.word)
+            and (p.text != q.text and (not p.word or p.word != q.word))
             for q in chosen
         )
         if differs and len(chosen) < count:

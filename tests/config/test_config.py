@@ -120,10 +120,8 @@ def test_text_that_looks_like_a_number_is_kept():
     found = compose(["name=1.10", "wandb.project=null", "lens.prompts=[1_0, 'a, 1_0',null]"])
     assert (found.name, found.wandb.project) == ("1.10", "null")
     assert found.lens.prompts == ["1_0", "a, 1_0", "null"]
-    found = compose(
-        ["name=null", "trainer.resume=false", "wandb.notes=1", "wandb.notes=${seed}", "seed=1_0"]
-        + ["trainer.sample_prompt=null", "lens.prompts=null"]
-    )
+    given = ["name=null", "trainer.resume=false", "wandb.notes=1", "wandb.notes=${seed}"]
+    found = compose([*given, "seed=1_0", "trainer.sample_prompt=null", "lens.prompts=null"])
     assert (found.name, found.trainer.resume) == (None, False)
     assert (found.trainer.sample_prompt, found.lens.prompts) == (None, None)
     assert (found.wandb.notes, found.seed) == ("10", 10)

@@ -62,7 +62,9 @@ def test_a_word_occurs_again_in_text_of_any_script(name, most):
 
 def test_the_best_passage_repeats_a_name_and_is_a_sentence():
     """It does not repeat a word that is frequent in the text, nor one next to itself."""
-    words = ["".join(syllables) for syllables in itertools.product(*["ba co du fi".split()] * 3)]
+    words = [
+        "".join(syllables) for syllables in itertools.product(["ba", "co", "du", "fi"], repeat=3)
+    ]
     pairs = zip(words[::2], words[1::2], strict=True)
     filler = [f"The {a} of the {b} was seen by the sea." for a, b in pairs]
     near = "It was a long long way to go home."
