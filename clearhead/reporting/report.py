@@ -1,4 +1,4 @@
-"""report.html of a run: curves, samples, attention page and settings in one file.
+"""report.html of a run: attention page, losses, samples and settings in one file.
 
     write_report(Path("runs/first"))
 
@@ -23,6 +23,7 @@ from clearhead.config.yaml_files import flat
 from clearhead.errors import sanitize
 from clearhead.files import atomic_write, read_bounded, read_rows
 from clearhead.lens.assemble import assemble, content_security_policy
+from clearhead.lens.rounding import rounded
 from clearhead.reporting.charts import KEYS, Points, chart_data, finite, number, points_of
 from clearhead.reporting.console import duration
 from clearhead.reporting.report_heads import heads_section
@@ -38,16 +39,15 @@ def write_report(folder: Path) -> Path:
     config = read(folder / "config.yaml", MAX_CONFIG).decode("utf-8", "replace")
     template, attention = assemble(PAGE / "index.html").encode(), attention_page(folder)
     embedded = read(attention, MAX_PAGE) if attention else b""
+    final = final_validation(folder, rows[-1]["step"] if rows else -1)
+    heads, cards = heads_section(folder / "attention")
     parts = {
         "CSP": content_security_policy(template, embedded),
         "NAME": escape(sanitize(folder.resolve().name)),
         "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {progress(folder, rows)}",
-        "FACTS": facts(
-            rows,
-            read_rows(folder / "starts.jsonl"),
-            final_validation(folder, rows[-1]["step"] if rows else -1),
-        ),
-        "HEADS": heads_section(folder / "attention"),
+        "RESULT": " ".join(filter(None, (result(rows, final), heads))),
+        "FACTS": facts(rows, read_rows(folder / "starts.jsonl"), final),
+        "HEADS": cards,
         "CHARTS": json.dumps(chart_data(rows)),
         "SAMPLES": "".join(map(sample_article, reversed(samples))),
         "ATTENTION": attention_section(folder, attention, embedded),
@@ -83,6 +83,19 @@ def progress(folder: Path, rows: list[dict]) -> str:
     return f"after step {rows[-1]['step']:,}{of}"
 
 
+def result(rows: list[dict], final: dict) -> str:
+    """Returns the loss at the end in one sentence; "" without one."""
+    for key, name in (("val/loss", "validation"), ("train/loss", "training")):
+        if points := finite(points_of(rows, key)):
+            (first, before), (step, loss) = points[0], points[-1]
+            if key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
+                loss = at_end
+            since = f", down from {before:.4f} at step {first:,}" if before > loss else ""
+            loss = rounded(loss, 4)
+            return f"The {name} loss is {loss} nats per token after {step:,} steps{since}."
+    return ""
+
+
 def facts(rows: list[dict], starts: list[dict], final: dict) -> str:
     """Returns the main results as HTML: loss, perplexity, parameters, tokens, duration, speed."""
 
@@ -91,11 +104,11 @@ def facts(rows: list[dict], starts: list[dict], final: dict) -> str:
 
     shown = []
     if train := known("train/loss"):
-        shown.append(("Training loss", f"{train[-1][1]:.4f}", f"at step {train[-1][0]:,}"))
+        shown.append(("Training loss", rounded(train[-1][1], 4), f"at step {train[-1][0]:,}"))
     if val := known("val/loss"):
         step, loss = min(val, key=lambda point: point[1])
         bits, accuracy = (dict(known(f"val/{name}")) for name in ("bits_per_byte", "accuracy"))
-        shown.append(("Best validation loss", f"{loss:.4f}", f"at step {step:,}"))
+        shown.append(("Best validation loss", rounded(loss, 4), f"at step {step:,}"))
         if 0 <= loss < 100:
             shown.append(("Perplexity", f"{math.exp(loss):,.2f}", f"at step {step:,}"))
         if step in bits:
@@ -103,9 +116,10 @@ def facts(rows: list[dict], starts: list[dict], final: dict) -> str:
         if step in accuracy:
             shown.append(("Accuracy", f"{accuracy[step]:.1%}", f"at step {step:,}"))
     if not math.isnan(loss := number(final.get("loss"))):
-        error = f"± {number(final.get('loss_error')):.4f} on ".replace("± nan ", "")
+        error = number(final.get("loss_error"))
+        error = "on " if math.isnan(error) else f"± {rounded(error, 4)} on "
         windows = f"{error}{number(final.get('windows')):,.0f} windows"
-        shown.append(("Validation at the end", f"{loss:.4f}", windows))
+        shown.append(("Validation at the end", rounded(loss, 4), windows))
     for _, parameters in finite(points_of(starts, "parameters"))[-1:]:
         shown.append(("Parameters", f"{parameters:,.0f}", ""))
     tokens, speeds = known("train/tokens"), known("train/tokens_per_second")
@@ -162,6 +176,8 @@ def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes
         '<div class="embedded"><iframe sandbox="allow-scripts" title="Attention of all heads" '
         'srcdoc="'
     )
+    # style.css of the page: a report shows the controls of steps and prompts only.
+    embedded = embedded.replace(b'<html lang="en">', b'<html lang="en" class="in-report">', 1)
     content = embedded.replace(b"&", b"&amp;").replace(b'"', b"&quot;")
     images = "".join(map(image, newest_panels(folder / "attention")))
     return start.encode() + content + f'"></iframe><div class="still">{images}</div></div>'.encode()

@@ -20,10 +20,11 @@ THUMBNAIL = 128  # pixels, as in style.css
 MAX_LISTED = 12  # heads with the same name
 
 
-def heads_section(folder: Path) -> str:
-    """Returns the section as HTML; "" without a snapshot. folder: the attention folder."""
+def heads_section(folder: Path) -> tuple[str, str]:
+    """Returns a sentence about the names of the heads, and the section as HTML; "" without a
+    snapshot. folder: the attention folder."""
     if not (files := snapshot_files(folder)):
-        return ""
+        return "", ""
     data = read_snapshot(files[-1])
     rows = read_history(folder / "statistics.jsonl") or [data.row]
     table = head_table(rows, uniform_values(data.prompts))
@@ -34,21 +35,27 @@ def heads_section(folder: Path) -> str:
     counts = Counter(title_of(row["name"]) for row in named)
     kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
     has = "has" if len(named) == 1 else "have"
-    found = f"{len(named)} of {len(table)} heads {has} a name{': ' if kinds else ''}{kinds}."
-    if count := sum(row["name"] == "uniform" for row in table):
-        found += f" {count} {'has' if count == 1 else 'have'} nearly uniform attention."
+    sentence = f"{len(named)} of {len(table)} heads {has} a name: {kinds}."
     if not named:
-        largest = max(row["significance"] or 0 for row in table)
+        sentence = f"None of {len(table)} heads has a name."
+    notes = []
+    if count := sum(row["name"] == "uniform" for row in table):
+        what = "head has" if count == 1 else "heads have"
+        notes.append(f"{count} {what} nearly uniform attention.")
+    if not named:
+        largest = formatted(max(row["significance"] or 0 for row in table))
         least = min(kind.named_from for kind in KINDS.values())
-        found += f" A name needs a significance of {least}; the largest is {formatted(largest)}."
-    if removed["method"] == "estimate":
-        found += " Changes of the loss are first-order estimates."
+        limit = f"A name needs a significance of {least} on every prompt"
+        notes.append(f"{limit}; the largest mean is {largest}.")
+    elif removed["method"] == "estimate":
+        notes.append("Changes of the loss are first-order estimates.")
     cards = []
     for name in dict.fromkeys(row["name"] for row in named):  # in the order of the table
         head, *others = [row for row in named if row["name"] == name]
         text = description(head, others, changes) + curve(head, rows)
         cards.append(f"<article>{thumbnail(head, data)}<div>{text}</div></article>")
-    return f'<p>{found}</p><div class="heads">{"".join(cards)}</div>'
+    notes = f'<p class="quiet">{" ".join(notes)}</p>' if notes else ""
+    return sentence, f'{notes}<div class="heads">{"".join(cards)}</div>'
 
 
 def change(row: dict) -> str:

@@ -19,7 +19,7 @@ from PIL import Image
 from clearhead.lens.heads import ALL_NAMES
 from clearhead.lens.history import History, Row
 from clearhead.lens.probe import Frame, Prompt
-from clearhead.lens.render import draw_snapshot
+from clearhead.lens.render import draw_snapshot, draw_timelapse
 from clearhead.lens.snapshot_data import snapshot_data, write_snapshot
 from clearhead.lens.statistics import STATISTICS
 from clearhead.reporting import report
@@ -96,7 +96,7 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
     (folder / "validation.json").write_text(json.dumps(final))
     opened_page = opened(write_report(folder))
     assert opened_page.locator("h1").inner_text() == "first"
-    assert numbers([opened_page.locator("header p").inner_text()])[0][-2:] == ["30", "300"]
+    assert numbers([opened_page.locator("header p.quiet").inner_text()])[0][-2:] == ["30", "300"]
     tiles = opened_page.locator(".facts dd").all_inner_texts()
     # e^7; 1000 tokens at each of 20, 30 and 40 tokens per second
     expected = [["5.0000", "30"], ["7.0000", "10"], ["1,096.63", "10"], ["3.000", "10"]]
@@ -118,10 +118,18 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
     speed = figures.nth(3).locator(".plot")
     assert drawn(speed, "throughput") == near([(10, 20), (20, 30), (30, 40)])
     spans = figures.nth(0).locator(".readout span")  # the values of the nearest step
-    assert numbers(spans.all_inner_texts()) == [["30"], ["5"], ["7.5"]]
+    assert numbers(spans.all_inner_texts()) == [["30"], ["5.0000"], ["7.5000"]]
     box = loss.locator(".area").bounding_box()
     opened_page.mouse.move(box["x"] + box["width"] * 0.64, box["y"] + 50)
-    assert numbers(spans.all_inner_texts()) == [["20"], ["6"], ["7", "10"]]  # 7 at step 10
+    assert numbers(spans.all_inner_texts()) == [
+        ["20"],
+        ["6.0000"],
+        ["7.0000", "10"],
+    ]  # 7 at step 10
+    # The loss of the last validation, its step, and the loss of the first one.
+    assert numbers([opened_page.locator(".result").inner_text()]) == [
+        ["7.2500", "30", "10.0000", "0."]
+    ]
 
 
 def test_text_with_markup_is_escaped(run, opened, tmp_path):
@@ -190,6 +198,48 @@ def test_attention_page_runs_in_a_sandboxed_frame(run, opened):
     assert opened_page.locator("p a[href='attention/step_00000040.html']").count() == 1
 
 
+def test_order_of_the_sections_and_controls_of_the_attention_page(run, opened):
+    """First the result, then the attention page, with the controls of steps and prompts only."""
+    folder = run(ROWS, [{"step": 10, "prompt": "a", "text": "a b"}], "name: first\n")
+    snapshots = [snapshot(step, 4) for step in (0, 20, 40)]
+    write_all(folder, *snapshots)
+    draw_timelapse(folder / "attention", [data.row for data in snapshots], 24)
+    alone = opened(folder / "attention" / "timelapse.html")
+    alone.locator("html[data-ready='1']").wait_for()
+    assert alone.locator("#show-help").is_visible()
+    opened_page = opened(write_report(folder))
+    places = [".result", "iframe", ".facts", ".plot >> nth=0", ".samples", "details"]
+    tops = [opened_page.locator(place).bounding_box()["y"] for place in places]
+    assert tops == sorted(tops)
+    assert tops[1] < 500
+    inside = opened_page.frame_locator("iframe")
+    inside.locator("html[data-ready='1']").wait_for()
+    shown = inside.locator("#bar").locator("button, select, input").locator("visible=true")
+    assert shown.evaluate_all("all => all.map((node) => node.id)") == ["play", "step", "prompt"]
+    assert inside.locator("#controls").is_hidden()
+    inside.locator("#step").fill("0")
+    assert inside.locator("#step-number").inner_text() == "step 0"
+
+
+def test_digits_and_units_of_the_readouts(run, opened):
+    more = {"train/tokens_per_second": 4334.587, "train/grad_norm": 0.00123, "val/accuracy": 0.1234}
+    more |= {"train/learning_rate": 0.000123456}
+    opened_page = opened(write_report(run([row(10, 0.00001, **more)])))
+    texts = opened_page.locator(".readout").all_inner_texts()
+    wanted = {
+        "training": "<0.0001",
+        "validation": "12.3%",
+        "learning rate": "0.000123",
+        "throughput": "4,335 tokens/s",
+        "gradient norm": "<0.01",
+    }
+    for text, (name, value) in zip(texts, wanted.items(), strict=True):
+        assert text.endswith(f"{name} {value}"), text
+    assert opened_page.locator(".facts dd").first.inner_text().startswith("<0.0001")
+    ticks = opened_page.locator(".plot").nth(1).locator("text.y").all_text_contents()
+    assert all(re.fullmatch(r"[\d.]+%", tick) for tick in ticks)
+
+
 def change(value, error=None, **more):
     return {"loss_change": value, "loss_change_error": error, "accuracy_without": None} | more
 
@@ -223,8 +273,10 @@ def test_heads_are_shown_with_their_names_images_and_curves(run, opened):
         re.findall(r"L\d H\d|step \d+", text) for text in cards.locator("h3").all_inner_texts()
     ]
     assert titles == [["L0 H1", "step 20"], ["L0 H2", "step 40"]]  # the first head of each name
-    counts = opened_page.locator(".attention > p").first.inner_text()
-    assert re.findall(r"\d+", counts) == ["3", "5", "2", "1", "1"]  # a uniform head has no card
+    counts = opened_page.locator(".result").inner_text().split(".")[-2]
+    assert re.findall(r"\d+", counts) == ["3", "5", "2", "1"]
+    counts = opened_page.locator(".attention > p").last.inner_text()
+    assert re.findall(r"\d+", counts) == ["1"]  # a uniform head has no card
     facts = cards.nth(0).locator("p").nth(1).inner_text()
     changes = ["+0.13", "0.06", "+2.00", "0.50"]  # without this head, without both
     assert re.findall(r"[+\d.]+\d|L\d H\d", facts) == ["0.96", "0.92", *changes, "L0 H3"]
@@ -259,8 +311,10 @@ def test_heads_without_names(run):
     values = {"previous_token": [0.6, 0.55]}  # uniform: 0.5
     write_all(folder, snapshot(40, 2, values, ["uniform", ""]))
     shown = write_report(folder).read_text()
-    text = re.search(r'class="attention"><p>(.*?)</p>', shown)[1]
-    assert re.findall(r"[\d.]*\d", text) == ["0", "2", "1", "0.25", "0.20"]
+    text = re.search(r'class="result">(.*?)</p>', shown)[1]
+    assert re.findall(r"\d+", text)[-1] == "2"  # heads without a name
+    text = re.search(r'</div></div><p class="quiet">(.*?)</p>', shown)[1]
+    assert re.findall(r"[\d.]*\d", text) == ["1", "0.25", "0.20"]
     assert "<article>" not in shown
     values |= {"positional": [0, 0.31]}
     write_all(folder, snapshot(40, 2, values, ["", "positional"]))

@@ -8,7 +8,7 @@ import { describeEvent, namingEvents } from "./names.js";
 
 const COPY = "loss on the second copy";
 const THUMB = 8; // half the width of the slider's handle
-const AXIS = 34; // width of the axis at the right; #step in style.css leaves the same room
+const AXIS = 34; // width of the axis at the right, in pixels; the slider leaves this room
 let timeCurves = []; // {points: [[step, value]], label: its legend, isPart: from 0 to 1}
 let namings = []; // when heads got their names
 let frameSteps = [];
@@ -32,6 +32,7 @@ function copyLosses() {
 }
 
 export function buildTimeline() {
+  document.documentElement.style.setProperty("--axis", `${AXIS}px`);
   const known = { ...run.curves, [COPY]: copyLosses() };
   timeCurves = Object.entries(known).filter(([, points]) => points.length > 1)
     .map(([title, points]) => {

@@ -1,23 +1,28 @@
 // Draws the charts as SVG. A cursor at the nearest logged step shows the value of each line.
 // Positions are percentages of the plot, so a chart fits any width and its text keeps its size.
 
+import { format, rounded } from "../../lens/page/text.js";
 import { roundTicks } from "../../lens/page/ticks.js";
 
-// Lines: [metric, name, CSS classes]. Class "thin": the line behind a smoothed one.
+// Lines: [metric, name, CSS classes]. Class "thin": the line behind a smoothed one. text: a value with
+// the digits that report.py writes.
 const CHARTS = [
-  {title: "Loss", unit: "nats per token", lines: [
+  {title: "Loss", unit: "nats per token", text: (value) => rounded(value, 4), lines: [
     ["train/loss", "training", "training"], ["smoothed", "smoothed", "training"],
     ["val/loss", "validation", "validation"],
   ]},
-  {title: "Validation", unit: "bits per byte",
+  {title: "Validation", unit: "bits per byte", text: (value) => rounded(value, 3),
     lines: [["val/bits_per_byte", "validation", "validation"]]},
-  {title: "Validation accuracy", unit: "fraction of targets",
+  {title: "Validation accuracy", unit: "of targets", text: (value) => `${(100 * value).toFixed(1)}%`,
+    tick: (value) => `${compact.format(100 * value)}%`,
     lines: [["val/accuracy", "validation", "validation"]]},
   {title: "Learning rate", unit: "", fromZero: true,
+    text: (value) => String(+value.toPrecision(3)),
     lines: [["train/learning_rate", "learning rate", "training"]]},
   {title: "Throughput", unit: "tokens per second", fromZero: true,
+    text: (value) => `${Math.round(value).toLocaleString("en")} tokens/s`,
     lines: [["train/tokens_per_second", "throughput", "training"]]},
-  {title: "Gradient norm", unit: "before clipping", fromZero: true,
+  {title: "Gradient norm", unit: "before clipping", fromZero: true, text: format,
     lines: [["train/grad_norm", "gradient norm", "training"]]},
 ];
 const MARKERS_UP_TO = 60; // with more points, markers would hide the line
@@ -50,11 +55,11 @@ function pathOf(points, x, y) {
 
 function drawAxes(plot, x, y, xTicks, yTicks) {
   svg("rect", plot, {class: "area", width: "100%", height: "100%"});
-  for (const tick of yTicks) {
+  for (const [tick, text] of yTicks) {
     const at = `${y(tick)}%`;
     svg("line", plot, {class: "grid", x2: "100%", y1: at, y2: at});
     const place = {class: "y", y: at, dx: -8, dy: ".35em", "text-anchor": "end"};
-    svg("text", plot, place, compact.format(tick));
+    svg("text", plot, place, text);
   }
   svg("line", plot, {class: "axis", x2: "100%", y1: "100%", y2: "100%"});
   const group = svg("g", plot);
@@ -65,19 +70,19 @@ function drawAxes(plot, x, y, xTicks, yTicks) {
   svg("text", plot, {x: "100%", y: "100%", dy: "3em", "text-anchor": "end"}, "step");
 }
 
-function drawChart(figure, {title, unit, fromZero}, lines) {
+function drawChart(figure, {title, unit, ...options}, lines) {
   const heading = html("h3", html("figcaption", figure), {textContent: `${title} `});
   html("span", heading, {className: "unit", textContent: unit});
   const readout = html("div", figure, {className: "readout", ariaLive: "polite"});
   const drawn = lines.filter((line) => line.points.length);
-  if (drawn.length) drawPlot(figure, readout, title, fromZero, drawn);
+  if (drawn.length) drawPlot(figure, readout, {title, ...options}, drawn);
   if (lines.some((line) => line.all.length > line.points.length)) {
     const textContent = "NaN and infinite values are not drawn.";
     html("p", figure, {className: "note", textContent});
   }
 }
 
-function drawPlot(figure, readout, title, fromZero, lines) {
+function drawPlot(figure, readout, {title, fromZero, text, tick = compact.format}, lines) {
   const [x0, x1] = [data.steps[0], Math.max(data.steps[1], data.steps[0] + 1)];
   const values = lines.flatMap((line) => line.points.map((point) => point[1]));
   const low = Math.min(...values, fromZero ? 0 : Infinity);
@@ -89,7 +94,7 @@ function drawPlot(figure, readout, title, fromZero, lines) {
 
   const label = `${title} over steps: ${lines.map((line) => line.name).join(", ")}`;
   const plot = svg("svg", figure, {class: "plot", role: "img", tabindex: 0, "aria-label": label});
-  drawAxes(plot, x, y, xTicks, yTicks);
+  drawAxes(plot, x, y, xTicks, yTicks.map((value) => [value, tick(value)]));
   const box = {class: "lines", viewBox: "0 0 100 100", preserveAspectRatio: "none"};
   const drawn = svg("svg", plot, box);
   for (const {name, classes, points, all} of lines) {
@@ -99,11 +104,11 @@ function drawPlot(figure, readout, title, fromZero, lines) {
       svg("circle", plot, {class: classes, r: 3.5, cx: `${x(step)}%`, cy: `${y(value)}%`});
     }
   }
-  addCursor(plot, readout, lines, {x, y, stepAt: (across) => x0 + across * (x1 - x0)});
+  addCursor(plot, readout, lines, {x, y, text, stepAt: (across) => x0 + across * (x1 - x0)});
 }
 
 /** Shows the values at the cursor, or at the last step. */
-function addCursor(plot, readout, lines, {x, y, stepAt}) {
+function addCursor(plot, readout, lines, {x, y, text, stepAt}) {
   const every = new Set(lines.flatMap((line) => line.points.map((point) => point[0])));
   const steps = [...every].sort((a, b) => a - b);
   const cursor = svg("g", plot);
@@ -120,7 +125,7 @@ function addCursor(plot, readout, lines, {x, y, stepAt}) {
     for (const {name, classes, points} of lines) {
       const [there, value] = nearest(points, step);
       const when = there === step ? "" : ` at step ${there.toLocaleString("en")}`;
-      html("span", readout, {className: classes, textContent: `${name} ${value}${when}`});
+      html("span", readout, {className: classes, textContent: `${name} ${text(value)}${when}`});
       if (!withCursor) continue;
       svg("circle", cursor, {class: `dot ${classes}`, r: 4, cx: `${x(there)}%`, cy: `${y(value)}%`});
     }
