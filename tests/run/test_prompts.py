@@ -1,0 +1,169 @@
+"""Prompts that are not given are passages of the validation text, and stay those of the run."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from helpers import TEXT, TINY
+from helpers.runs import change_state
+from helpers.settings import settings
+from helpers.texts import prepare
+
+import train
+from clearhead.checkpoint import format as checkpoint
+from clearhead.checkpoint.run_directory import settings_of
+from clearhead.config import compose
+from clearhead.lens.config import DEFAULT_PROMPTS
+from clearhead.lens.snapshot_data import read_snapshot, snapshot_files
+from clearhead.run.prompts import choose_prompts
+from clearhead.tokens.stream import TokenStream
+from clearhead.tokens.tokenizers import get_tokenizer
+from data import GPTDatasetV1
+
+JAPANESE = "".join(
+    f"美咲は{n}番目の鐘を鳴らした。源蔵は川を見て、川は待てと言ったと答えた。" for n in range(60)
+)
+OTHER = "".join(
+    f"Street {n}: a slow horse with load {n * 5 % 11} walks under the bridge.\n" for n in range(60)
+)
+
+
+def prompts_of(config) -> list[str]:
+    """All prompts: those of the lens, and that of the samples."""
+    return [*config.lens.prompts, config.trainer.sample_prompt]
+
+
+def check_prompts(config, text: str, limit: int = 32) -> None:
+    """Checks that the prompts are parts of this text, and not longer than a window."""
+    tokenizer = get_tokenizer(config.data.tokenizer)
+    prompts = config.lens.prompts
+    assert 1 <= len(set(prompts)) == len(prompts) <= 3
+    assert prompts[0].startswith(config.trainer.sample_prompt)
+    for prompt in prompts_of(config):
+        assert prompt in text
+        assert 0 < len(tokenizer.encode_ordinary(prompt)) <= limit
+
+
+@pytest.mark.parametrize("kind", ["text", "one line", "Japanese", "documents", "val_path"])
+def test_prompts_are_passages_of_the_validation_text(make_run, tmp_path, kind):
+    text = {"one line": TEXT.replace("\n", " "), "Japanese": JAPANESE}.get(kind, TEXT)
+    (tmp_path / "train.txt").write_text(text, encoding="utf-8")
+    given = [f"data.path={tmp_path / 'train.txt'}"]
+    if kind == "documents":
+        rows = [json.dumps({"text": line}) for line in (OTHER + TEXT).splitlines()]
+        (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+        given = ["data.path=rows.jsonl", "data.within_documents=true"]
+    if kind == "val_path":
+        (tmp_path / "val.txt").write_text(OTHER, encoding="utf-8")
+        given, text = [*given, "data.val_path=val.txt"], OTHER
+    run = make_run(*given)
+    check_prompts(run.config, text if kind == "val_path" else text[len(text) * 3 // 4 :])
+    assert settings_of(run.directory)["lens"]["prompts"] == run.config.lens.prompts
+    assert make_run(*given).config.lens.prompts == run.config.lens.prompts
+
+
+@pytest.mark.parametrize("kind", ["shards", "mixture", "without validation", "gpt2"])
+def test_prompts_of_other_data(make_run, tmp_path, kind):
+    (tmp_path / "other.txt").write_text(OTHER, encoding="utf-8")
+    manifest = prepare(tmp_path / "other.txt", tmp_path / "out", tokenizer="byte", shard_tokens=700)
+    assert len(manifest["shards"]) > 3
+    given = {
+        "shards": ["data.path=out"],
+        "mixture": ["data.path=[text.txt,other.txt]", "data.weights=[1,3]"],
+        "without validation": ["data.path=other.txt", "data.val_fraction=0"],
+        "gpt2": ["data.path=other.txt", "data.tokenizer=gpt2", "model.vocab_size=50257"],
+    }[kind]
+    config = make_run(*given).config
+    check_prompts(config, TEXT + OTHER if kind == "mixture" else OTHER)
+
+
+def test_generated_sequences_have_prompts(make_run):
+    tiny = [text for text in TINY if text != "data.tokenizer=byte"]
+    config = make_run(*tiny, "data=induction", "data.max_length=32", tiny=False).config
+    for prompt in config.lens.prompts:
+        assert re.fullmatch("[A-Za-z0-9]{31}", prompt)
+        assert prompt[:15] == prompt[16:]
+
+
+def test_given_prompts_are_kept(make_run):
+    given = ["lens.prompts=[one, two words]", "trainer.sample_prompt=''"]
+    assert prompts_of(make_run(*given).config) == ["one", "two words", ""]
+    assert make_run("lens.prompts=[one]").config.trainer.sample_prompt in TEXT
+    assert make_run("lens=induction", "lens.repeat_length=5").config.lens.prompts == []
+
+
+def test_data_without_visible_text_have_the_prompts_of_the_lens():
+    tokenizer = get_tokenizer("byte")
+    for ids in ([256] * 99, [0] * 99, [0xFF] * 99, [0xE3] * 99):
+        dataset = GPTDatasetV1(TokenStream([np.array(ids, np.uint16)], 257, 256), None, 32, 32)
+        found = choose_prompts(dataset, tokenizer, 32)
+        assert found == {"lens.prompts": [*DEFAULT_PROMPTS], "trainer.sample_prompt": ""}
+    text = GPTDatasetV1("日本語の文。" * 99, get_tokenizer("byte"), 32, 32)
+    assert choose_prompts(text, tokenizer, 2)["lens.prompts"] == [*DEFAULT_PROMPTS]  # no letter
+
+
+def test_a_part_of_a_large_text_is_read():
+    """Ten billion tokens, views of the same text, of which less than a megabyte is read."""
+    read = []
+
+    class Watched(TokenStream):
+        def gather(self, starts, size):
+            read.append(len(starts) * size)
+            return super().gather(starts, size)
+
+    part = np.frombuffer(TEXT.encode() + b"\n", np.uint8).astype(np.uint16)
+    arrays = [part] * (10**9 // len(part))
+    dataset = GPTDatasetV1(Watched(arrays, 257, 256), None, 32, 32)
+    found = choose_prompts(dataset, get_tokenizer("byte"), 64)
+    assert all(prompt in TEXT for prompt in found["lens.prompts"])
+    assert sum(read) < 10**6
+
+
+def test_a_resumed_run_keeps_its_prompts(make_run, tmp_path, text_file):
+    """Also with another text, or a text in another language: the time-lapse needs equal prompts."""
+    given = ("name=a", "lens=default", "lens.every=2", "lens.repeat_length=0")
+    run = make_run(*given)
+    train.fit(run)
+    before = prompts_of(run.config)
+    text_file.write_text(JAPANESE, encoding="utf-8")
+    more = ("trainer.max_steps=6", "trainer.resume_override=true")
+    by_name, by_path = (*given, *more), ("trainer.resume=runs/a", *more, "lens=often")
+    for overrides in (by_path, by_name):
+        again = make_run(*overrides, tiny=overrides == by_name)
+        assert prompts_of(again.config) == before
+    train.fit(again)
+    steps = snapshot_files(again.directory / "attention")
+    assert len(steps) == 4
+    texts = [[p.text for p in read_snapshot(path).prompts] for path in steps]
+    assert texts == [before[:-1]] * 4
+    rows = (again.directory / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert {json.loads(row)["prompt"] for row in rows} == {before[-1]}
+    given = (*given, "trainer.max_steps=8", "lens.prompts=[new]", "trainer.resume_override=true")
+    assert make_run(*given).config.lens.prompts == ["new"]  # on the command line
+
+
+def test_damaged_prompts_of_a_checkpoint_are_replaced(make_run):
+    run = make_run("name=a")
+    train.fit(run)
+    good = run.config
+    changes = {"lens.prompts": [3, None], "trainer.sample_prompt": ["a"]}
+    for folder in checkpoint_folders(run):
+        change_state(folder, **{f"settings.{key}": value for key, value in changes.items()})
+    assert prompts_of(make_run("name=a", "trainer.max_steps=6").config) == prompts_of(good)
+
+
+def checkpoint_folders(run) -> list:
+    return [path.parent for path in (run.directory / "checkpoints").glob(f"*/{checkpoint.STATE}")]
+
+
+def test_a_new_run_with_the_settings_of_another_has_prompts_of_its_own_text(make_run, tmp_path):
+    run = make_run("name=a", "lens=default")
+    config = run.config
+    run.closing.close()
+    (tmp_path / "other.txt").write_text(OTHER, encoding="utf-8")
+    assert prompts_of(compose(["from=runs/a", "seed=1"])) == prompts_of(config)
+    check_prompts(make_run("from=runs/a", "data.path=other.txt", tiny=False).config, OTHER)
+    make_run("name=b", "lens=induction", "lens.repeat_length=5").closing.close()
+    assert compose(["from=runs/b", "data.path=other.txt"]).lens.prompts == []
+    assert settings("lens.prompts=null").lens.prompts is None
