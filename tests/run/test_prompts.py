@@ -104,7 +104,7 @@ def test_data_without_visible_text_have_the_prompts_of_the_lens():
 
 
 def test_a_part_of_a_large_text_is_read():
-    """Ten billion tokens, views of the same text, of which less than a megabyte is read."""
+    """A billion tokens, views of the same text, of which less than a million are read."""
     read = []
 
     class Watched(TokenStream):
