@@ -296,6 +296,30 @@ def test_print_from_the_dark_theme_is_dark_on_light(shown):
     assert pages.tint(lens) == dark
 
 
+def test_print_shows_every_canvas(shown):
+    """Each is an image of its own, so a canvas over another one is transparent."""
+    lens = shown(fragment="#head=1.1", viewport={"width": 1400, "height": 900})
+    count = lens.locator("canvas").locator("visible=true").count()
+    printed = lens.pdf(format="A4")
+    masks = printed.count(b"/SMask")  # the transparency of an image is another image
+    assert masks > 0
+    assert printed.count(b"/Subtype /Image") - masks >= count
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(2, 3), (12, 12)])
+def test_grid_and_enlarged_head_are_on_one_printed_page(shown, layers, heads):
+    deep = a_run("deep", layers, heads)
+    lens = shown(deep, fragment="#head=1.1", viewport={"width": 1400, "height": 900})
+    grid = "node => node.getBoundingClientRect().height"
+    before = lens.locator("#grid").evaluate(grid)
+    lens.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    lens.emulate_media(media="print")
+    lens.set_viewport_size({"width": 718, "height": 1046})  # A4 with margins of 1 cm
+    bottom = "node => node.getBoundingClientRect().bottom + scrollY"
+    assert lens.locator("#map").evaluate(bottom) < 1046
+    assert lens.locator("#grid").evaluate(grid) > 0.4 * before
+
+
 def test_hostile_text_stays_text(shown):
     tokens = [HOSTILE, "\u202ertl", "\x00\x1b", "\u2028", "", "x" * 300, "<0xE2>", "😀"]
     prompts = (pages.prompt(HOSTILE, tokens), PROMPTS[2])

@@ -262,6 +262,17 @@ export function layOut(force = false) {
   measureSide();
 }
 
+const PAPER = 940; // pixels: height of a page of paper, A4 or Letter, without margins
+
+/** Sets the scale of the printed heatmaps: the grid and the enlarged heatmap fit on one page. */
+export function fitPaper() {
+  const high = (...ids) => ids.reduce((sum, id) => sum + $(id).offsetHeight, 0);
+  const maps = high("grid") + $("map").parentElement.offsetHeight;
+  const rest = high("bar", "how", "names", "what", "finding") + 120; // headings and gaps
+  const scale = clamp((PAPER - rest) / maps, 0.4, 1);
+  document.documentElement.style.setProperty("--print", scale);
+}
+
 export function measureBar() {
   document.documentElement.style.setProperty("--bar", `${$("bar").offsetHeight}px`);
 }

@@ -1,13 +1,13 @@
 /* Builds and draws the page. No other module imports this module. */
 
-import { $ } from "./dom.js";
+import { $, setPrinted } from "./dom.js";
 import { decode, prefetch, prepare, readData, weight } from "./data.js";
 import {
   draw, hovered, other, otherSide, redraw, run, selected, setRuns, state, timing, update,
 } from "./state.js";
 import { dark, readTheme } from "./colours.js";
 import {
-  buildGrid, drawGrid, layOut, markHovered, measureBar, measureSide, showHovered, setTabStop,
+  buildGrid, drawGrid, fitPaper, layOut, markHovered, measureBar, measureSide, showHovered, setTabStop,
   showDetail,
 } from "./grid.js";
 import { prepareMaps } from "./kinds.js";
@@ -68,6 +68,8 @@ function listen() {
   });
   for (const [event, isPrinted] of [["beforeprint", true], ["afterprint", false]]) {
     addEventListener(event, () => {
+      setPrinted(isPrinted);
+      fitPaper();
       readTheme(isPrinted);
       redraw();
     });
