@@ -296,6 +296,15 @@ def test_print_from_the_dark_theme_is_dark_on_light(shown):
     assert pages.tint(lens) == dark
 
 
+@pytest.mark.parametrize("limit", [0, 0.0034, -0.0034, 0.25, 12.5])
+def test_limit_of_the_filter_is_a_number(shown, limit):
+    """A value below the resolution is "<0.01", which makes no sense after "≥"."""
+    lens = shown(fragment=f"#filter=distance:{limit}")
+    label = pages.option(lens, "threshold").inner_text().strip()
+    number = float(re.fullmatch(r"≥ (−?[\d.]+)", label)[1].replace("−", "-"))
+    assert number == pytest.approx(limit, rel=0.2)
+
+
 def test_print_shows_every_canvas(shown):
     """Each is an image of its own, so a canvas over another one is transparent."""
     lens = shown(fragment="#head=1.1", viewport={"width": 1400, "height": 900})
