@@ -61,15 +61,17 @@ def test_a_word_occurs_again_in_text_of_any_script(name, most):
 
 
 def test_the_best_passage_repeats_a_name_and_is_a_sentence():
-    """It does not repeat a word that is frequent in the text, nor one next to itself."""
+    """It does not repeat a word that is frequent in the text, nor one next to itself, and it is
+    not the beginning of a longer sentence."""
     words = [
         "".join(syllables) for syllables in itertools.product(["ba", "co", "du", "fi"], repeat=3)
     ]
     pairs = zip(words[::2], words[1::2], strict=True)
-    filler = [f"The {a} of the {b} was seen by the sea." for a, b in pairs]
-    near = "It was a long long way to go home."
-    planted = "Gosse counted the bags, and nobody thanked Gosse."
-    text = " ".join([*filler[:16], near, planted, *filler[16:]])
+    filler = [f"In the {a} and the {b} there was the ocean." for a, b in pairs]
+    near = "Nobody knew a long long way home."
+    cut = "Quillby took every bag from Quillby to an inn beyond a hill far away."
+    planted = "Gosse counted his bags, but who thanked Gosse."
+    text = " ".join([*filler[:16], near, cut, planted, *filler[16:]])
     assert passages([text], 1, of_bytes(64)) == [planted]
     assert passages(["", text[:150], text[150:]], 1, of_bytes(64)) == [planted]
 
