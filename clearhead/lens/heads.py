@@ -59,6 +59,13 @@ KINDS = {
     "diagonal": Kind("S", "Each token attends to itself.", "the token itself", is_simple=True),
     # A text has few different separators: heads of random models reach 0.36.
     "separator": Kind("¶", "The tokens attend to punctuation and white space.", "separators", 0.4),
+    "segment_start": Kind(
+        "W",
+        "The tokens attend to tokens that follow white space or punctuation. In a model of letters,"
+        " these are the first letters of words.",
+        "tokens after separators",
+        0.4,
+    ),
     # Its value, not its significance, decides: it is 0 for uniform attention.
     "positional": Kind(
         "#",

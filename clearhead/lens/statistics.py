@@ -3,8 +3,9 @@
 The argument A has the attention weights of some heads on one prompt, fp32 (H, T, T), rows are
 queries. The result (H,) is a mean over queries; that of `largest_logit` is a maximum. Query 0
 attends only to itself, so most statistics exclude it. Two statistics are defined only on the
-repeated sequence [BOS] + R + R, where R has P random tokens; P is their argument `period`. Two are
-defined only on texts: `separator`, and `positional`, which compares the maps of different texts.
+repeated sequence [BOS] + R + R, where R has P random tokens; P is their argument `period`. Three
+are defined only on texts: `separator`, `segment_start`, and `positional`, which compares the maps of
+different texts.
 
 "Uniform" is the value for uniform attention, A[q, k] = 1 / (q + 1), as in an untrained model.
 
@@ -108,17 +109,23 @@ def largest_logit(attn_scores: Tensor) -> Tensor:
     return attn_scores.amax((-2, -1))
 
 
-def separator(attn_weights: Tensor, separators: Tensor) -> Tensor:
-    """Returns the mean weight on earlier separators, such as commas and newlines. -> (H,).
+def on_earlier(attn_weights: Tensor, targets: Tensor) -> Tensor:
+    """Returns the mean weight on earlier tokens of a kind, such as separators. -> (H,).
 
-    mean over q with a separator before q of  sum over separators k < q of A[q, k]. Position 0 does
-    not count, because it is often an attention sink. separators: bool (T,). NaN without any.
+    mean over q with a target before q of  sum over targets k < q of A[q, k]. Position 0 does
+    not count, because it is often an attention sink. targets: bool (T,). NaN without any.
     (Clark et al. 2019, section 3.2: heads that attend to [SEP] and to periods and commas.)
     """
-    earlier = (separators & (torch.arange(len(separators)) > 0)).to(attn_weights.device).float()
-    on_separators = attn_weights @ earlier - attn_weights.diagonal(dim1=-2, dim2=-1) * earlier
-    defined = (earlier.cumsum(0) - earlier > 0).float()  # (T,): 1 with a separator before q
-    return (on_separators * defined).sum(-1) / defined.sum()  # a mask as index would synchronise
+    earlier = (targets & (torch.arange(len(targets)) > 0)).to(attn_weights.device).float()
+    on_targets = attn_weights @ earlier - attn_weights.diagonal(dim1=-2, dim2=-1) * earlier
+    defined = (earlier.cumsum(0) - earlier > 0).float()  # (T,): 1 with a target before q
+    return (on_targets * defined).sum(-1) / defined.sum()  # a mask as index would synchronise
+
+
+def segment_starts(separators: Tensor) -> Tensor:
+    """Returns which tokens follow a separator and are none, bool (T,). separators: bool (T,)."""
+    after = torch.cat([separators.new_zeros(1), separators[:-1]])
+    return after & ~separators
 
 
 def positional(triangles: Sequence[np.ndarray]) -> np.ndarray:
@@ -146,7 +153,8 @@ class Statistic:
     title: str
     description: str  # one sentence, shown on the page
     function: Callable[..., Any]  # returns a tensor (H,); `positional` an array
-    # weights | repeated (the repeated sequence) | scores | separators | texts (at least two)
+    # weights | repeated (the repeated sequence) | scores | separators | segment_starts |
+    # texts (at least two)
     needs: str = "weights"
 
 
@@ -179,8 +187,14 @@ STATISTICS = {
     "separator": Statistic(
         "separator",
         "Mean weight on earlier separators: punctuation and white space.",
-        separator,
+        on_earlier,
         "separators",
+    ),
+    "segment_start": Statistic(
+        "segment start",
+        "Mean weight on earlier tokens that follow a separator: in letters, the starts of words.",
+        on_earlier,
+        "segment_starts",
     ),
     "positional": Statistic(
         "positional",
@@ -208,6 +222,7 @@ def measure(
         "repeated": (attn_weights, period) if period else None,
         "scores": (attn_scores,) if attn_scores is not None else None,
         "separators": (attn_weights, separators),
+        "segment_starts": (attn_weights, segment_starts(separators)),
         "texts": None,  # see probe.py
     }
     undefined = attn_weights.new_full(attn_weights.shape[:1], math.nan)

@@ -70,8 +70,8 @@ def test_a_row_for_each_head_the_most_significant_first():
 
 @trials(100, 1000)
 @given(
-    values=st.lists(st.floats(0, 1, width=32), min_size=6, max_size=6),
-    uniform=st.lists(st.floats(0.0, 0.5), min_size=6, max_size=6),
+    values=st.lists(st.floats(0, 1, width=32), min_size=len(NAMES), max_size=len(NAMES)),
+    uniform=st.lists(st.floats(0.0, 0.5), min_size=len(NAMES), max_size=len(NAMES)),
 )
 def test_name_is_the_statistic_furthest_above_uniform_attention(values, uniform):
     of = dict(zip(NAMES, values, strict=True))

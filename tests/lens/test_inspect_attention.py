@@ -45,7 +45,7 @@ def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     code, told, err = in_process(main, home, *settings)
     assert (code, err) == (0, "")
     kinds = [line for line in told.splitlines() if re.search(r" L\d H\d \d\.\d\d", line)]
-    assert len(kinds) == 6  # previous token, induction, duplicate, first token, self, separator
+    assert len(kinds) == len(NAMES)
     assert "\x1b" not in told
     (run,) = read(out)
     assert (run["name"], run["layers"], run["heads"]) == ("one", 2, 2)

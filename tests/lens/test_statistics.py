@@ -92,6 +92,10 @@ def by_loops(a, period, separators):
     after_one = [q for q in range(n) if any(0 < k < q for k in separators)]
     if after_one:
         found["separator"] = fmean(sum(a[q][k] for k in separators if 0 < k < q) for q in after_one)
+    starts = [k for k in range(1, n) if k - 1 in separators and k not in separators]
+    after_one = [q for q in range(n) if any(k < q for k in starts)]
+    if after_one:
+        found["segment_start"] = fmean(sum(a[q][k] for k in starts if k < q) for q in after_one)
     if period:
         second_copy = range(period + 1, 2 * period + 1)
         found["induction"] = fmean(a[q][q - period + 1] for q in second_copy)
@@ -115,7 +119,7 @@ def test_random_weights_by_loops(period, length, num_heads, seed, places):
     found = measured(weights, period, scores, separators)
     undefined = {key for key, values in found.items() if values.isnan().any()}
     of_copies = {"induction", "duplicate_token"} if not period else set()
-    assert undefined - {"separator"} == of_copies | {"positional"}
+    assert undefined - {"separator", "segment_start"} == of_copies | {"positional"}
     for head in range(num_heads):
         expected = by_loops(weights[head].tolist(), period, separators)
         assert expected.keys() | undefined | {"largest_logit"} == STATISTICS.keys()

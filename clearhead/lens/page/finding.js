@@ -23,6 +23,8 @@ function targetsOf(name, prompt, query) {
     first_token: [0],
     diagonal: [query],
     separator: upTo(query).filter((key) => key > 0 && isSeparator(tokens[key])),
+    segment_start: upTo(query).filter((key) =>
+      key > 0 && isSeparator(tokens[key - 1]) && !isSeparator(tokens[key])),
     positional: upTo(query),
   }[name] ?? [];
 }
@@ -105,6 +107,8 @@ function patternText(name, { tokens, period }, { query, key }) {
     diagonal: () => ["at ", quoted(query), ` (${query}) it attends to itself`],
     separator: () => ["at ", quoted(query), ` (${query}) it attends to the separator `,
       quoted(key), ` (${key})`],
+    segment_start: () => ["at ", quoted(query), ` (${query}) it attends to `, quoted(key),
+      ` (${key}), after a separator`],
     positional: () => [`it attends partly to the same positions in all texts; at position ${query}, ` +
       `to position ${key}`],
   }[name]();
