@@ -4,8 +4,8 @@ The argument A has the attention weights of some heads on one prompt, fp32 (H, T
 queries. The result (H,) is a mean over queries; that of `largest_logit` is a maximum. Query 0
 attends only to itself, so most statistics exclude it. Two statistics are defined only on the
 repeated sequence [BOS] + R + R, where R has P random tokens; P is their argument `period`. Three
-are defined only on texts: `separator`, `segment_start`, and `positional`, which compares the maps of
-different texts.
+are defined only on texts: `separator`, `segment_start`, and `positional`, which compares the maps
+of different texts.
 
 "Uniform" is the value for uniform attention, A[q, k] = 1 / (q + 1), as in an untrained model.
 
