@@ -45,7 +45,7 @@ def write_report(folder: Path) -> Path:
         "CSP": content_security_policy(template, embedded),
         "NAME": escape(sanitize(folder.resolve().name)),
         "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {progress(folder, rows)}",
-        "RESULT": " ".join(filter(None, (result(rows, final), heads))),
+        "RESULT": result(rows, final, heads),
         "FACTS": facts(rows, read_rows(folder / "starts.jsonl"), final),
         "HEADS": cards,
         "CHARTS": json.dumps(chart_data(rows)),
@@ -83,17 +83,20 @@ def progress(folder: Path, rows: list[dict]) -> str:
     return f"after step {rows[-1]['step']:,}{of}"
 
 
-def result(rows: list[dict], final: dict) -> str:
-    """Returns the loss at the end in one sentence; "" without one."""
+def result(rows: list[dict], final: dict, heads: str) -> str:
+    """Returns the loss at the end, and what the heads are, in one sentence; "" without both."""
+    parts = []
     for key, name in (("val/loss", "validation"), ("train/loss", "training")):
-        if points := finite(points_of(rows, key)):
-            (first, before), (step, loss) = points[0], points[-1]
-            if key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
-                loss = at_end
-            since = f", down from {before:.4f} at step {first:,}" if before > loss else ""
-            loss = rounded(loss, 4)
-            return f"The {name} loss is {loss} nats per token after {step:,} steps{since}."
-    return ""
+        points = finite(points_of(rows, key))
+        if parts or not points:
+            continue
+        (first, before), (step, loss) = points[0], points[-1]
+        if key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
+            loss = at_end
+        since = f", down from {before:.4f} at step {first:,}" if before > loss else ""
+        shown = f"{rounded(loss, 4)} nats per token after {step:,} steps{since}"
+        parts.append(f"The {name} loss is {shown}")
+    return "; ".join([*parts, heads] if heads else parts) + "." * bool(parts or heads)
 
 
 def facts(rows: list[dict], starts: list[dict], final: dict) -> str:

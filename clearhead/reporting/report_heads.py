@@ -21,7 +21,7 @@ MAX_LISTED = 12  # heads with the same name
 
 
 def heads_section(folder: Path) -> tuple[str, str]:
-    """Returns a sentence about the names of the heads, and the section as HTML; "" without a
+    """Returns a clause about the names of the heads, and the section as HTML; "" without a
     snapshot. folder: the attention folder."""
     if not (files := snapshot_files(folder)):
         return "", ""
@@ -35,9 +35,9 @@ def heads_section(folder: Path) -> tuple[str, str]:
     counts = Counter(title_of(row["name"]) for row in named)
     kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
     has = "has" if len(named) == 1 else "have"
-    sentence = f"{len(named)} of {len(table)} heads {has} a name: {kinds}."
+    clause = f"{len(named)} of {len(table)} heads {has} a name: {kinds}"
     if not named:
-        sentence = f"None of {len(table)} heads has a name."
+        clause = f"none of {len(table)} heads has a name"
     notes = []
     if count := sum(row["name"] == "uniform" for row in table):
         what = "head has" if count == 1 else "heads have"
@@ -55,7 +55,7 @@ def heads_section(folder: Path) -> tuple[str, str]:
         text = description(head, others, changes) + curve(head, rows)
         cards.append(f"<article>{thumbnail(head, data)}<div>{text}</div></article>")
     notes = f'<p class="quiet">{" ".join(notes)}</p>' if notes else ""
-    return sentence, f'{notes}<div class="heads">{"".join(cards)}</div>'
+    return clause, f'{notes}<div class="heads">{"".join(cards)}</div>'
 
 
 def change(row: dict) -> str:

@@ -273,7 +273,7 @@ def test_heads_are_shown_with_their_names_images_and_curves(run, opened):
         re.findall(r"L\d H\d|step \d+", text) for text in cards.locator("h3").all_inner_texts()
     ]
     assert titles == [["L0 H1", "step 20"], ["L0 H2", "step 40"]]  # the first head of each name
-    counts = opened_page.locator(".result").inner_text().split(".")[-2]
+    counts = opened_page.locator(".result").inner_text().split(";")[-1]
     assert re.findall(r"\d+", counts) == ["3", "5", "2", "1"]
     counts = opened_page.locator(".attention > p").last.inner_text()
     assert re.findall(r"\d+", counts) == ["1"]  # a uniform head has no card
