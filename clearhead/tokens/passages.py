@@ -27,8 +27,8 @@ SYMBOL = re.compile(f"[^\\w\\s{MARKS}]|\\d")
 REFUSED = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufffd]")
 # A period only after four letters, so that it is not that of Mr. or of an initial.
 SENTENCE_END = "(?:(?:(?<=\\w{4})[.]|[!?…؟۔।॥])[\"'”’»)\\]]*(?!\\S)|[。！？｡][」』”’）]*)"
-BLANK_LINE = r"\n[^\S\n]*\n"
-SENTENCE = rf"(?:{SENTENCE_END}|{BLANK_LINE})\s*(?=\S)"
+BLANK_LINE = r"\n[^\S\n]{,99}\n"
+SENTENCE = rf"(?:{SENTENCE_END}|{BLANK_LINE})\s{{,99}}(?=\S)"
 # A passage may begin at a sentence or a line; if these are too few, at a word or a character.
 STARTS = (SENTENCE, r"(?:\A|\n)(?=\S)", r"(?<=\s)(?=\S)", r"(?=\S)")
 # It may end after a sentence, a line, a word, a character; the first that leaves enough.
@@ -58,9 +58,9 @@ def passages(texts: Sequence[str], count: int, fit: Callable[[str], int]) -> lis
 
 
 def beginning(passage: str) -> str:
-    """Returns the first words of a passage: at most a third of it, in one line."""
+    """Returns the first words of a passage: at most a third of it if possible, in one line."""
     most, line = -(-len(passage) // 3), passage.splitlines()[0]
-    return line if len(line) <= most else _cut(line, 0, lambda _: most)[0]
+    return line if len(line) <= most else _cut(line, 0, lambda _: most)[0] or line
 
 
 def _words(text: str) -> Iterator[str]:
