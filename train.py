@@ -27,11 +27,12 @@ if TYPE_CHECKING:  # at run time, torch is imported only after the settings were
     from clearhead.run.build import Run
 
 
-def fit(run: "Run") -> None:
+def fit(run: "Run") -> dict | None:
     """Trains until trainer.max_steps. Evaluates, logs and saves at the intervals in the settings.
 
-    Raises a ClearheadError when training fails, and SystemExit after a stop signal. In a notebook,
-    an interrupt saves a checkpoint after the current step and raises KeyboardInterrupt.
+    Returns the contents of summary.json, None on ranks other than 0. Raises a ClearheadError when
+    training fails, and SystemExit after a stop signal. In a notebook, an interrupt saves a
+    checkpoint after the current step and raises KeyboardInterrupt.
     """
     trainer, state = run.config.trainer, run.state
     started = time.perf_counter()
@@ -50,7 +51,7 @@ def fit(run: "Run") -> None:
                 save_if_due(run, row.get("val/loss"))
             if run.stop.is_stopped():
                 stop(run)
-        run.finish(time.perf_counter() - started)
+        return run.finish(time.perf_counter() - started)
 
 
 def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:

@@ -1,5 +1,6 @@
 """summary.json: the result of a finished run, and the command that repeats the run."""
 
+import json
 import shlex
 import sys
 import time
@@ -22,8 +23,8 @@ from clearhead.files import REPOSITORY, as_json, atomic_write, last_values, read
 
 def write_summary(
     folder: Path, config: Config, state: State, started: float, seconds_of: dict[str, float]
-) -> None:
-    """Writes summary.json to a run directory.
+) -> dict:
+    """Writes summary.json to a run directory and returns its contents.
 
     started: the time.monotonic() at the start of the process. seconds_of: the parts of the
     training: validation, samples, attention snapshots, logging, and the rest. Both are those of the
@@ -65,4 +66,6 @@ def write_summary(
         "repeat": repeat,
         "start": starts[-1],
     }
-    atomic_write(folder / SUMMARY_JSON, as_json(summary))
+    content = as_json(summary)
+    atomic_write(folder / SUMMARY_JSON, content)
+    return json.loads(content)

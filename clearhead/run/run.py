@@ -17,11 +17,16 @@ import torch
 from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.checkpoint.format import State
 from clearhead.checkpoint.resume import resume_command
-from clearhead.checkpoint.run_directory import VALIDATION_JSON, final_validation, write_settings
+from clearhead.checkpoint.run_directory import (
+    SUMMARY_JSON,
+    VALIDATION_JSON,
+    final_validation,
+    write_settings,
+)
 from clearhead.config.schema import Config
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DivergedError, RunError, best_effort, format_error
-from clearhead.files import as_json, atomic_write, last_values, script_path
+from clearhead.files import as_json, atomic_write, last_values, read_object, script_path
 from clearhead.optim.optimizers import learning_rate
 from clearhead.reporting.metrics import Metrics
 from clearhead.reporting.run_log import RunLog
@@ -147,10 +152,13 @@ class Run:
         self.log.sample(row)
         return row
 
-    def finish(self, seconds: float) -> None:
+    def finish(self, seconds: float) -> dict | None:
         """Waits for the last checkpoint, uploads the model, prints a summary, ends the W&B run, and
         writes the report and, at the very end, summary.json: a run without it is finished by its
-        next start. seconds: the duration of the training."""
+        next start. seconds: the duration of the training.
+
+        Returns the contents of summary.json; None on other ranks, and if it could not be written.
+        """
         self.stop.signals.phase = "finishing"
         self.checkpointer.finish(self.state)
         state, log, folder, debug = self.state, self.log, self.directory, self.config.debug
@@ -189,9 +197,13 @@ class Run:
         for line in ["", *lines]:
             log.console.print(line)
         log.tracker.finish()
-        if self.strategy.is_rank_0 and not self.was_finished:
-            with best_effort("summary.json: could not be written", debug):
-                write_summary(folder, self.config, state, self.stop.limit.started, seconds_of)
+        if not self.strategy.is_rank_0:
+            return None
+        if self.was_finished:
+            return read_object(folder / SUMMARY_JSON)
+        with best_effort("summary.json: could not be written", debug):
+            return write_summary(folder, self.config, state, self.stop.limit.started, seconds_of)
+        return None
 
     def exit(self) -> None:
         """Ends the process after a stop signal: prints where the checkpoint is and how to resume

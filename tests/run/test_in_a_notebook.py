@@ -3,6 +3,7 @@ that is afterwards as it was before."""
 
 import ast
 import contextlib
+import json
 import os
 import re
 import signal
@@ -110,3 +111,13 @@ def test_a_closed_run_leaves_the_process_as_it_was(make_run, monkeypatch):
     assert torch._dynamo.config.suppress_errors
     run.close()
     assert state() == before
+
+
+def test_fit_returns_the_contents_of_summary_json(make_run, monkeypatch):
+    run = make_run("name=a")
+    summary = fit(run)
+    assert summary == json.loads((run.directory / "summary.json").read_text())
+    assert (summary["steps"], summary["val/loss"]) == (4, run.state.val_loss)
+    assert fit(make_run("name=a")) == summary  # it was finished before
+    monkeypatch.setattr("clearhead.reporting.summary.atomic_write", Mock(side_effect=OSError))
+    assert fit(make_run("name=a", "trainer.max_steps=5")) is None
