@@ -16,6 +16,9 @@ tensor in this file, its optimizer state starts empty. state.json is UTF-8 and m
 Infinity, which Python's json reads. Random states and the data position are not stored: they
 are functions of seed, step and rank. No file is a pickle.
 
+`remove_optimizer` removes optimizer.safetensors and its line of SHA256SUMS from a checkpoint. All
+commands can then use it, except that no run can resume from it.
+
 saver.py writes the files to step_00000100.part, flushes them to disk (fsync) and renames the
 directory, so a checkpoint is complete or absent. Only rank 0 reads and writes. The files do not
 depend on the number of ranks or on the parallel strategy, so a run can resume with another number
@@ -38,12 +41,13 @@ from safetensors.torch import save_file
 from typing_extensions import TypedDict
 
 from clearhead.checkpoint.loss_spikes import LossSpikes, Number, StoredCount
+from clearhead.checkpoint.run_directory import OPTIMIZER
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
-from clearhead.files import fsync, open_regular, read_bounded, read_json
+from clearhead.files import atomic_write, fsync, open_regular, read_bounded, read_json
 
 FORMAT = 3  # increased when the files change; other formats are refused
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
-FILES = (MODEL, OPTIMIZER, STATE)
+MODEL, STATE = "model.safetensors", "state.json"
+FILES, WITHOUT_OPTIMIZER = (MODEL, OPTIMIZER, STATE), (MODEL, STATE)
 CHECKSUMS = "SHA256SUMS"
 MODEL_FILES = (MODEL, STATE, CHECKSUMS)  # enough for inference
 MAX_STATE_BYTES, MAX_CHECKSUMS_BYTES = 2**28, 2**12  # larger files are refused
@@ -153,19 +157,37 @@ def _checksum_line(file: Path) -> str:
 def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
     """Compares files of a checkpoint with their checksums.
 
-    Raises DamagedCheckpointError when a file is missing or its checksum differs.
+    Raises DamagedCheckpointError when a file is missing or its checksum differs, and
+    CheckpointError for an optimizer state that `remove_optimizer` has removed.
     """
     file = folder / CHECKSUMS
     try:
         content = read_bounded(file, MAX_CHECKSUMS_BYTES)
+        expected = content.splitlines(keepends=True)
+        listed = tuple(line.decode("ascii", "replace")[66:-1] for line in expected)
+        if OPTIMIZER in names and listed == WITHOUT_OPTIMIZER:
+            hint = f"to train a new run from its weights: trainer.init_from={folder}"
+            raise CheckpointError("checkpoint", folder, "its optimizer state was removed", hint)
         with ThreadPoolExecutor(len(names)) as threads:  # hashing releases the GIL
             lines = list(threads.map(lambda name: _checksum_line(folder / name), names))
     except OSError as error:
         raise read_error(Path(error.filename or folder), error) from error
-    expected = content.splitlines(keepends=True)
+    is_valid = listed in (FILES, WITHOUT_OPTIMIZER)
     for name, line in zip(names, lines, strict=True):
-        if len(expected) != len(FILES) or line.encode() != expected[FILES.index(name)]:
+        if not is_valid or line.encode() != expected[listed.index(name)]:
             raise DamagedCheckpointError(folder / name, f"checksum mismatch with {CHECKSUMS}")
+
+
+def remove_optimizer(folder: Path) -> None:
+    """Removes the optimizer state of a checkpoint. Raises OSError.
+
+    SHA256SUMS is written first: if the process is killed in between, the checkpoint is valid.
+    """
+    lines = read_bounded(folder / CHECKSUMS, MAX_CHECKSUMS_BYTES).splitlines(keepends=True)
+    kept = [line for line in lines if not line.endswith(f"  {OPTIMIZER}\n".encode())]
+    atomic_write(folder / CHECKSUMS, kept)
+    (folder / OPTIMIZER).unlink(missing_ok=True)
+    fsync(folder)
 
 
 def load_state(folder: Path) -> State:

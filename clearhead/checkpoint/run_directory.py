@@ -27,12 +27,16 @@ from clearhead.files import (
     fsync,
     make_folder,
     read_object,
+    remove,
     remove_temporary_files,
+    rename,
+    temporary_name,
 )
 from clearhead.tokens.stream import Checksums, checksum_of_all
 
 LOCK, CONFIG_YAML = ".lock", "config.yaml"
 SUMMARY_JSON, VALIDATION_JSON = "summary.json", "validation.json"
+OPTIMIZER = "optimizer.safetensors"  # in a checkpoint; the other files: checkpoint/format.py
 # These files are opened for writing; all others are written to a temporary name and renamed.
 OPENED_IN_PLACE = (LOCK, "metrics.jsonl", "samples.jsonl", "starts.jsonl")
 # Errors of flock on a file system without locks.
@@ -107,6 +111,29 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
     return lock
 
 
+def is_locked(folder: Path) -> bool:
+    """Returns whether a process has locked a run directory, because it trains there. False if that
+    is not known: the directory is not writable, or its file system has no locks."""
+    if not (folder / LOCK).is_file():
+        return False
+    try:
+        with FileLock(folder / LOCK).acquire(timeout=0):
+            return False
+    except OSError as error:
+        return isinstance(error, Timeout)
+
+
+def remove_run(folder: Path) -> None:
+    """Removes a run directory. It is renamed first: it exists completely or not at all. Raises
+    OSError, and RunDirectoryError if another process has locked it."""
+    with contextlib.ExitStack() as locked:
+        locked.enter_context(lock_directory(folder))
+        if os.name == "nt":  # Windows does not rename a folder with an open file
+            locked.close()
+        rename(folder, aside := temporary_name(folder))
+    remove(aside)
+
+
 def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
@@ -148,6 +175,13 @@ def check_new(folder: Path) -> None:
     if settings_of(folder) is not None or (folder / "checkpoints").exists():
         reason = f"another process has just started a run in {folder}"
         raise RunDirectoryError("name", folder.name, reason, "use another name")
+
+
+def optimizer_states(run: Path) -> list[Path]:
+    """Returns the files with optimizer states in a run, sorted by step. None is behind a link
+    if the path of the run contains none."""
+    states = sorted(run.glob(f"checkpoints/step_*/{OPTIMIZER}"))
+    return [file for file in states if "." not in file.parent.name and file.resolve() == file]
 
 
 def attention_page(folder: Path) -> Path | None:

@@ -43,6 +43,7 @@ SHORT = {
     "scripts.plan": [],
     "scripts.attention_ladder": [],
     "benchmarks.plots": ["out=speed.png"],
+    "scripts.runs": ["yes=true"],  # last, because it removes what the others read
 }
 # Not executed: they need other projects, minutes, hours, the network or an account.
 ELSEWHERE = {"benchmarks.training", "benchmarks.data", "benchmarks.generate", "benchmarks.gpu"}
@@ -106,6 +107,7 @@ def home(tmp_path_factory):
     write_source(folder / "my-configs" / "experiment" / "mine.yaml", [example])
     run = train_in(folder, *TRAINING, "lens=default", "name=NAME")
     (folder / "runs" / "tutorial").symlink_to("NAME")
+    shutil.copytree(run, folder / "runs" / "OLD", symlinks=True)
     shutil.copytree(run / "checkpoints" / "last", folder / "mine")
     return folder
 

@@ -1,0 +1,256 @@
+"""scripts/runs.py: lists runs, and removes optimizer states or runs and nothing else."""
+
+import io
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers.refusals import printed_keys, refused
+from helpers.runs import changed_paths, contents, damage, train_in
+
+import generate
+from clearhead.checkpoint import format as checkpoint
+from clearhead.checkpoint import listing
+from clearhead.checkpoint.run_directory import lock_directory
+from clearhead.config import compose
+from clearhead.errors import CheckpointError, DamagedCheckpointError
+from scripts import evaluate, export_hf
+from scripts.runs import main
+
+STATES = [f"checkpoints/step_0000000{step}/optimizer.safetensors" for step in (2, 4)]
+SUMS = [f"checkpoints/step_0000000{step}/SHA256SUMS" for step in (2, 4)]
+STEPS = ["checkpoints/step_00000002", "checkpoints/step_00000004"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run with checkpoints of steps 2 and 4."""
+    return train_in(tmp_path_factory.mktemp("trained"), "name=run")
+
+
+@pytest.fixture
+def home(trained, tmp_path, monkeypatch):
+    """The current folder, with the runs old (stopped), mid and new, and a folder without a run."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(trained.parents[1] / "text.txt", "text.txt")
+    for name, year in (("new", 2022), ("old", 2020), ("mid", 2021)):
+        copy = Path(shutil.copytree(trained, Path("runs", name), symlinks=True))
+        (start,) = map(json.loads, (copy / "starts.jsonl").read_text().splitlines())
+        start["time"] = f"{year}-05-06T07:08:09+00:00"
+        (copy / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    Path("runs/old/summary.json").unlink()
+    Path("runs/multirun/sweep").mkdir(parents=True)
+    Path("runs/multirun/sweep/results.md").write_text("results")
+    return tmp_path
+
+
+@pytest.fixture
+def command(in_process, home):
+    """command(*arguments) -> (exit code, out, err)."""
+    return lambda *arguments: in_process(main, home, *arguments)
+
+
+def table(out):
+    """Returns the rows of the table that the command has printed."""
+    lines = [line.strip("| ") for line in out.splitlines() if line.startswith("|")]
+    names, _, *rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def test_runs_are_listed_by_date(command):
+    with lock_directory(Path("runs/new")):
+        code, out, err = command()
+    assert (code, err) == (0, "")
+    rows = table(out)
+    assert [row["run"] for row in rows] == ["old", "mid", "new"]
+    assert [row["state"] for row in rows] == ["stopped", "finished", "running"]
+    assert [row["date"][:4] for row in rows] == ["2020", "2021", "2022"]
+    (start,) = map(json.loads, Path("runs/mid/starts.jsonl").read_text().splitlines())
+    loss = json.loads(Path("runs/mid/validation.json").read_text())["loss"]
+    bytes_of_all = sum(path.stat().st_size for path in files("runs/mid"))
+    assert rows[1] | {"date": ""} == {
+        "run": "mid",
+        "date": "",
+        "steps": "4",
+        "parameters": f"{start['parameters']:,}",
+        "MB": f"{bytes_of_all / 1e6:.1f}",
+        "validation loss": f"{loss:.4f}",
+        "state": "finished",
+    }
+    assert rows[0]["steps"].split()[0] == "4"
+
+
+def files(folder):
+    return [path for path in Path(folder).rglob("*") if path.is_file() and not path.is_symlink()]
+
+
+def test_damaged_files_of_a_run_are_no_error(command):
+    for name in ("starts.jsonl", "metrics.jsonl", "summary.json", "validation.json"):
+        Path("runs/mid", name).write_text('{"step": 4, "time": [], "parameters": {}, "steps": []}')
+    for name in ("starts.jsonl", "metrics.jsonl"):
+        Path("runs/new", name).unlink()
+    code, out, err = command()
+    assert (code, err) == (0, "")
+    assert {row["run"] for row in table(out)} == {"old", "mid", "new"}
+
+
+def test_optimizer_states_of_finished_runs_are_removed(command):
+    """Not those of a stopped run and of one that is training, and no other files."""
+    before = contents(Path("runs"))
+    sizes = sum(Path("runs/mid", name).stat().st_size for name in STATES)
+    with lock_directory(Path("runs/new")):
+        code, out, err = command("remove=optimizer", "yes=true")
+    assert (code, err) == (0, "")
+    assert [row["run"] for row in table(out)] == ["mid"]
+    assert f"{sizes / 1e6:,.1f} MB" in out
+    changed = [f"mid/{name}" for name in sorted(STATES + SUMS)]
+    assert changed_paths(Path("runs"), before) == changed
+    assert not any(Path("runs", name).exists() for name in changed if "optimizer" in name)
+    for _ in range(2):  # the second time there is nothing to remove
+        assert command("remove=optimizer", "name=old", "yes=true")[0] == 0
+    assert not any(Path("runs/old", name).exists() for name in STATES)
+
+
+def test_a_run_without_optimizer_states_is_complete_except_for_resuming(
+    command, home, in_process, make_run
+):
+    assert command("remove=optimizer", "name=mid", "yes=true")[0] == 0
+    newest = Path("runs/mid/checkpoints/step_00000004").resolve()
+    done = subprocess.run(["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=newest, check=False)
+    assert done.returncode == 0
+    model = "checkpoint=runs/mid"
+    for script, *arguments in (
+        (generate, "max_new_tokens=2"),
+        (evaluate, "data.path=text.txt"),
+        (export_hf, "out=exported"),
+    ):
+        code, _, err = in_process(script.main, home, model, *arguments)
+        assert code == 0, err
+    assert compose(["from=runs/mid"]).trainer.max_steps == 4
+    assert make_run("trainer.init_from=runs/mid", "name=tuned").state.step == 0
+    before = contents(Path("runs/mid"))
+    for arguments in (
+        ["name=mid", "trainer.max_steps=6"],
+        ["trainer.resume=runs/mid", "name=branch", "trainer.max_steps=6"],
+    ):
+        with refused(CheckpointError, "checkpoint", exit_code=3) as caught:
+            make_run("data.path=text.txt", *arguments)
+        assert not isinstance(caught.value, DamagedCheckpointError)
+    assert contents(Path("runs/mid")) == before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "SHA256SUMS"])
+def test_damage_is_found_without_optimizer_states(command, name):
+    command("remove=optimizer", "name=mid", "yes=true")
+    newest = Path("runs/mid/checkpoints/step_00000004")
+    damage(newest / name, "flip")
+    with refused(DamagedCheckpointError, "checkpoint", exit_code=3):
+        listing.find_checkpoint(newest)
+
+
+def test_lost_lines_of_checksums_are_damage(home):
+    newest = Path("runs/mid/checkpoints/step_00000004")
+    lines = (newest / "SHA256SUMS").read_text().splitlines(keepends=True)
+    for kept in ([], lines[:2], lines[1:], lines[:1]):
+        (newest / "SHA256SUMS").write_text("".join(kept))
+        with refused(DamagedCheckpointError, "checkpoint", exit_code=3):
+            listing.find_checkpoint(newest, names=checkpoint.FILES)
+
+
+def test_a_removal_that_was_interrupted_leaves_valid_checkpoints(command, monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", denied)
+        code, _, err = command("remove=optimizer", "name=mid", "yes=true")
+    assert (code, printed_keys(err)) == (2, ["name"])
+    for step in STEPS:
+        listing.find_checkpoint(Path("runs/mid", step))
+    assert command("remove=optimizer", "name=mid", "yes=true")[0] == 0
+    assert not any(Path("runs/mid", name).exists() for name in STATES)
+
+
+def test_named_runs_are_removed(command):
+    before = contents(Path("runs"))
+    code, out, err = command("remove=run", "name=[ne*,mid]", "yes=true")
+    assert (code, err) == (0, "")
+    assert {row["run"] for row in table(out)} == {"new", "mid"}
+    kept = {path: digest for path, digest in before.items() if not path.startswith(("new", "mid"))}
+    assert contents(Path("runs")) == kept
+
+
+def test_links_are_not_followed(command):
+    Path("precious").mkdir()
+    for name in (*STATES, *SUMS):
+        path = Path("precious", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    before = contents(Path("precious"))
+    Path("runs/link").symlink_to(Path("runs/mid").resolve())
+    shutil.rmtree("runs/old/checkpoints")  # a folder of checkpoints, a checkpoint and a file
+    Path("runs/old/checkpoints").symlink_to(Path("precious/checkpoints").resolve())
+    for name in (STEPS[0], STATES[1]):
+        path = Path("runs/new", name)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        path.symlink_to(Path("precious", name).resolve())
+    Path("runs/new/attention").symlink_to(Path("precious").resolve())
+
+    code, out, _ = command()
+    assert (code, {row["run"] for row in table(out)}) == (0, {"old", "mid", "new"})
+    code, _, err = command("remove=optimizer", "name=link", "yes=true")
+    assert (code, printed_keys(err)) == (2, ["name"])
+    for what in ("optimizer", "run"):
+        assert command(f"remove={what}", "name=[old,new]", "yes=true")[0] == 0
+        assert contents(Path("precious")) == before
+    assert {path.name for path in Path("runs").iterdir()} == {"link", "mid", "multirun"}
+    assert Path("runs/mid", STATES[0]).is_file()
+
+
+def test_a_run_that_is_training_is_refused(command):
+    before = contents(Path("runs"))
+    with lock_directory(Path("runs/new")):
+        for what in ("optimizer", "run"):
+            code, out, err = command(f"remove={what}", "name=*", "yes=true")
+            assert (code, out, printed_keys(err)) == (2, "", ["name"])
+    assert contents(Path("runs")) == before
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_removal_asks_on_a_terminal_and_needs_yes_without_one(command, monkeypatch):
+    before, removing = contents(Path("runs")), ("remove=run", "name=mid")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    code, out, err = command(*removing)
+    assert (code, out, printed_keys(err)) == (2, "", ["yes"])
+    for answer in ("n\n", "\n", ""):  # "": end of input
+        monkeypatch.setattr("sys.stdin", Terminal(answer))
+        code, out, err = command(*removing)
+        assert (code, err) == (0, "")
+        assert "1 run" in out
+        assert contents(Path("runs")) == before
+    monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+    assert command(*removing)[0] == 0
+    assert not Path("runs/mid").exists()
+
+
+def test_wrong_settings_are_refused(command):
+    before = contents(Path("runs"))
+    for key, *arguments in (
+        ("name", "remove=run", "yes=true"),
+        ("name", "remove=run", "name=../runs/mid", "yes=true"),
+        ("name", "remove=optimizer", "name=[mid,none]", "yes=true"),
+        ("remove", "remove=everything"),
+        ("runs_dir", "runs_dir=runs/multirun"),
+        ("runs_dir", "runs_dir=nowhere"),
+    ):
+        code, out, err = command(*arguments)
+        assert (code, out, printed_keys(err)) == (2, "", [key]), arguments
+    _, _, err = command("name=runs/mid")
+    assert "mid?" in err
+    assert contents(Path("runs")) == before
