@@ -2,6 +2,7 @@
 
     python generate.py checkpoint=runs/NAME prompt="The ferry bell"
     python generate.py checkpoint=DIR 'prompt=["Once","The bell"]' num_samples=3 top_p=0.9
+    python generate.py checkpoint=DIR prompts=prompts.txt out=texts.jsonl
     python generate.py checkpoint=DIR interactive=true
 
 `checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory, or hub:NAME. The
@@ -11,19 +12,23 @@ decoding is in clearhead/inference/decoding.py.
 import codecs
 import functools
 import itertools
+import json
+import os
+import signal
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 from pydantic import Field
 
-from clearhead.config.command_line import ScriptConfig, settings_command
+from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import (
     AboveZero,
     AutoOrBool,
     Checkpoint,
     Device,
+    Name,
     NonNegative,
     Positive,
     Precision,
@@ -31,7 +36,8 @@ from clearhead.config.schema import (
     Text,
     Threads,
 )
-from clearhead.errors import CheckpointError, refuse, sanitize
+from clearhead.errors import CheckpointError, as_yaml, refuse, sanitize
+from clearhead.inference.prompts import prompt_of, read_prompts
 
 if typing.TYPE_CHECKING:
     from clearhead.interop.pretrained import PretrainedModel
@@ -39,6 +45,8 @@ if typing.TYPE_CHECKING:
 MAX_COUNT = 1_000_000  # of tokens, samples, texts in a batch
 PositiveCount = Annotated[Positive, Field(le=MAX_COUNT)]
 SEPARATOR = "\n---\n"  # printed between samples
+# Settings that each row of out= contains.
+SETTINGS_OF_A_ROW = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_end")
 
 
 class GenerateConfig(ScriptConfig):
@@ -49,8 +57,15 @@ class GenerateConfig(ScriptConfig):
     checkpoint: Checkpoint
     interactive: bool = Field(False, description="true: ask for prompts")
     prompt: Text | Annotated[list[Text], Field(min_length=1)] = Field(
-        "The", description='the text to continue; several: \'["one","two"]\''
+        "The",
+        description="the text to continue, or @FILE, a UTF-8 file (@@ is a literal @); several: "
+        '\'["one","two"]\'',
     )
+    prompts: Name | None = Field(
+        None, description="file with a prompt in each line; .jsonl: JSON with the key prompt"
+    )
+    out: OutFile = Field("", description="JSON Lines file for the texts; they are not printed then")
+    overwrite: bool = Field(False, description="true: replace the file of out=")
     max_new_tokens: PositiveCount = Field(100, description="maximum number of new tokens")
     num_samples: PositiveCount = Field(1, description="number of samples for each prompt")
     batch_size: PositiveCount = Field(8, description="number of texts generated at once")
@@ -68,10 +83,6 @@ class GenerateConfig(ScriptConfig):
     precision: Precision = Field("auto", description="auto | fp32 | bf16 | fp16")
     compile: AutoOrBool = Field("auto", description="auto (long texts on a GPU) | true | false")
 
-    @property
-    def prompts(self) -> list[str]:
-        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
-
 
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
@@ -83,9 +94,10 @@ def main(settings: GenerateConfig) -> None:
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")  # replaces bytes that the encoding does not have
     refuse(device.check(settings.device, settings.precision))
+    prompts = all_prompts(settings)
     torch_device = device.prepare(settings.device, settings.seed, settings.threads)
     pretrained = load_pretrained(settings.checkpoint)
-    num_texts = settings.num_samples * len(settings.prompts)
+    num_texts = settings.num_samples * len(prompts)
     batch_size = min(settings.batch_size, num_texts)
     steps = settings.max_new_tokens * -(-num_texts // batch_size)
     steps = MAX_COUNT if settings.interactive else steps
@@ -94,8 +106,8 @@ def main(settings: GenerateConfig) -> None:
     dtype = device.best_dtype(torch_device) if auto else device.DTYPES[settings.precision]
     model = pretrained.model.to(torch_device)
     specialize_for_generation(model, dtype, batch_size, to_compile=compiler is not None)
-    write = functools.partial(
-        write_texts,
+    complete = functools.partial(
+        completions,
         functools.partial(decoding.generate, pretrained.model, window=pretrained.window),
         pretrained,
         batch_size,
@@ -108,26 +120,50 @@ def main(settings: GenerateConfig) -> None:
     )
     try:
         if settings.interactive:
-            run_interactive(write, settings.num_samples)
+            run_interactive(functools.partial(write_texts, complete), settings.num_samples)
         else:
-            write([p for p in settings.prompts for _ in range(settings.num_samples)])
+            texts = [prompt for prompt in prompts for _ in range(settings.num_samples)]
+            if settings.out:
+                write_rows(complete, texts, settings, pretrained.state and pretrained.state.step)
+            else:
+                write_texts(complete, texts)
     except FloatingPointError as error:
         hint = "use another checkpoint, or precision=fp32"
         raise CheckpointError("checkpoint", settings.checkpoint, str(error), hint) from error
 
 
-def write_texts(
+def all_prompts(settings: GenerateConfig) -> list[str]:
+    """Returns the texts to continue. Raises ConfigError, also if `out` must not be written."""
+    are_both = settings.prompts is not None and "prompt" in settings.model_fields_set
+    if are_both or (settings.interactive and (settings.prompts or settings.out)):
+        key = "interactive" if settings.interactive else "prompts"
+        reason = "cannot be combined with prompt, prompts or out"
+        refuse([(key, as_yaml(getattr(settings, key)), reason, "use one of them")])
+    if settings.out and os.path.lexists(settings.out):
+        is_read = os.path.realpath(settings.out) == os.path.realpath(settings.prompts or "")
+        if is_read or not settings.overwrite:
+            hint = "give another path" + ", or overwrite=true" * (not is_read)
+            refuse([("out", settings.out, "already exists", hint)])
+    if settings.prompts:
+        return read_prompts(settings.prompts)
+    given = [settings.prompt] if isinstance(settings.prompt, str) else settings.prompt
+    return [prompt_of(text) for text in given]
+
+
+def completions(
     generate: Callable,
     pretrained: "PretrainedModel",
     batch_size: int,
     prompts: list[str],
     first_row: int = 0,
+    show: Callable[[str], None] = lambda piece: None,
     **options,
-) -> None:
-    """Prints each prompt with its generated text; the first text of a batch token by token.
+) -> Iterator[str]:
+    """Yields the generated text of each prompt, without the prompt, one batch after the other.
 
     generate: the function in clearhead/inference/decoding.py; options: its keyword arguments.
-    first_row: the row number of the first text, which selects its random numbers.
+    first_row: the row number of the first text, which selects its random numbers. show: called with
+    the pieces of the first text of each batch, token by token.
     """
     tokenizer, window, end = pretrained.tokenizer, pretrained.window, options["end_token"]
     for start in range(0, len(prompts), batch_size):
@@ -139,10 +175,9 @@ def write_texts(
             print(f"prompt: {reason}; only the last tokens are used", file=sys.stderr)
         if options["cache"]:  # compiled code needs a constant batch size
             ids += ids[:1] * (batch_size - len(ids))
-        # A character that consists of several tokens is printed after its last token.
+        # A character that consists of several tokens is shown after its last token.
         decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in batch]
-        texts = list(batch)
-        print_piece((SEPARATOR if start else "") + batch[0])
+        texts = [""] * len(batch)
         options |= {"vocab_size": tokenizer.n_vocab, "first_row": first_row + start}
         for tokens in generate(ids, **options):
             for row, (token, decoder) in enumerate(zip(tokens, decoders, strict=False)):
@@ -150,11 +185,56 @@ def write_texts(
                     piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
                     texts[row] += piece
                     if row == 0:
-                        print_piece(piece)
-        rest = [decoder.decode(b"", final=True) + "\n" for decoder in decoders]
-        print_piece(rest[0])
-        for text, ending in zip(texts[1:], rest[1:], strict=True):
-            print_piece(SEPARATOR + text + ending)
+                        show(piece)
+        rest = [decoder.decode(b"", final=True) for decoder in decoders]
+        show(rest[0])
+        yield from (text + ending for text, ending in zip(texts, rest, strict=True))
+
+
+def write_texts(complete: Callable, prompts: list[str], first_row: int = 0) -> None:
+    """Prints each prompt with its generated text; the first text of a batch token by token.
+
+    complete: the function `completions`, without its last three arguments.
+    """
+    shown: list[str] = []  # the pieces of the current text that are printed already
+
+    def show(piece: str) -> None:
+        shown.append(piece)
+        print_piece(piece)
+
+    texts = complete(prompts, first_row=first_row, show=show)
+    for number, prompt in enumerate(prompts):
+        print_piece((SEPARATOR if number else "") + prompt)
+        shown.clear()
+        text = next(texts)
+        print_piece(text.removeprefix("".join(shown)) + "\n")
+
+
+def write_rows(
+    complete: Callable, prompts: list[str], settings: GenerateConfig, step: int | None
+) -> None:
+    """Writes a row with prompt, generated text and settings for each prompt to settings.out, when
+    all are generated. step: of the checkpoint."""
+    from clearhead.reporting.console import progress
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # to remove the temporary file
+    of_all = {"checkpoint": settings.checkpoint, "step": step}
+    of_all |= settings.model_dump(include=set(SETTINGS_OF_A_ROW))
+    with progress("generated texts") as report:
+
+        def lines() -> Iterator[bytes]:
+            texts = complete(prompts)
+            for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+                row = {
+                    "prompt": prompt,
+                    "completion": text,
+                    "sample": number % settings.num_samples,
+                }
+                yield (json.dumps(row | of_all, ensure_ascii=False) + "\n").encode()
+                report(number + 1, len(prompts))
+
+        write_out(settings.out, lines())
+    print(sanitize(f"wrote {len(prompts):,} texts to {settings.out}"))
 
 
 def run_interactive(write: Callable, num_samples: int) -> None:

@@ -15,7 +15,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
@@ -165,8 +165,9 @@ def unknown_option(text: str, known: Sequence[str]) -> Problem:
     return Problem(option, NO_VALUE, "no such option", hint)
 
 
-def write_out(path: str, content: bytes | dict, key: str = "out") -> None:
-    """Writes results to a file, atomically; a dict as JSON. Raises ConfigError."""
+def write_out(path: str, content: bytes | Iterable[bytes] | dict, key: str = "out") -> None:
+    """Writes results, or pieces of them, to a file, atomically; a dict as JSON. Raises
+    ConfigError."""
     if isinstance(content, dict):
         content = (json.dumps(content, indent=1) + "\n").encode()
     try:

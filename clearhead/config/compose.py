@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import itertools
 import os
 import re
@@ -123,11 +124,28 @@ def unknown_choice(
 ) -> Problem:
     """Returns the problem of a group of settings that has no file of this name."""
     hint = f"use one of {', '.join(options)}"
+    if near := nearest_choice(name, options):
+        hint = f"did you mean {group}={near}? {hint}"
     if group == "data" and os.path.exists(name):
         hint = not_a_setting(name, "data.path").hint
     if any(Path(each, group, f"{name}.yml").is_file() for each in folders_of(arguments)):
         hint = f"rename {name}.yml to {name}.yaml"
     return Problem(group, name, f"no such {group}", hint)
+
+
+def nearest_choice(name: str, options: Sequence[str]) -> str | None:
+    """Returns the choice that was probably meant, such as off for disabled, and gpt2-nano for nano;
+    None if that is not clear."""
+    name = name.lower().replace("_", "-")
+    name = "off" if name in ("disabled", "none", "null", "false", "no") else name
+    for matching in (
+        [option for option in options if option == name],
+        [option for option in options if option.startswith(name) or name in option.split("-")],
+        difflib.get_close_matches(name, options, n=1),
+    ):
+        if len(matching) == 1:
+            return matching[0]
+    return None
 
 
 def problem_as_said(error: Exception, said: str, given: Sequence[tuple]) -> Problem:

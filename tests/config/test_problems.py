@@ -6,6 +6,7 @@ and printed: tests/test_messages.py.
 
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -145,10 +146,33 @@ def test_hints_are_accepted():
             compose([wrong])
         assert right in caught.value.problems[0].hint
         compose([right])
-    for group in ("wandb=null", "lens=false"):
-        with refused(ConfigError, *group.split("=")) as caught:
-            compose([group])
-        assert " off" in caught.value.problems[0].hint
+
+
+# A choice that does not exist, and the one in the hint; None: none is similar.
+CHOICES = {
+    "wandb=null": "wandb=off",
+    "wandb=disabled": "wandb=off",
+    "wandb=on": "wandb=online",
+    "lens=false": "lens=off",
+    "model=nano": "model=gpt2-nano",
+    "model=GPT2_XL": "model=gpt2-xl",
+    "optimizer=adam": "optimizer=adamw",
+    "experiment=laptp": "experiment=laptop",
+    "lens=on": None,
+    "model=gpt2": None,
+    "parallel=none": None,
+}
+
+
+def test_hints_name_the_choice_that_was_meant():
+    for wrong, right in CHOICES.items():
+        group, _, value = wrong.partition("=")
+        with refused(ConfigError, group, value) as caught:
+            compose([wrong])
+        hint = caught.value.problems[0].hint
+        assert re.findall(rf"{group}=[\w-]+", hint) == [right] * (right is not None), wrong
+        if right:
+            compose([right])
 
 
 # The key is the option. KEYS_OF_OPTIONS and MODES: arguments: key.
