@@ -138,14 +138,11 @@ def nearest_choice(name: str, options: Sequence[str]) -> str | None:
     None if that is not clear."""
     name = name.lower().replace("_", "-")
     name = "off" if name in ("disabled", "none", "null", "false", "no") else name
-    for matching in (
-        [option for option in options if option == name],
-        [option for option in options if option.startswith(name) or name in option.split("-")],
-        difflib.get_close_matches(name, options, n=1),
-    ):
-        if len(matching) == 1:
-            return matching[0]
-    return None
+    if name in options:
+        return name
+    near = [option for option in options if option.startswith(name) or name in option.split("-")]
+    near = near or difflib.get_close_matches(name, options, n=1)
+    return near[0] if len(near) == 1 else None
 
 
 def problem_as_said(error: Exception, said: str, given: Sequence[tuple]) -> Problem:

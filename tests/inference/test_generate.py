@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -176,3 +177,103 @@ def test_a_failing_compiler_is_an_error_only_where_it_was_asked_for(
     monkeypatch.setattr(device, "compiled_step", lambda choice, *_: chosen(choice, gpu, 10**6))
     code, out, _ = in_process(generate.main, folder, *SHORT, "precision=fp32")  # torch warns
     assert (code, out) == (0, expected)
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_prompt_from_a_file(written, folder):
+    """Without its byte order mark and its last line break. @@ is a literal @."""
+    short = "max_new_tokens=1"
+    (folder / "prompt.txt").write_bytes("\ufeff the\n fox é\n\r\n".encode())
+    assert written("prompt=@prompt.txt", short).startswith(" the\n fox é\n")
+    assert written("prompt=@@prompt.txt", short).startswith("@prompt.txt")
+    assert written('prompt=["@prompt.txt","@@a"]', short).split("\n---\n")[1].startswith("@a")
+    assert written("prompt=@prompt.txt") == written("prompt= the\n fox é\n")
+
+
+def test_texts_are_written_as_rows(written, folder):
+    """They are those that are printed; plain text and JSON Lines; all batch sizes."""
+    (folder / "prompts.txt").write_bytes("the quick\r\n\n é \ndog".encode())
+    prompts = ["the quick", " é ", "dog"]
+    lines = [json.dumps({"id": n, "prompt": prompt}) for n, prompt in enumerate(prompts)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    options = ["num_samples=2", "precision=fp32", "temperature=2", "top_p=0.9", "seed=3"]
+    printed = written("prompts=prompts.txt", *options).removesuffix("\n").split("\n\n---\n")
+    for name, size in (("prompts.txt", 4), ("prompts.jsonl", 1)):
+        more = ["out=rows.jsonl", "overwrite=true", f"batch_size={size}"]
+        written(f"prompts={name}", *options, *more)
+        rows = rows_of(folder / "rows.jsonl")
+        assert [row["prompt"] + row["completion"] for row in rows] == printed
+        assert [row["prompt"] for row in rows] == [p for p in prompts for _ in range(2)]
+        assert [row["sample"] for row in rows] == [0, 1] * 3
+        expected = {"temperature": 2.0, "top_k": 50, "top_p": 0.9, "seed": 3, "step": 40}
+        assert all(row | expected == row for row in rows)
+    written("prompt=dog", "out=rows.jsonl", "overwrite=true")
+    assert [row["prompt"] for row in rows_of(folder / "rows.jsonl")] == ["dog"]
+
+
+BAD_PROMPTS = {
+    "prompt=@no.txt": "prompt",
+    "prompt=@": "prompt",
+    "prompt=@latin.txt": "prompt",
+    'prompt=["a","@no.txt"]': "prompt",
+    "prompts=no.txt": "prompts",
+    "prompts=.": "prompts",
+    "prompts=latin.txt": "prompts",
+    "prompts=blank.txt": "prompts",
+    "prompts=pipe": "prompts",
+    "prompts=no-json.jsonl": "prompts",
+    "prompts=no-key.jsonl": "prompts",
+    "prompts=number.jsonl": "prompts",
+    "prompts=list.jsonl": "prompts",
+    "prompts=half.jsonl": "prompts",
+    "prompts=ok.txt prompt=a": "prompts",
+    "prompts=ok.txt interactive=true": "interactive",
+    "out=new.jsonl interactive=true": "interactive",
+    "prompts=ok.txt out=kept.jsonl": "out",
+    "prompts=ok.txt out=dangling": "out",
+    "prompts=ok.txt out=ok.txt overwrite=true": "out",
+    "prompts=ok.txt out=no/x.jsonl": "out",
+}
+
+
+def test_bad_prompts_are_refused_and_change_nothing(in_process, folder, tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "blank.txt").write_text("\n  \n")
+    (tmp_path / "kept.jsonl").write_text("precious")
+    (tmp_path / "ok.txt").write_text("the\n")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    for name, line in {
+        "no-json": "{",
+        "no-key": '{"text": "a"}',
+        "number": '{"prompt": 1}',
+        "list": '["prompt"]',
+        "half": '{"prompt": "\\ud83d"}',
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a"}\n' + line)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    model = f"checkpoint={folder / 'runs' / 'run'}"
+    for arguments, key in BAD_PROMPTS.items():
+        code, out, err = in_process(generate.main, tmp_path, model, *arguments.split())
+        assert (code, out, printed_keys(err)) == (2, "", [key]), arguments
+        assert sorted(path.name for path in tmp_path.iterdir()) == before, arguments
+    assert (tmp_path / "kept.jsonl").read_text() == "precious"
+    assert (tmp_path / "ok.txt").read_text() == "the\n"
+
+
+def test_an_error_while_generating_keeps_the_earlier_file(
+    in_process, folder, tmp_path, monkeypatch
+):
+    def interrupted(*_, **__):
+        yield [ord("a")]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoding, "generate", interrupted)
+    (tmp_path / "rows.jsonl").write_text("precious")
+    arguments = (f"checkpoint={folder / 'runs' / 'run'}", "out=rows.jsonl", "overwrite=true")
+    assert in_process(generate.main, tmp_path, *arguments)[0] == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert (tmp_path / "rows.jsonl").read_text() == "precious"

@@ -102,6 +102,7 @@ def home(tmp_path_factory):
         prepare(folder / "my.txt", folder / name, tokenizer="byte")
     to_hf(tiny_model(vocab_size=257, context_length=32), folder / "path" / "to" / "gpt2")
     shutil.copytree(folder / "path" / "to" / "gpt2", folder / "DIR")
+    (folder / "prompts.txt").write_text("The bell\nThe fox\n")
     settings_page = (REPOSITORY / "docs" / "settings.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```yaml\n(.*?)^```", settings_page, re.DOTALL | re.MULTILINE)
     write_source(folder / "my-configs" / "experiment" / "mine.yaml", [example])
