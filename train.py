@@ -120,9 +120,8 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
         row["train/tokens"] = run.state.tokens
         with run.log.timed("logging"), run.strategy.raise_on_all_ranks():
             run.log.tracker.log(row, step, snapshot, sample)
-    if snapshot and "attention/timelapse" in snapshot.pages and step < run.stop.last_step:
-        with run.log.timed("logging"):
-            run.log.write_report()  # after the last step, run.finish writes it
+    if evaluation_due and step < run.stop.last_step:  # after the last step, run.finish writes it
+        run.log.write_report(is_training=True)
     return row
 
 

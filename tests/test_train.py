@@ -43,6 +43,7 @@ from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedEr
 from clearhead.interop.huggingface import to_hf
 from clearhead.interop.pretrained import load_pretrained
 from clearhead.optim.optimizers import NonFiniteCheck
+from clearhead.reporting.report import write_report
 from clearhead.reporting.tracker import Tracker
 from clearhead.run import evaluation
 from clearhead.run.run import Run
@@ -289,9 +290,9 @@ def test_run_directory(make_run, tmp_path):
     for row in steps:
         assert {"train/loss", "train/learning_rate", "train/grad_norm"} <= row.keys()
         assert ("val/loss" in row) == (row["step"] % 2 == 0)
-    pictures = [key for key in steps[1] if key.startswith("attention/heatmap/")]
+    pictures = [key for key in steps[3] if key.startswith("attention/heatmap/")]
     assert len(pictures) == 4
-    assert all((folder / steps[1][key]).is_file() for key in pictures)
+    assert all((folder / steps[3][key]).is_file() for key in pictures)
     assert [json.loads(s)["step"] for s in (folder / "samples.jsonl").open()] == [2, 4]
     texts = {run.evaluator.sample(run.model, step)["text"] for step in (2, 4)}
     assert len(texts) == 1  # the same random numbers at every step
@@ -299,6 +300,26 @@ def test_run_directory(make_run, tmp_path):
     checkpoints = folder / "checkpoints"
     assert os.readlink(checkpoints / "last") == "step_00000004"
     assert (checkpoints / "best" / "model.safetensors").is_file()
+
+
+def test_the_report_is_written_at_each_validation(make_run, monkeypatch):
+    """While the run trains, only if reports took at most one percent of its time."""
+    written = []
+
+    def write_and_note(folder, is_training):
+        written.append((rows(folder)[-1]["step"], is_training))
+        return write_report(folder, is_training)
+
+    monkeypatch.setattr("clearhead.reporting.run_log.write_report", write_and_note)
+    for share, steps in ((100, [0, 2]), (0, [0])):
+        monkeypatch.setattr("clearhead.reporting.run_log.MAX_SHARE", share)
+        run = make_run(f"name=share-{share}", "lens=default")
+        fit(run)
+        assert written == [*((step, True) for step in steps), (4, False)]
+        written.clear()
+    complete = (run.directory / "report.html").read_text()
+    partial = write_report(run.directory, is_training=True).read_text()
+    assert len(partial) > len(complete)
 
 
 def test_every_row_has_the_number_of_tokens(make_run):

@@ -1,4 +1,4 @@
-"""Heatmaps of attention heads as PNG: a grid of all heads, and a smaller one for dashboards.
+"""Heatmaps of attention heads as PNG: a grid of all heads.
 
 Pillow draws an image in a few milliseconds; training waits until it is written. The colour map and
 the font are matplotlib's.
@@ -11,7 +11,6 @@ import functools
 import io
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +18,16 @@ from PIL import Image, ImageDraw, ImageFont
 
 from .history import atomic_write
 from .probe import Prompt, from_codes, triangle_to_square
-from .rounding import formatted
-from .statistics import STATISTICS, uniform_attention
+from .statistics import uniform_attention
 
 COLOUR_MAP = "viridis"  # perceptually uniform; readable in grey and by colour-blind people
 WIDTH = 800  # approximate width of a grid in pixels
-PANEL = (920, 600)  # pixels; twice the size of a panel of W&B
 TICKS = (0, 0.01, 0.1, 0.25, 0.5, 1)  # of the colour bar, whose scale is the square root
 MASKED = 236  # grey level of cells above the diagonal, which the causal mask excludes
 ACCENT = (200, 62, 10)  # outlines of heads
 # Images are drawn as indices of colours, see _palette. The indices from INK to WHITE are greys of
 # increasing brightness, because Pillow blends the edges of letters, here their indices.
-ACCENT_INDEX, MASKED_INDEX, INK, PALE_INK, WHITE = 225, 226, 227, 235, 255
+ACCENT_INDEX, INK, PALE_INK, MASKED_INDEX, WHITE = 225, 226, 234, 253, 255
 
 
 def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
@@ -72,54 +69,6 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
     image.paste(Image.fromarray(grid), (left, grid_top))
     label_grid(draw, (left, grid_top), codes.shape, size, gap, font)
     _draw_scale(image, left, grid_top + height + 16, small)
-    save(image, path)
-
-
-def draw_panel(
-    codes: np.ndarray,
-    prompt: Prompt,
-    step: int,
-    heads: Sequence[Mapping],
-    uniform: Mapping,
-    path: Path,
-) -> None:
-    """Writes a PNG for a panel of a dashboard, which shows it at half of its size: all heads on
-    the left, the first of `heads` enlarged on the right: two or, in a deep model, four.
-
-    codes: uint8 (L, H, T (T + 1) / 2). heads: rows of heads.head_table. uniform: the statistics for
-    uniform attention on this prompt.
-    """
-    num_layers, num_heads, _ = codes.shape
-    image = Image.new("L", PANEL, WHITE)
-    draw, font, bold = ImageDraw.Draw(image), font_of(20), font_of(26, "Bold")
-    draw.text((16, 10), f"step {step:,}", INK, bold)
-    after = 32 + bold.getlength(f"step {step:,}")
-    fits = round((PANEL[0] - after) / font.getlength("m") * 1.7)
-    draw.text((after, 15), title_of(prompt, fits), PALE_INK, font)
-
-    left, top = round(font.getlength(f"L{num_layers - 1}")) + 24, 84
-    pitch = max(2, min((580 - left) // num_heads, (PANEL[1] - 12 - top) // num_layers))
-    gap = min(6, max(1, pitch // 10))
-    image.paste(Image.fromarray(tile(codes, pitch - gap, gap)), (left, top))
-    label_grid(draw, (left, top), codes.shape, pitch - gap, gap, font)
-
-    x, y = left + num_heads * pitch + 24, 56
-    width, height = PANEL[0] - x - 16, PANEL[1] - y - 12
-    if not heads:
-        draw.text((x, 150), "no head has a name\non this prompt", PALE_INK, font_of(24))
-    is_wide = width >= 530  # the caption of a head needs 260 pixels
-    heads = heads[: 4 if is_wide else 2]
-    across = 2 if is_wide and len(heads) > 1 else 1
-    size = min(width // across - 12, height // max(1, math.ceil(len(heads) / across)) - 64)
-    for number, row in enumerate(heads):
-        layer, head, name = row["layer"], row["head"], row["name"]
-        place = (x + number % across * (width // across), y + number // across * (size + 70))
-        draw.text(place, f"L{layer} H{head} {STATISTICS[name].title}", INK, font_of(20, "Bold"))
-        value = f"{formatted(row[name])} (uniform {formatted(uniform[name])})"
-        draw.text((place[0], place[1] + 26), value, INK, font)
-        heatmap = Image.fromarray(fitted(codes[layer, head], size))
-        image.paste(heatmap, (place[0], place[1] + 56))
-        outline(draw, (left + head * pitch, top + layer * pitch), pitch - gap)
     save(image, path)
 
 
@@ -267,11 +216,11 @@ def _table() -> np.ndarray:
 
 @functools.cache
 def _palette() -> np.ndarray:
-    """Returns 225 colours of the colour map, ACCENT, MASKED, and 29 greys from 25 to 255: (256, 3)
-    uint8."""
+    """Returns 225 colours of the colour map, ACCENT, 30 greys from 25 to 255: (256, 3) uint8."""
     colours = _table()[np.linspace(0, 255, 225).round().astype(np.uint8)]
-    greys = np.append(MASKED, np.linspace(25, 255, 29).round())[:, None].repeat(3, 1)
-    return np.vstack([colours, [ACCENT], greys]).astype(np.uint8)
+    greys = np.linspace(25, 255, 30).round()
+    greys[MASKED_INDEX - INK] = MASKED
+    return np.vstack([colours, [ACCENT], greys[:, None].repeat(3, 1)]).astype(np.uint8)
 
 
 @functools.cache

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from .animation import write_animation
 from .heads import head_table, most_significant
-from .heatmap import draw_grid, draw_panel, grid_url
+from .heatmap import draw_grid, grid_url
 from .history import Row, atomic_write, evenly_spaced, read_history
 from .page import page, run_data
-from .probe import uniform_values
+from .panel import draw_panel
+from .probe import Prompt, uniform_values
 from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
 
 Files = dict[str, Path]  # by the key on a dashboard
@@ -26,14 +27,18 @@ def render_run(folder: Path, frames: int = 24, curves: Mapping[str, list] | None
     draw_timelapse(folder, history, frames, curves, animated=True)
 
 
-def draw_snapshot(snapshot: SnapshotData, folder: Path) -> tuple[Files, Files]:
-    """Writes the images and the page of one step. Returns the images for a dashboard, one for each
-    prompt, and the page."""
+def draw_snapshot(
+    snapshot: SnapshotData, folder: Path, panels: bool = True, viewer: bool = True
+) -> tuple[Files, Files]:
+    """Writes for each prompt an image of all heads and, with panels=True, one for a dashboard; with
+    viewer=True also the page of this step. Returns what a dashboard shows: images and pages."""
     images, step, row = {}, snapshot.step, snapshot.row
     of_prompts = zip(snapshot.prompts, snapshot.codes, snapshot.of_prompts, strict=True)
     for prompt, codes, values in of_prompts:
         path = folder / f"step_{step:08d}_{prompt.name}.png"
         draw_grid(codes, prompt, step, path)
+        if not panels:
+            continue
         path = path.with_stem(f"{path.stem}_panel")
         of_prompt, uniform = Row(step, values), uniform_values([prompt])
         of_prompt.names = row.names
@@ -41,10 +46,17 @@ def draw_snapshot(snapshot: SnapshotData, folder: Path) -> tuple[Files, Files]:
         table = most_significant(head_table([of_prompt], uniform))
         heads = [head for head in table if head[head["name"]] is not None]
         draw_panel(codes, prompt, step, heads, uniform, path)
-        images[f"attention/heatmap/{prompt.name}"] = path
+        images[heatmap_key(prompt)] = path
+    if not viewer:
+        return images, {}
     path = folder / f"step_{step:08d}.html"
     write_page(path, [snapshot])
     return images, {"attention/viewer": path}
+
+
+def heatmap_key(prompt: Prompt) -> str:
+    """Returns the key of the images of a prompt on a dashboard."""
+    return f"attention/heatmap/{prompt.name}"
 
 
 def draw_timelapse(

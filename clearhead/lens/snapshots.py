@@ -27,8 +27,9 @@ from .heads import (
 from .heatmap import fitted, rgb
 from .history import History, Row, atomic_write, evenly_spaced
 from .page import MAX_HISTORY
+from .panel import caption
 from .probe import CaptureAttention, make_prompt, probe, repeated_prompt, uniform_values
-from .render import draw_snapshot, draw_timelapse
+from .render import draw_snapshot, draw_timelapse, heatmap_key
 from .snapshot_data import SnapshotData, snapshot_data, write_snapshot
 from .stages import stage_step
 from .statistics import STATISTICS
@@ -42,10 +43,13 @@ THUMBNAIL = 128  # pixels
 class Snapshot:
     """The results of one snapshot, by their keys on a dashboard."""
 
-    metrics: dict[str, float]  # statistics, averaged over the heads of each layer
+    # Statistics: the mean over the heads of each layer, and for those that name heads the largest
+    # of all heads.
+    metrics: dict[str, float]
     heads: dict[str, float]  # statistics of each head; dashboards hide them by default
     histograms: dict[str, np.ndarray]  # values of each statistic, all heads
     images: dict[str, Path] = field(default_factory=dict)  # PNG or WebP
+    captions: dict[str, str] = field(default_factory=dict)  # of images
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
     # Rows with the same keys. A cell may be an image, uint8 (height, width, 3).
     tables: dict[str, list[dict]] = field(default_factory=dict)
@@ -106,6 +110,7 @@ class Lens:
         write: bool = True,
         curves: Callable[[], dict[str, list]] = dict,
         ablate: Ablate | None = None,
+        dashboard: bool = True,
     ) -> Snapshot | None:
         """Runs the model on all prompts and writes statistics, images and pages to `folder`.
 
@@ -113,6 +118,8 @@ class Lens:
         write=False it only runs the model and returns None: for ranks other than 0 with FSDP.
         curves(): losses of the training for the time-lapse, {name: [(step, value)]}.
         ablate: receives the heads of each name at the last step; returns the result of ablation.py.
+        dashboard: whether a dashboard shows this snapshot. Otherwise there is no page of this step,
+        because the time-lapse has it, and only the last step has the smaller images.
         """
         frame = probe(capture_attention, self.prompts, step)
         if not write:
@@ -132,8 +139,10 @@ class Lens:
             snapshot.tables["attention/table"] = self._with_thumbnails(data)
         if self.draws(step, max_steps):
             write_snapshot(folder / f"step_{step:08d}.npz", data)
-            snapshot.images, snapshot.pages = draw_snapshot(data, folder)
-            if step > 0 and self._quarter_is_complete(step, max_steps):
+            shown = draw_snapshot(data, folder, panels=dashboard or is_last, viewer=dashboard)
+            snapshot.images, snapshot.pages = shown
+            snapshot.captions = {heatmap_key(p): caption(p, step) for p in self.prompts}
+            if self._timelapse_is_due(step, max_steps, dashboard):
                 snapshot.charts = _charts(self.history)
                 rows, frames = self.history.rows, self.config.frames
                 images, pages = draw_timelapse(folder, rows, frames, curves(), is_last)
@@ -197,8 +206,11 @@ class Lens:
         every = max(1, self.config.interval(max_steps))
         return every * max(1, math.ceil(max_steps / every / (drawn - 1)))
 
-    def _quarter_is_complete(self, step: int, max_steps: int) -> bool:
-        """Whether another quarter of the run was completed since the last images."""
+    def _timelapse_is_due(self, step: int, max_steps: int, dashboard: bool) -> bool:
+        """Whether another quarter of the run was completed since the last images. Without the pages
+        of single steps for a dashboard also at the 1st, 2nd, 4th, 8th ... snapshot."""
+        if not dashboard and (count := len(self.history.rows)) & (count - 1) == 0:
+            return True
         before = max(0, step - self._drawn_every(max_steps))
         return step == max_steps or 4 * step // max_steps > 4 * before // max_steps
 
@@ -273,6 +285,8 @@ def _dashboard_values(row: Row) -> Snapshot:
         if not np.isfinite(values).all():
             continue
         histograms[f"attention_histograms/{key}"] = values.ravel()
+        if key in KINDS:
+            metrics[f"attention_best/{key}"] = float(values.max())
         for layer, of_heads in enumerate(values):
             metrics[f"attention_layers/{key}/L{layer:02d}"] = float(of_heads.mean())
             for head, value in enumerate(of_heads):

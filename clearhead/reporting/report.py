@@ -32,8 +32,9 @@ PAGE = Path(__file__).parent / "report_page"
 MAX_CONFIG, MAX_PANEL, MAX_PAGE = 2**20, 2**22, 2**30  # bytes; larger files are ignored
 
 
-def write_report(folder: Path) -> Path:
-    """Writes folder/report.html from the files in a run directory; returns its path."""
+def write_report(folder: Path, is_training: bool = False) -> Path:
+    """Writes folder/report.html from the files in a run directory; returns its path. is_training:
+    whether the run will write it again."""
     rows = read_rows(folder / "metrics.jsonl", *KEYS, "train/tokens", "train/mfu")
     samples = read_rows(folder / "samples.jsonl", "prompt", "text")
     config = read(folder / "config.yaml", MAX_CONFIG).decode("utf-8", "replace")
@@ -44,7 +45,8 @@ def write_report(folder: Path) -> Path:
     parts = {
         "CSP": content_security_policy(template, embedded),
         "NAME": escape(sanitize(folder.resolve().name)),
-        "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {progress(folder, rows)}",
+        "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {progress(folder, rows)}"
+        + "; the run was still training: reload this page for newer results" * is_training,
         "RESULT": result(rows, final, heads),
         "FACTS": facts(rows, read_rows(folder / "starts.jsonl"), final),
         "HEADS": cards,

@@ -12,6 +12,8 @@ from clearhead.reporting.profiler import Profiler
 from clearhead.reporting.report import write_report
 from clearhead.reporting.tracker import Tracker
 
+MAX_SHARE = 0.01  # of the time of a run: reports that are written while it trains
+
 
 @dataclass
 class RunLog:
@@ -24,6 +26,7 @@ class RunLog:
     exclude: Callable[[float], None]  # called with the seconds of work that is not training
     debug: bool  # whether errors of a report end the run
     seconds: dict[str, float] = field(default_factory=dict)  # of validation, samples, ...
+    started: float = field(default_factory=time.perf_counter)
 
     @contextlib.contextmanager
     def timed(self, work: str) -> Iterator[None]:
@@ -47,8 +50,14 @@ class RunLog:
         """Prints a text sample, a row of samples.jsonl."""
         self.console.print(f"step {row['step']}  sample: {' '.join(row['text'].split())}")
 
-    def write_report(self) -> None:
-        """Writes report.html, on rank 0."""
-        if self.console.is_rank_0:
-            with best_effort("report.html: could not be written", self.debug):
-                write_report(self.directory)
+    def write_report(self, is_training: bool = False) -> None:
+        """Writes report.html, on rank 0. is_training: while the run trains, at most one percent of
+        its time is for reports, so it is written less often if it takes long."""
+        if not self.console.is_rank_0:
+            return
+        elapsed = time.perf_counter() - self.started
+        if is_training and self.seconds.get("report", 0) > MAX_SHARE * elapsed:
+            return
+        failed = best_effort("report.html: could not be written", self.debug)
+        with self.timed("report"), failed:
+            write_report(self.directory, is_training)

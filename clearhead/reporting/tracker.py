@@ -160,7 +160,8 @@ class Tracker:
                 media["samples/text"] = page
             if snapshot:
                 media |= snapshot.heads
-                media |= {key: wandb.Image(str(path)) for key, path in snapshot.images.items()}
+                for key, path in snapshot.images.items():
+                    media[key] = wandb.Image(str(path), caption=snapshot.captions.get(key))
                 for key, path in snapshot.pages.items():
                     media[key] = wandb.Html(str(path), inject=False)
                 for key, rows in snapshot.tables.items():

@@ -29,19 +29,22 @@ FLUSH_SECONDS = 0.1  # between two writes to the record of a W&B run
 MODEL_SECONDS = 600  # for the upload of the model, 0.5 GB for GPT-2 small
 TEARDOWN_SECONDS = 5  # for the W&B process to end
 WORKSPACE_SECONDS = 10  # to create the view of the project
+X_AXIS = "train/tokens"  # of all curves, so that runs with other batch sizes can be compared
 OF_WANDB_INIT = ("entity", "project", "group", "job_type", "tags", "notes")
 
 
 def define_metrics(run) -> None:
     """Defines how the dashboard and the summary show the metrics."""
-    # Hidden: a panel for each would fill the workspace. Users can add panels for them. W&B stores
-    # the values of a chart as a table in the last of these sections.
-    for hidden in ("attention_heads/*", "attention_layers/*", "Custom Chart Tables/*"):
-        run.define_metric(hidden, hidden=True)
-    run.define_metric("train/tokens")  # an x-axis for all charts: every row has it
+    run.define_metric(X_AXIS)  # every row has it
+    for section in ("train", "val", "attention_best"):
+        run.define_metric(f"{section}/*", step_metric=X_AXIS)
+    # Hidden: a panel for each would fill the workspace. Users can add panels for them.
+    for section in ("attention_heads", "attention_layers"):
+        run.define_metric(f"{section}/*", step_metric=X_AXIS, hidden=True)
+    run.define_metric("Custom Chart Tables/*", hidden=True)  # the values of charts
     for key in ("val/loss", "val/perplexity", "val/bits_per_byte"):
-        run.define_metric(key, summary="min,last")
-    run.define_metric("val/accuracy", summary="max,last")
+        run.define_metric(key, step_metric=X_AXIS, summary="min,last")
+    run.define_metric("val/accuracy", step_metric=X_AXIS, summary="max,last")
 
 
 def upload_code(run) -> None:
@@ -90,6 +93,10 @@ def start_run(
         init_timeout=START_SECONDS,
         finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
         finish_timeout_raises=True,
+        # Images and pages as hard links to those of the run directory. A symbolic link would upload
+        # a page that was written again since, or nothing if the run directory was cleaned up.
+        allow_media_symlink=True,
+        symlink=False,
         # A private setting. By default, a killed offline run loses the last 15 seconds.
         x_transaction_log_flush_interval=FLUSH_SECONDS,
     )

@@ -11,6 +11,8 @@ import wandb
 from wandb_workspaces.reports.v2 import LinePlot, MediaBrowser, WeavePanelSummaryTable
 from wandb_workspaces.workspaces import Section, SectionLayoutSettings, Workspace
 
+from clearhead.reporting.wandb_process import X_AXIS
+
 NAME = "clearhead"  # of the view
 RECENT = 20  # the view has the panels of this many runs
 HEATMAPS = ("attention/animation", "attention/heatmap/")
@@ -52,14 +54,17 @@ def sections(keys: Iterable[str]) -> list[Section]:
     """Returns the sections of the view, with panels for the keys that runs have logged."""
     keys = sorted(keys)
     statistics = sorted({key.split("/")[1] for key in keys if key.startswith("attention_layers/")})
-    layers = [(name, f"^attention_layers/{name}/L[0-9]+$") for name in statistics]
+    best = any(key.startswith("attention_best/") for key in keys)
+    lines = [("largest of all heads", "^attention_best/")] * best
+    lines += [(name, f"^attention_layers/{name}/L[0-9]+$") for name in statistics]
+    lines = [LinePlot(title=title, x=X_AXIS, metric_regex=regex) for title, regex in lines]
     metrics = [["train/loss", "val/loss"]]
     metrics += [[key] for key in keys if key.startswith("val/") and key != "val/loss"]
     panels = {  # (columns, rows) and panels of each section
         "heatmaps": (2, 2, [_media(key) for key in keys if key.startswith(HEATMAPS)]),
         "attention page": (2, 1, [_media("attention/viewer"), _media("attention/timelapse")]),
         "heads": (1, 1, [WeavePanelSummaryTable(table_name="attention/table")]),
-        "head statistics": (4, 2, [LinePlot(title=n, metric_regex=regex) for n, regex in layers]),
+        "head statistics": (4, 2, lines),
         "loss": (3, 1, [_curves(*keys) for keys in metrics]),
         "samples": (1, 1, [_media("samples/text")]),
     }
@@ -77,7 +82,7 @@ def sections(keys: Iterable[str]) -> list[Section]:
 def _curves(*keys: str) -> LinePlot:
     """Returns a panel for curves. The perplexity before the training is the vocabulary size."""
     log_y = keys == ("val/perplexity",)
-    return LinePlot(title=keys[-1].partition("/")[2], y=list(keys), log_y=log_y)
+    return LinePlot(title=keys[-1].partition("/")[2], x=X_AXIS, y=list(keys), log_y=log_y)
 
 
 def _media(key: str) -> MediaBrowser:

@@ -41,6 +41,7 @@ class LensRunner:
     strategy: Strategy
     directory: Path  # the run directory
     debug: bool  # whether an error ends the run
+    dashboard: bool  # whether W&B shows the snapshots
     # (model, heads by name) -> the loss without each head, see inference/ablation.py; None: off
     ablate: Callable[[GPT, dict[str, list[Head]]], dict] | None
     failures: Failures = field(default_factory=Failures)  # of snapshots, on any rank
@@ -84,6 +85,7 @@ class LensRunner:
                 write=self.strategy.is_rank_0,
                 curves=lambda: curves([*read_rows(log, *CURVES), {"step": step, **row}]),
                 ablate=ablate if self.ablate else None,
+                dashboard=self.dashboard,
             )
             failed = False
         self.failures.count(bool(self.strategy.all_reduce_max(failed)))
@@ -144,7 +146,8 @@ def build_lens(
             notes.append("lens.ablation: no effect with FSDP")
         else:
             ablate = build_ablation(config, strategy, data.val)
-    return LensRunner(lens, strategy, directory, config.debug, ablate)
+    dashboard = config.wandb.wanted() != "disabled"
+    return LensRunner(lens, strategy, directory, config.debug, dashboard, ablate)
 
 
 def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -> Callable:

@@ -11,11 +11,11 @@ from clearhead.lens.heatmap import (
     COLOUR_MAP,
     MASKED,
     draw_grid,
-    draw_panel,
     fitted,
     label,
     rgb,
 )
+from clearhead.lens.panel import draw_panel
 from clearhead.lens.probe import Prompt, triangle_to_square
 
 EXACT = 4  # of 255; an image has 256 colours
@@ -169,6 +169,28 @@ def test_panel_enlarges_and_outlines_the_given_head(tmp_path):
         changed = codes.copy()
         changed[*place, 1:] //= 2
         assert np.array_equal(drawn(changed)[:, 604:], usual[:, 604:]) == same
+
+
+def test_panel_labels_the_tokens_if_there_is_room(tmp_path, places):
+    """Each token is right of its row and above its column. All end left of the edge."""
+    for tokens, is_labelled in ((["a", "bb", "long" * 9, "Ω"], True), (["ab"] * 64, False)):
+        codes = random_codes(1, 1, len(tokens))
+        prompt = Prompt("1-x", "", [*range(len(tokens))], tokens)
+        head = {"layer": 0, "head": 0, "name": "induction", "induction": 0.5}
+        places.clear()
+        path = tmp_path / "panel.png"
+        draw_panel(codes, prompt, 0, [head], dict.fromkeys(NAMES, 0.1), path)
+        labels = {label(token) for token in tokens} & places.keys()
+        assert labels == ({label(token) for token in tokens} if is_labelled else set())
+        assert (pixels_of(path)[:, -1] == 255).all()
+        if is_labelled:
+            _, (top, left) = sorted(corners(pixels_of(path)), key=lambda corner: corner[1])
+            found = [places[label(token)] for token in tokens]
+            cells = {*np.diff([x for x, _ in found]), *np.diff([y for _, y in found])}
+            assert max(cells) == pytest.approx(min(cells))
+            for n, (x, y) in enumerate(found):
+                assert 0 < x - left - (n + 1) * min(cells) < 8
+                assert y == pytest.approx(top + (n + 0.5) * min(cells), abs=1)
 
 
 def test_every_weight_of_small_heatmaps_is_shown():

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from clearhead.config.schema import LensSettings
 from clearhead.errors import ConfigError
 from clearhead.lens.config import LensConfig
-from clearhead.lens.heads import COLUMNS
-from clearhead.lens.heatmap import draw_panel, fitted, rgb
+from clearhead.lens.heads import COLUMNS, KINDS
+from clearhead.lens.heatmap import fitted, rgb
 from clearhead.lens.history import Row, read_history
 from clearhead.lens.page import page, run_data
+from clearhead.lens.panel import draw_panel
 from clearhead.lens.probe import Frame, Prompt, to_codes
 from clearhead.lens.render import render_run
 from clearhead.lens.snapshot_data import (
@@ -165,15 +166,20 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     line = json.loads((folder / "statistics.jsonl").read_text())
     assert (line.pop("step"), line.pop("losses")) == (7, [])
     assert np.shape(line.pop("names")) == (2, 2)
-    assert set(snapshot.metrics) == {
-        f"attention_layers/{k}/L0{n}" for k in STATISTICS for n in (0, 1)
-    }
+    layers = {f"attention_layers/{k}/L0{n}" for k in STATISTICS for n in (0, 1)}
+    assert set(snapshot.metrics) == layers | {f"attention_best/{key}" for key in KINDS}
+    assert snapshot.captions.keys() == snapshot.images.keys()
+    assert all("7" in caption for caption in snapshot.captions.values())  # the step
+    assert "the bank" in snapshot.captions["attention/heatmap/1-the-bank"]
     for key, values in line.items():  # the same values in all outputs
         assert history["values"][key] == [values[0] + values[1]]
         head = snapshot.heads[f"attention_heads/{key}/L01H00"]
         assert head == pytest.approx(values[1][0], abs=1e-4)
         mean = snapshot.metrics[f"attention_layers/{key}/L01"]
         assert mean == pytest.approx(sum(values[1]) / 2, abs=1e-4)
+        if key in KINDS:
+            best = snapshot.metrics[f"attention_best/{key}"]
+            assert best == pytest.approx(max(values[0] + values[1]), abs=1e-4)
 
 
 def test_undefined_and_infinite_values_are_omitted(tmp_path):
@@ -208,6 +214,24 @@ def test_time_lapse_and_table_of_a_run(tmp_path):
     for row in table:
         assert [*row] == ["heatmap", *COLUMNS]
     assert len(lens.most_significant_heads()) == len({row["name"] for row in table} - {""})
+
+
+def test_without_a_dashboard_there_is_one_page_from_the_start(tmp_path):
+    """Its images are at the end only. The data and the images of all heads are of every step."""
+    lens, written = lens_on("the bank", every=10, max_tokens=9), []
+    for step in range(0, 201, 10):
+        model = model_at(step)
+        snapshot = lens.snapshot(model, step, 200, tmp_path, dashboard=False)
+        written += [step] * bool(snapshot.pages)
+        assert bool(snapshot.images) == (step == 200)
+    assert written == [0, 10, 30, 50, 70, 100, 150, 200]
+    assert names(tmp_path, "*.html") == ["timelapse.html"]
+    assert steps_of(tmp_path / "timelapse.html")[-1] == 200
+    steps = [f"step_{step:08d}" for step in range(0, 201, 10)]
+    assert names(tmp_path, "*.npz") == [f"{step}.npz" for step in steps]
+    images = [f"{step}_{slug}.png" for step in steps for slug in ("1-the-bank", "2-repeated")]
+    panels = [f"{steps[-1]}_{slug}_panel.png" for slug in ("1-the-bank", "2-repeated")]
+    assert names(tmp_path, "*.png") == sorted(images + panels)
 
 
 def test_thumbnails_are_on_the_prompt_where_the_head_is_most_significant(tmp_path, monkeypatch):
@@ -416,12 +440,12 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         assert_same(found, expected)
         assert run.lens.failures.missing == 5 * (name == "failing")
     folder = tmp_path / "runs" / "with" / "attention"
-    assert len(names(folder, "*.png")) == 5 * 2 * 2
-    assert names(folder, "*.html") == [f"step_{s:08d}.html" for s in range(5)] + ["timelapse.html"]
+    assert len(names(folder, "*.png")) == (5 + 1) * 2
+    assert names(folder, "*.html") == ["timelapse.html"]
     log = rows(folder.parent)
     assert all("attention_layers/entropy/L01" in row for row in log)
     assert log[0]["attention_layers/entropy/L00"] == pytest.approx(1, abs=0.01)
-    assert log[0]["attention/viewer"] == "attention/step_00000000.html"
+    assert log[0]["attention/timelapse"] == "attention/timelapse.html"
 
 
 def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
@@ -432,7 +456,8 @@ def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
     )
     fit(run)
     folder = run.directory / "attention"
-    assert names(folder, "*.html") == [f"step_{s:08d}.html" for s in (0, 3, 4)] + ["timelapse.html"]
+    log = rows(run.directory)
+    assert [row["step"] for row in log if "attention/timelapse" in row] == [0, 3, 4]
     assert (folder / "heads.csv").exists()
     assert (run.lens.failures.missing, len(run.lens.summary()) > 1) == (2, True)
 

@@ -233,13 +233,24 @@ def test_a_run_that_the_user_has_open_is_left_alone(tmp_path, monkeypatch):
 
 
 def test_without_wandb_the_same_files_are_written(watched, tmp_path):
+    """Except what only the dashboard shows: smaller images before the end, and pages of a step."""
     folder, *_ = watched
     alone = train_in(tmp_path, *WATCHED)
-    assert repeatable_rows(alone) == repeatable_rows(folder)
+    of_wandb = re.compile(r"attention/step_0000000[02]_.*_panel\.png|attention/step_\d+\.html")
+    of_run, of_alone = (
+        [
+            {key: value for key, value in row.items() if not of_wandb.fullmatch(str(value))}
+            for row in repeatable_rows(run)
+        ]
+        for run in (folder, alone)
+    )
+    assert of_alone[0].pop("attention/timelapse")
+    assert of_alone == of_run
     theirs, mine = (
         {path: sha for path, sha in contents(run).items() if not path.startswith("wandb")}
         for run in (folder, alone)
     )
+    theirs = {path: sha for path, sha in theirs.items() if not of_wandb.fullmatch(path)}
     assert theirs.keys() == mine.keys()
     differing = {Path(path).name for path in mine if mine[path] != theirs[path]}
     with_settings = {"config.yaml", "run.json", "state.json", "SHA256SUMS", "report.html"}
@@ -301,7 +312,14 @@ def test_rows_configuration_and_summary(watched):
     metrics = [record["metric"] for record in records if record["type"] == "metric"]
     hidden = [metric["glob_name"] for metric in metrics if metric["options"].get("hidden")]
     assert hidden == ["attention_heads/*", "attention_layers/*", "Custom Chart Tables/*"]
-    assert all("train/tokens" in row for row in logged)  # so that it can be the x-axis of a chart
+    assert all("train/tokens" in row for row in logged)  # the x-axis of curves
+    globs = {m["glob_name"] for m in metrics if "glob_name" in m and m.get("step_metric")}
+    named = {m["name"] for m in metrics if "name" in m and m.get("step_metric")}
+    curves = ("train/loss", "val/loss", "val/perplexity", "attention_best/induction")
+    for key in curves:
+        assert key in named or f"{key.partition('/')[0]}/*" in globs
+    assert {m["step_metric"] for m in metrics if m.get("step_metric")} == {"train/tokens"}
+    assert not [key for key in named | globs if key.startswith("attention/")]
 
 
 def test_commit_command_and_environment(watched):
@@ -444,6 +462,8 @@ def test_media_are_the_files_on_disk_byte_for_byte(watched):
                 if key != "attention/timelapse" or row["_step"] == 4:  # overwritten since
                     stored = files / row[f"{key}.path"]
                     assert stored.read_bytes() == (folder / value).read_bytes()
+                    assert os.path.samefile(stored, folder / value)  # not a copy
+                    assert not stored.is_symlink()
     pictures = 4 * ["image-file"]  # one of each prompt
     # The page of the snapshot; from the second snapshot on also the time-lapse; at the end also
     # the time-lapse as an animated image.
@@ -451,6 +471,10 @@ def test_media_are_the_files_on_disk_byte_for_byte(watched):
         animation = ["image-file"] * (step == 4)
         assert sorted(files_of.pop(step)) == pages * ["html-file"] + pictures + animation
     assert files_of == {}
+    for row in logged:
+        captions = [value for key, value in row.items() if key.endswith(".caption")]
+        assert len(captions) == (4 if row["_step"] in (0, 2, 4) else 0)
+        assert all(str(row["_step"]) in caption for caption in captions)
 
     samples = [json.loads(line) for line in (folder / "samples.jsonl").open(encoding="utf-8")]
     key = "samples/text.path"

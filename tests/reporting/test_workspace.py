@@ -12,6 +12,7 @@ from helpers.wandb_server import WandbServer
 from PIL import Image
 
 from clearhead.config.schema import WandbConfig
+from clearhead.lens.heads import KINDS
 from clearhead.lens.snapshots import Snapshot
 from clearhead.lens.statistics import STATISTICS
 from clearhead.reporting import tracker, wandb_process
@@ -21,6 +22,7 @@ HEATMAPS = ["attention/heatmap/1-the-bell", "attention/heatmap/2-repeated"]
 KEY = "k" * 40
 PAGES = ["attention/viewer", "attention/timelapse"]
 SUMMARY = dict.fromkeys([*HEATMAPS, *PAGES, "train/loss", "val/loss", "val/perplexity"], 1.0)
+SUMMARY |= {f"attention_best/{key}": 0.5 for key in KINDS}
 SUMMARY |= {f"attention_layers/{key}/L{n:02d}": 0.5 for key in STATISTICS for n in range(2)}
 
 
@@ -106,11 +108,15 @@ def test_the_view_is_created_once_and_then_updated(call, online, capsys):
         curves = [[metric.name for metric in panel.y] for panel in loss.panels]
         assert curves == [["train/loss", "val/loss"], ["val/perplexity"]]
         layers = [key for key in SUMMARY if key.startswith("attention_layers/")]
+        best = [key for key in SUMMARY if key.startswith("attention_best/")]
         drawn = [
-            [key for key in layers if re.search(panel.metric_regex, key)]
+            [key for key in SUMMARY if re.search(panel.metric_regex, key)]
             for panel in statistics.panels
         ]
-        assert sorted(drawn) == sorted([layers[n : n + 2] for n in range(0, len(layers), 2)])
+        of_layers = [layers[n : n + 2] for n in range(0, len(layers), 2)]
+        assert sorted(drawn) == sorted([best, *of_layers])
+        axes = {panel.x.name for panel in statistics.panels + loss.panels}
+        assert axes == {"train/tokens"}
 
         # The user adds a section and removes the panels of another; the command adds them again.
         heatmaps.panels = []
