@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from clearhead.config.compose import one_line_each
@@ -36,14 +38,15 @@ from clearhead.files import as_json, atomic_write, make_folder, read_json
 MAX_NAME_CHARS = 64  # characters of the sweep's directory name in the names of its runs
 
 
-def check_sweep(config: DictConfig) -> None:
+def check_sweep(config: DictConfig) -> int | None:
     """Raises ConfigError before a sweep starts: several ranks, no job, a value that its setting
-    cannot have, or one name for all jobs. Each job checks the rules between settings.
+    cannot have, or one name for all jobs. Each job checks the rules between settings. Returns the
+    number of jobs; None if the sweeper decides it.
 
     config: as Hydra composed it for the sweep, with the node `hydra`. Numbers in text settings are
     quoted in it: Hydra writes the overrides of each job from the values that it has read.
     """
-    composed, problems, found = OmegaConf.to_container(config), [], {}
+    composed, problems, found, num_jobs = OmegaConf.to_container(config), [], {}, 1
     task = composed["hydra"]["overrides"]["task"]
     params = composed["hydra"]["sweeper"].get("params") or {}
     params = [f"{key}={value}" for key, value in params.items()]
@@ -63,6 +66,7 @@ def check_sweep(config: DictConfig) -> None:
             elif not override.is_sweep_override():
                 values = [override.get_value_element_as_str()]
             found[key] = values
+            num_jobs *= len(values)
             if not values:
                 hint = f"write {key}=A,B; glob() finds only names of files in configs/"
                 written = override.get_value_string()
@@ -76,6 +80,9 @@ def check_sweep(config: DictConfig) -> None:
     if names and swept - {"name"}:
         problems.append(same_name(names[0]))
     refuse(problems)
+    sweeper = composed["hydra"]["sweeper"]
+    runs_all = sweeper["_target_"].endswith(".BasicSweeper")  # all combinations of the values
+    return num_jobs if runs_all else sweeper.get("n_trials")
 
 
 def problems_of_values(key: str, values: Iterable[str]) -> list[Problem]:
@@ -115,7 +122,6 @@ def run_job(job: DictConfig, make_config: Callable[[], Config], run: Callable) -
         config = config_of_job(make_config(), job)
         debug, result["run"] = config.debug, str(Path(config.runs_dir) / config.name)
         check_own_name(config, result)
-        print(f"job {number}: {config.name}", flush=True)
         atomic_write(path, as_json(result))
         value = run(config)
         result |= {"exit_code": 0, "error": ""}
@@ -135,6 +141,11 @@ def run_job(job: DictConfig, make_config: Callable[[], Config], run: Callable) -
         atomic_write(path, as_json(result))
         return value
     return math.inf
+
+
+def is_in_sweep() -> bool:
+    """Returns whether this process is running a job of a sweep."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def sweep_directory(job: DictConfig) -> str:

@@ -53,7 +53,8 @@ class Snapshot:
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
     # Rows with the same keys. A cell may be an image, uint8 (height, width, 3).
     tables: dict[str, list[dict]] = field(default_factory=dict)
-    # Curves of a statistic: (steps, for each layer the mean over its heads at each step).
+    # At the last step, curves of each statistic: (steps, for each layer the mean over its heads at
+    # each step).
     charts: dict[str, tuple[list[int], dict[str, list[float]]]] = field(default_factory=dict)
 
 
@@ -137,13 +138,13 @@ class Lens:
                 self._add_ablation(data.ablation, folder)
             atomic_write(folder / "heads.csv", as_csv(self.table).encode())
             snapshot.tables["attention/table"] = self._with_thumbnails(data)
+            snapshot.charts = _charts(self.history)
         if self.draws(step, max_steps):
             write_snapshot(folder / f"step_{step:08d}.npz", data)
             shown = draw_snapshot(data, folder, panels=dashboard or is_last, viewer=dashboard)
             snapshot.images, snapshot.pages = shown
             snapshot.captions = {heatmap_key(p): caption(p, step) for p in self.prompts}
             if self._timelapse_is_due(step, max_steps, dashboard):
-                snapshot.charts = _charts(self.history)
                 rows, frames = self.history.rows, self.config.frames
                 images, pages = draw_timelapse(folder, rows, frames, curves(), is_last)
                 snapshot.images |= images

@@ -5,6 +5,7 @@ import collections
 import contextlib
 import datetime
 import functools
+import math
 import os
 import sys
 import time
@@ -23,17 +24,23 @@ from rich.progress import (
 from clearhead.errors import sanitize
 
 LINE_SECONDS = 10  # between two lines about the same work
+MAX_LINES = 200  # about steps of a run, where there is no progress bar
+LINES_OF_JOB = 10  # the same for a job of a sweep
 Report = Callable[[int, int], None]  # called with the number of finished and of all parts
 
 
 class Console:
     """Prints on rank 0, and nothing on other ranks."""
 
-    def __init__(self, is_rank_0: bool, first_step: int, max_steps: int):
+    def __init__(
+        self, is_rank_0: bool, first_step: int, max_steps: int, max_lines: int = MAX_LINES
+    ):
         self.is_rank_0 = is_rank_0
+        self.max_lines = max_lines
         self.max_steps = max_steps
         # (step, time) of the last lines; the time left is estimated from the speed since the first.
         self.marks = collections.deque([(first_step, time.monotonic())], maxlen=20)
+        self.printed = None  # the last step with a line
         self.rich = rich_console(highlight=False, soft_wrap=True)
         self.bar = None
         if is_rank_0 and self.rich.is_terminal:
@@ -44,17 +51,19 @@ class Console:
 
     def step(self, step: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
         """Prints progress: loss in nats per token, learning rate, speed, time left."""
-        since, started = self.marks[0]
+        (since, started), last = self.marks[0], self.max_steps
         now = time.monotonic()
-        left = (now - started) / (step - since) * (self.max_steps - step)
+        left = (now - started) / (step - since) * (last - step)
         self.marks.append((step, now))
         line = (
-            f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  loss {loss:.4f}  "
+            f"step {step:>{len(str(last))}}/{last}  loss {loss:.4f}  "
             f"lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s  {duration(left)} left"
         )
+        every = math.ceil(last / (self.max_lines - 1))  # the first line is extra
         if self.bar:
-            self.bar.update(self.task, completed=step, total=self.max_steps, description=line)
-        else:
+            self.bar.update(self.task, completed=step, total=last, description=line)
+        elif self.printed is None or step // every > self.printed // every or step == last:
+            self.printed = step
             self.print(line)
 
     def validation(self) -> Report:
@@ -116,3 +125,10 @@ def rich_console(stderr: bool = False, **options) -> RichConsole:
 def duration(seconds: float) -> str:
     """Formats seconds: 3725 -> 1:02:05."""
     return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def rounded(seconds: float) -> str:
+    """Formats a rough estimate: 40 s, 4 min, 2.5 h."""
+    if seconds < 100:
+        return f"{math.ceil(seconds)} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

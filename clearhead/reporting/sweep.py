@@ -8,6 +8,7 @@ hydra.sweep.dir, and the process ends with the exit code of the first failed job
 import contextlib
 import os
 import sys
+import time
 from pathlib import Path
 
 from hydra.experimental.callback import Callback
@@ -20,23 +21,41 @@ from clearhead.files import REPOSITORY, as_json, atomic_write, read_object
 from clearhead.reporting import comparison
 from clearhead.reporting.comparison_plot import plot
 from clearhead.reporting.comparison_table import tables
+from clearhead.reporting.console import rounded
 
 METRICS = ("val/loss", "train/loss")  # the comparison uses the first of these that any run has
 
 
 class SweepResults(Callback):
-    """Hydra callback, called in the process that started the sweep."""
+    """Hydra callback, called in the process that started the sweep, and at the start of a job in
+    that of the job, to which a launcher may have copied this object."""
+
+    started: float | None = None  # when the sweep started, time.time(); None: not a sweep
+    num_jobs: int | None = None  # None if it is unknown
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for launchers
         with errors_in_one_line(config.get("debug") is True):  # Hydra only warns of errors here
-            check_sweep(config)
+            self.num_jobs, self.started = check_sweep(config), time.time()
         sweep = sweep_directory(config.hydra)
         for path in Path(sweep).rglob("result.json"):
             if read_object(path).get("sweep") == sweep:
                 with contextlib.suppress(OSError):
                     path.unlink()  # of an earlier start of this sweep
+
+    def on_job_start(self, config: DictConfig, **_: object) -> None:
+        if self.started is None:
+            return
+        number, text = config.hydra.job.num, ""
+        if self.num_jobs:
+            text = f" ({number + 1} of {self.num_jobs}"
+            if number:
+                left = (time.time() - self.started) / number * (self.num_jobs - number)
+                text += f", about {rounded(left)} left"
+            text += ")"
+        line = f"job {number}{text}: {' '.join(config.hydra.overrides.task)}"
+        print(sanitize(f"\n{line}" if number else line), flush=True)
 
     def on_multirun_end(self, config: DictConfig, **_: object) -> None:
         if sys.exc_info()[0]:

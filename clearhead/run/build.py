@@ -28,6 +28,7 @@ from clearhead.checkpoint.resume import (
 )
 from clearhead.checkpoint.saver import Saver
 from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors
+from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
 from clearhead.distributed import device, launch
 from clearhead.distributed.build import build_strategy
@@ -35,7 +36,7 @@ from clearhead.distributed.strategy import Strategy
 from clearhead.errors import exit_code_of, refuse, shorten
 from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer, decay_start
 from clearhead.planning.micro_batch import check_memory, find_micro_batch
-from clearhead.reporting.console import Console
+from clearhead.reporting.console import LINES_OF_JOB, MAX_LINES, Console
 from clearhead.reporting.jsonl import RowFile, drop_rows_after
 from clearhead.reporting.machine import environment
 from clearhead.reporting.metrics import Metrics
@@ -305,7 +306,8 @@ class Builder:
         profiles = config.trainer.profile and strategy.is_rank_0
         profiler = Profiler(profiles, directory / "profile", strategy.device)
         self.closing.callback(profiler.close)
-        console = Console(strategy.is_rank_0, self.state.step, config.trainer.max_steps)
+        lines = LINES_OF_JOB if is_in_sweep() else MAX_LINES
+        console = Console(strategy.is_rank_0, self.state.step, config.trainer.max_steps, lines)
         self.closing.callback(console.close)
         log = RunLog(directory, console, tracker, profiler, self.limit.exclude, config.debug)
         return saver, log

@@ -1,16 +1,19 @@
 """The output of a run, in a file and on a terminal."""
 
 import io
+import math
 import os
 import subprocess
 import sys
 
+import numpy as np
+import pytest
 from helpers import REPOSITORY, TIMEOUT
 
 from clearhead.errors import sanitize
 from clearhead.files import read_rows
 from clearhead.reporting import console as console_file
-from clearhead.reporting.console import Console
+from clearhead.reporting.console import LINES_OF_JOB, MAX_LINES, Console
 from train import fit
 
 
@@ -63,12 +66,30 @@ def test_the_time_left_is_estimated_from_the_last_lines(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(console_file.time, "monotonic", lambda: now[0])
     shown = Console(is_rank_0=True, first_step=0, max_steps=1000)
-    for step, seconds in [(1, 3600), *((n, 1) for n in range(2, 40))]:
+    for step, seconds in [(1, 3600), *((n, 1) for n in range(2, 43))]:
         now[0] += seconds
         shown.step(step, 1.0, 1e-3, 100.0)
     lines = capsys.readouterr().out.splitlines()
     assert console_file.duration(999 * 3600) in lines[0]
-    assert console_file.duration(1000 - 39) in lines[-1]
+    assert console_file.duration(1000 - 42) in lines[-1]
+
+
+@pytest.mark.parametrize("max_steps", [1, 199, 200, 201, 5001, 10**6])
+@pytest.mark.parametrize("log_every", [1, 7])
+def test_a_long_run_has_few_lines_in_a_file(capsys, max_steps, log_every):
+    """Among them those of the first and of the last logged step, at about equal distances."""
+    steps = [*range(log_every, max_steps, max(log_every, max_steps // 5000)), max_steps]
+    for most in (MAX_LINES, LINES_OF_JOB):
+        shown = Console(True, 0, max_steps, most)
+        for step in steps:
+            shown.step(step, 1.0, 1e-3, 100.0)
+        lines = capsys.readouterr().out.splitlines()
+        printed = [int(line.split("/")[0].split()[-1]) for line in lines]
+        assert len(printed) <= most
+        assert (printed[0], printed[-1]) == (steps[0], max_steps)
+        assert len(printed) >= min(len(steps), most // 2 - 1)
+        longest = max(np.diff([0, *printed]))
+        assert longest <= 2 * max(log_every, math.ceil(max_steps / (most - 1)))
 
 
 def test_progress_of_scripts_is_a_bar_or_lines_now_and_then(monkeypatch, capsys):

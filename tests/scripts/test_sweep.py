@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from clearhead.config import job as job_of_sweep
 from clearhead.config.application import hydra_main
 from clearhead.errors import ConfigError
 from clearhead.reporting import sweep
+from clearhead.reporting.console import LINES_OF_JOB
 from clearhead.reporting.tracker import Tracker
 from clearhead.run.signals import StopSignals
 from scripts import compare
@@ -63,6 +65,38 @@ def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     return folder, *run_in(folder, "-m", *SHORT, "optimizer.lr=1e9,1e-2", "seed=1,2")
+
+
+def test_each_job_says_how_much_is_left(tmp_path, monkeypatch):
+    """Its number, the number of jobs and, from the second on, the time left."""
+    now = [1000.0]
+    monkeypatch.setattr(sweep.time, "time", lambda: now[0])
+
+    def run(config):
+        now[0] += 600
+        log(config)
+
+    code, out, _ = sweep_in(tmp_path, run, "seed=1,2,3", "trainer.batch_size=2,4")
+    lines = [line for line in out.splitlines() if " of 6" in line]
+    assert (code, len(lines)) == (0, 6)
+    for number, line in enumerate(lines):
+        assert f"{number + 1} of 6" in line
+        assert f"seed={1 + number // 2} trainer.batch_size={2 + number % 2 * 2}" in line
+        left = [f"{10 * (6 - number)} min"] * (number > 0)
+        assert re.findall(r"\d+ min", line) == left
+    _, out, _ = sweep_in(tmp_path, run, "seed=1", "hydra.sweep.dir=one")
+    assert "1 of 1" in out
+
+
+def test_a_job_prints_few_lines_about_steps(tmp_path, text_file):
+    steps = (*SHORT, "trainer.max_steps=30", "trainer.eval_every=0", "trainer.log_every=1")
+    counts = []
+    for arguments in (["-m", *steps], [*steps, "name=alone"]):
+        code, out, _ = run_in(tmp_path, *arguments)
+        counts.append(len(re.findall(r"^step +\d+/30 ", out, re.MULTILINE)))
+        assert code == 0
+    assert counts[1] == 30
+    assert 5 <= counts[0] <= LINES_OF_JOB
 
 
 def test_a_failed_job_does_not_stop_the_others(swept):
