@@ -8,6 +8,7 @@ import contextlib
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -347,23 +348,24 @@ def changed_data(config: Config, state: State, checksums: Checksums) -> DataErro
     return None
 
 
-def resume_command(directory: Path, is_saved: bool = False) -> str:
+def resume_command(directory: Path, is_saved: bool = False, changes: Sequence[str] = ()) -> str:
     """Returns how to resume a run after it stopped: "resume with: COMMAND", for a job of a sweep
     how to resume the sweep, and in a notebook or a program of the user the expression.
 
     is_saved: whether the checkpoint has the settings of this process. If so, the returned command
-    contains only the settings of this machine.
+    contains only the settings of this machine. changes: further overrides, not for a sweep.
     """
+    overrides = [override("trainer.resume", directory), *changes]
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         folder = shlex.quote(f"hydra.sweep.dir={HydraConfig.get().sweep.dir}")
         return f"rerun the same command with {folder}"
     if Path(sys.argv[0]).stem != "train":
-        return f"resume with: fit(build_run(compose([{override('trainer.resume', directory)!r}])))"
+        return f"resume with: fit(build_run(compose({overrides})))"
     kept = []
     for text in sys.argv[1:]:
         key = text.lstrip("+-")
         of_the_machine = "=" not in text or key.startswith(("config-dir=", *OF_THE_MACHINE))
         if of_the_machine or not (is_saved or key.startswith("trainer.resume=")):
             kept.append(text)
-    command = [*launch_command(), sys.argv[0], *kept, override("trainer.resume", directory)]
+    command = [*launch_command(), sys.argv[0], *kept, *overrides]
     return f"resume with: {shlex.join(command)}"

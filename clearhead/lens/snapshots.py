@@ -210,7 +210,8 @@ class Lens:
     def _timelapse_is_due(self, step: int, max_steps: int, dashboard: bool) -> bool:
         """Whether another quarter of the run was completed since the last images. Without the pages
         of single steps for a dashboard also at the 1st, 2nd, 4th, 8th ... snapshot."""
-        if not dashboard and (count := len(self.history.rows)) & (count - 1) == 0:
+        count = len(self.history.rows) if self.history else 0
+        if not dashboard and count & (count - 1) == 0:
             return True
         before = max(0, step - self._drawn_every(max_steps))
         return step == max_steps or 4 * step // max_steps > 4 * before // max_steps
@@ -242,14 +243,18 @@ def most_important_heads(data: SnapshotData) -> list[str]:
     ablation."""
     if not data.ablation:
         return []
-    lines = []
-    if first := most_important(data.ablation["heads"]):
+    lines, heads = [], data.ablation["heads"]
+    if first := most_important(heads):
         layer, head = first["layer"], first["head"]
         name = title_of(ALL_NAMES[data.row.names[layer, head]]) or "no name"
         lines.append(removal(f"L{layer} H{head} ({name})", first))
+    else:
+        # A head whose removal decreases the loss is not needed either.
+        changes = most_important(row | {"loss_change": abs(row["loss_change"])} for row in heads)
+        how = "increases" if changes else "changes"
+        lines.append(f"any single head: the loss {how} by less than the noise")
     if first := most_important(row for row in data.ablation["groups"] if row["heads"] > 1):
         lines.append(removal(f"all {first['heads']} {title_of(first['name'])} heads", first))
-    lines = lines or ["any head: the loss increases by less than two standard errors"]
     is_estimate = data.ablation["method"] == "estimate"
     return [line + " (first-order estimate)" * is_estimate for line in lines]
 

@@ -10,13 +10,18 @@ from pathlib import Path
 import tiktoken
 import torch
 
+from clearhead.checkpoint.resume import resume_command
+from clearhead.checkpoint.run_directory import settings_of
+from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
+from clearhead.config.yaml_files import flat
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import MAX_FAILURES, Failures, best_effort
 from clearhead.files import read_rows
 from clearhead.inference.ablation import ablate_heads
 from clearhead.lens.ablation import Head
 from clearhead.lens.config import LensConfig
+from clearhead.lens.heads import heads_by_name
 from clearhead.lens.snapshots import Lens, Snapshot
 from clearhead.reporting.charts import Points, finite, points_of, smooth, thin
 from clearhead.tokens.tokenizers import get_tokenizer
@@ -101,7 +106,21 @@ class LensRunner:
         if missing:
             lines = [f"lens             attention snapshots that are missing: {missing}"]
         lines += [f"attention heads  {text}" for text in self.lens.most_significant_heads()]
+        names = heads_by_name(self.lens.table).keys()
+        if self.lens.table and not names - {"positional"}:
+            some = " except positional" * bool(names)
+            lines.append(f"attention heads  no head has a name yet{some}{self._train_longer()}")
         return lines + [f"without heads    {t}" for t in self.lens.most_important_heads()]
+
+    def _train_longer(self) -> str:
+        """Returns the command that trains twice as many steps; "" for a job of a sweep."""
+        if is_in_sweep():
+            return ""
+        changes = [f"trainer.max_steps={2 * self.lens.last.step}"]
+        if flat(settings_of(self.directory) or {}).get("trainer.max_minutes"):
+            changes.append("trainer.max_minutes=null")
+        command = resume_command(self.directory, is_saved=True, changes=changes)
+        return f"; to train longer, {command}"
 
 
 def curves(rows: list[dict]) -> dict[str, Points]:
