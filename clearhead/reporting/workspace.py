@@ -11,9 +11,8 @@ import wandb
 from wandb_workspaces.reports.v2 import LinePlot, MediaBrowser, WeavePanelSummaryTable
 from wandb_workspaces.workspaces import Section, SectionLayoutSettings, Workspace
 
-from clearhead.reporting.wandb_process import X_AXIS
-
 NAME = "clearhead"  # of the view
+X_AXIS = "train/tokens"  # as in wandb_process.py
 RECENT = 20  # the view has the panels of this many runs
 HEATMAPS = ("attention/animation", "attention/heatmap/")
 
