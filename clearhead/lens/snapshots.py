@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .ablation import COLUMNS, Ablate, most_important, removal
+from .ablation import COLUMNS, Ablate, removal_lines
 from .config import DEFAULT_PROMPTS, LensConfig
 from .heads import (
     ALL_NAMES,
@@ -30,6 +30,7 @@ from .page import MAX_HISTORY
 from .panel import caption
 from .probe import CaptureAttention, make_prompt, probe, repeated_prompt, uniform_values
 from .render import draw_snapshot, draw_timelapse, heatmap_key
+from .rounding import formatted
 from .snapshot_data import SnapshotData, snapshot_data, write_snapshot
 from .stages import stage_step
 from .statistics import STATISTICS
@@ -178,7 +179,7 @@ class Lens:
         copies = f"the loss on the repeated sequence drops at step {stage}"
         return [copies] * (stage is not None) + [
             f"{title_of(name := row['name'])} L{row['layer']} H{row['head']}: "
-            f"{row[name]:.2f} (since step {row['since_step']})"
+            f"{formatted(row[name])} (since step {row['since_step']})"
             for row in most_significant(self.table)
         ]
 
@@ -243,20 +244,11 @@ def most_important_heads(data: SnapshotData) -> list[str]:
     ablation."""
     if not data.ablation:
         return []
-    lines, heads = [], data.ablation["heads"]
-    if first := most_important(heads):
-        layer, head = first["layer"], first["head"]
-        name = title_of(ALL_NAMES[data.row.names[layer, head]]) or "no name"
-        lines.append(removal(f"L{layer} H{head} ({name})", first))
-    else:
-        # A head whose removal decreases the loss is not needed either.
-        changes = most_important(row | {"loss_change": abs(row["loss_change"])} for row in heads)
-        how = "increases" if changes else "changes"
-        lines.append(f"any single head: the loss {how} by less than the noise")
-    if first := most_important(row for row in data.ablation["groups"] if row["heads"] > 1):
-        lines.append(removal(f"all {first['heads']} {title_of(first['name'])} heads", first))
-    is_estimate = data.ablation["method"] == "estimate"
-    return [line + " (first-order estimate)" * is_estimate for line in lines]
+
+    def head_name(layer: int, head: int) -> str:
+        return title_of(ALL_NAMES[data.row.names[layer, head]]) or "no name"
+
+    return removal_lines(data.ablation, head_name)
 
 
 def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:
@@ -265,9 +257,9 @@ def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:
     named = [row for row in table if row["name"] == key]
     if uniform is None or any(row[key] is None for row in table):
         return ""
-    what = f"{title_of(key)} ({uniform:.2f})"
+    what = f"{title_of(key)} ({formatted(uniform)})"
     if named:
-        values = [f"L{row['layer']} H{row['head']} {row[key]:.2f}" for row in named[:5]]
+        values = [f"L{row['layer']} H{row['head']} {formatted(row[key])}" for row in named[:5]]
         return f"{what:<24} {'   '.join(values)}"
     if key not in NAMES:
         return ""
@@ -276,7 +268,7 @@ def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:
     # A mean above the limit: either another name fits better, or one prompt is below the limit.
     where = " on every prompt" if is_above and row["name"] not in NAMES else ""
     other = f" ({title_of(row['name'])})" if is_above and row["name"] in NAMES else ""
-    largest = f"L{row['layer']} H{row['head']} {row[key]:.2f}{other}"
+    largest = f"L{row['layer']} H{row['head']} {formatted(row[key])}{other}"
     return f"{what:<24} no head{where}; largest mean: {largest}"
 
 
