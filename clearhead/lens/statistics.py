@@ -221,8 +221,9 @@ def measure(
         "weights": (attn_weights,),
         "repeated": (attn_weights, period) if period else None,
         "scores": (attn_scores,) if attn_scores is not None else None,
-        "separators": (attn_weights, separators),
-        "segment_starts": (attn_weights, segment_starts(separators)),
+        # Between random tokens, a separator separates nothing.
+        "separators": None if period else (attn_weights, separators),
+        "segment_starts": None if period else (attn_weights, segment_starts(separators)),
         "texts": None,  # see probe.py
     }
     undefined = attn_weights.new_full(attn_weights.shape[:1], math.nan)

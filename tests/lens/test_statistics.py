@@ -90,11 +90,11 @@ def by_loops(a, period, separators):
         "previous_token": fmean(a[q][q - 1] for q in range(1, n)),
     }
     after_one = [q for q in range(n) if any(0 < k < q for k in separators)]
-    if after_one:
+    if after_one and not period:
         found["separator"] = fmean(sum(a[q][k] for k in separators if 0 < k < q) for q in after_one)
     starts = [k for k in range(1, n) if k - 1 in separators and k not in separators]
     after_one = [q for q in range(n) if any(k < q for k in starts)]
-    if after_one:
+    if after_one and not period:
         found["segment_start"] = fmean(sum(a[q][k] for k in starts if k < q) for q in after_one)
     if period:
         second_copy = range(period + 1, 2 * period + 1)
