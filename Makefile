@@ -24,8 +24,8 @@ STRICT := attention.py model.py clearhead/lens
 help:  ## this list
 	@sed -n "s/^\([a-z-]*\):.*  ## /make \1: /p" Makefile
 
-train: $(VENV)/train  ## train GPT-2 small on the sample story; with other settings: make train ARGS="seed=1"
-	$(VENV)/bin/python train.py model=gpt2-small $(ARGS)
+train: $(VENV)/train  ## train GPT-2 small on the sample story; other settings: make train ARGS=experiment=induction
+	$(VENV)/bin/python train.py $(ARGS)
 
 test: $(VENV)/test  ## all tests
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)

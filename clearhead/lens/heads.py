@@ -60,7 +60,7 @@ KINDS = {
     # A text has few different separators: heads of random models reach 0.36.
     "separator": Kind("¶", "The tokens attend to punctuation and white space.", "separators", 0.4),
     "segment_start": Kind(
-        "W",
+        "^",  # as in a regular expression
         "The tokens attend to tokens that follow white space or punctuation. In a model of letters,"
         " these are the first letters of words.",
         "tokens after separators",

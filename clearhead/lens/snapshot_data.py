@@ -30,7 +30,7 @@ from .history import Row, atomic_write, json_values, row_of, row_values
 from .predictions import MOST_LIKELY, Predictions
 from .probe import Frame, Prompt, token_texts
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES, MAX_JSON_BYTES = 2**30, 2**25  # uncompressed; a JSON object takes 30 times its bytes
 
 

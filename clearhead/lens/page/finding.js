@@ -108,7 +108,7 @@ function patternText(name, { tokens, period }, { query, key }) {
     separator: () => ["at ", quoted(query), ` (${query}) it attends to the separator `,
       quoted(key), ` (${key})`],
     segment_start: () => ["at ", quoted(query), ` (${query}) it attends to `, quoted(key),
-      ` (${key}), after a separator`],
+      ` (${key}), the first token after a separator,`],
     positional: () => [`it attends partly to the same positions in all texts; at position ${query}, ` +
       `to position ${key}`],
   }[name]();
