@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 
 from attention import SCORES
 from clearhead.checkpoint import format as checkpoint
@@ -26,6 +25,7 @@ from clearhead.checkpoint.run_directory import (
     summarized_step,
 )
 from clearhead.checkpoint.tensors import read_tensors
+from clearhead.config.job import is_in_sweep
 from clearhead.config.overrides import override
 from clearhead.config.schema import Config
 from clearhead.config.stored import (
@@ -356,7 +356,7 @@ def resume_command(directory: Path, is_saved: bool = False, changes: Sequence[st
     contains only the settings of this machine. changes: further overrides, not for a sweep.
     """
     overrides = [override("trainer.resume", directory), *changes]
-    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+    if is_in_sweep():
         folder = shlex.quote(f"hydra.sweep.dir={HydraConfig.get().sweep.dir}")
         return f"rerun the same command with {folder}"
     if Path(sys.argv[0]).stem != "train":

@@ -120,9 +120,9 @@ def removal_lines(found: dict, head_name: Callable[[int, int], str]) -> list[str
         layer, head = first["layer"], first["head"]
         lines.append(removal(f"L{layer} H{head} ({head_name(layer, head)})", first))
     elif within_noise(found["heads"]):
-        lines.append("removing any single head changes the loss by less than the noise")
+        lines.append("any single head: the loss changes by less than the noise")
     else:  # without some heads, the loss is clearly smaller
-        lines.append("removing any single head increases the loss by less than the noise")
+        lines.append("any single head: the loss increases by less than the noise")
     if first := most_important(row for row in found["groups"] if row["heads"] > 1):
         lines.append(removal(f"all {first['heads']} {title_of(first['name'])} heads", first))
     is_estimate = found["method"] == "estimate"

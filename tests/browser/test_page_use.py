@@ -306,7 +306,7 @@ def test_limit_of_the_filter_is_a_number(shown, limit):
 
 
 def test_print_shows_every_canvas(shown):
-    """Each is an image of its own, so a canvas over another one is transparent."""
+    """Each canvas is a separate image, so a canvas over another one must be transparent."""
     lens = shown(fragment="#head=1.1", viewport={"width": 1400, "height": 900})
     count = lens.locator("canvas").locator("visible=true").count()
     printed = lens.pdf(format="A4")
