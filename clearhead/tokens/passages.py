@@ -29,6 +29,7 @@ REFUSED = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u20
 SENTENCE_END = "(?:(?:(?<=\\w{4})[.]|[!?…؟۔।॥])[\"'”’»)\\]]*(?!\\S)|[。！？｡][」』”’）]*)"
 BLANK_LINE = r"\n[^\S\n]{,99}\n"
 SENTENCE = rf"(?:{SENTENCE_END}|{BLANK_LINE})\s{{,99}}(?=\S)"
+OPENING = "\"'“‘„«「『"  # quotation marks
 # A passage may begin at a sentence or a line; if these are too few, at a word or a character.
 STARTS = (SENTENCE, r"(?:\A|\n)(?=\S)", r"(?<=\s)(?=\S)", r"(?=\S)")
 # It may end after a sentence, a line, a word, a character; the first that leaves enough.
@@ -58,8 +59,9 @@ def passages(texts: Sequence[str], count: int, fit: Callable[[str], int]) -> lis
 
 
 def beginning(passage: str) -> str:
-    """Returns the first words of a passage: at most a third of it if possible, in one line."""
-    most, line = -(-len(passage) // 3), passage.splitlines()[0]
+    """Returns the first words of a passage: at most a third of it if possible, in one line, without
+    an opening quotation mark, which a shell command would have to quote."""
+    most, line = -(-len(passage) // 3), passage.splitlines()[0].lstrip(OPENING) or passage
     return line if len(line) <= most else _cut(line, 0, lambda _: most)[0] or line
 
 

@@ -119,11 +119,12 @@ def test_short_texts_are_used_whole():
 
 def test_the_beginning_of_a_passage_is_short_and_in_one_line():
     assert beginning("Now the Lord is that Spirit, and where he is.") == "Now the Lord is"
+    assert beginning('"The ledger says what the ledger says," said Mr. Gosse.') == "The ledger says"
     assert beginning("e\u0301x") == "e\u0301x"
     assert beginning("ROMEO:\nWhat light is this? It is the east.") == "ROMEO:"
     for text in TEXTS.values():
         for passage in passages([text], 3, of_bytes(64)):
             start = beginning(passage)
-            assert passage.startswith(start)
+            assert start in passage
             assert 0 < len(start) <= len(passage) / 3 + 1
             assert "\n" not in start
