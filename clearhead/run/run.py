@@ -5,6 +5,7 @@
 
 import contextlib
 import math
+import re
 import shlex
 import signal
 import sys
@@ -186,8 +187,8 @@ class Run:
         lines.append(f"report           {folder / 'report.html'}")
         if self.config.trainer.profile:
             lines.append(f"profile          {folder / 'profile'}")
-        prompt = f"prompt={self.config.trainer.sample_prompt}"
-        command = ["python", script_path("generate.py"), f"checkpoint={folder}", prompt]
+        prompt = re.sub("^@", "@@", self.config.trainer.sample_prompt or "")  # @FILE: from a file
+        command = ["python", script_path("generate.py"), f"checkpoint={folder}", f"prompt={prompt}"]
         lines.append(f"generate text    {shlex.join(command)}")
         if uploaded:
             lines.append(f"W&B model        {uploaded}")

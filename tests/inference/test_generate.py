@@ -193,6 +193,17 @@ def test_a_prompt_from_a_file(written, folder):
     assert written("prompt=@prompt.txt") == written("prompt= the\n fox é\n")
 
 
+def test_the_prompt_in_the_printed_command_may_start_with_an_at_sign(in_process, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("@fox jumps and the dog sees @fox\n" * 60, encoding="utf-8")
+    folder = train_in(tmp_path, "name=run")
+    (line,) = re.findall("generate text +(.*)", capsys.readouterr().out)
+    code, out, err = in_process(generate.main, tmp_path, *shlex.split(line)[2:], "max_new_tokens=1")
+    assert (code, err) == (0, "")
+    prompt = json.loads((folder / "run.json").read_text())["settings"]["trainer"]["sample_prompt"]
+    assert prompt[0] == "@"
+    assert out.startswith(prompt)
+
+
 def test_texts_are_written_as_rows(written, folder):
     """They are those that are printed; plain text and JSON Lines; all batch sizes."""
     (folder / "prompts.txt").write_bytes("the quick\r\n\n é \ndog".encode())
