@@ -61,7 +61,8 @@ def passages(texts: Sequence[str], count: int, fit: Callable[[str], int]) -> lis
 def beginning(passage: str) -> str:
     """Returns the first words of a passage: at most a third of it if possible, in one line, without
     an opening quotation mark, which a shell command would have to quote."""
-    most, line = -(-len(passage) // 3), passage.splitlines()[0].lstrip(OPENING) or passage
+    most = -(-len(passage) // 3)
+    line = (passage.lstrip(OPENING + "\r\n ") or passage).splitlines()[0]
     return line if len(line) <= most else _cut(line, 0, lambda _: most)[0] or line
 
 

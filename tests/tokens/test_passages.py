@@ -121,6 +121,8 @@ def test_the_beginning_of_a_passage_is_short_and_in_one_line():
     assert beginning("Now the Lord is that Spirit, and where he is.") == "Now the Lord is"
     assert beginning('"The ledger says what the ledger says," said Mr. Gosse.') == "The ledger says"
     assert beginning("e\u0301x") == "e\u0301x"
+    assert beginning('"""\r\nReads the file of the reader, a file.\n"""') == "Reads the file"
+    assert beginning('""""""') == '""'
     assert beginning("ROMEO:\nWhat light is this? It is the east.") == "ROMEO:"
     for text in TEXTS.values():
         for passage in passages([text], 3, of_bytes(64)):
