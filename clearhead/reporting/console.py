@@ -125,10 +125,3 @@ def rich_console(stderr: bool = False, **options) -> RichConsole:
 def duration(seconds: float) -> str:
     """Formats seconds: 3725 -> 1:02:05."""
     return str(datetime.timedelta(seconds=round(seconds)))
-
-
-def rounded(seconds: float) -> str:
-    """Formats a rough estimate: 40 s, 4 min, 2.5 h."""
-    if seconds < 100:
-        return f"{math.ceil(seconds)} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -21,7 +21,7 @@ from clearhead.files import REPOSITORY, as_json, atomic_write, read_object
 from clearhead.reporting import comparison
 from clearhead.reporting.comparison_plot import plot
 from clearhead.reporting.comparison_table import tables
-from clearhead.reporting.console import rounded
+from clearhead.reporting.console import duration
 
 METRICS = ("val/loss", "train/loss")  # the comparison uses the first of these that any run has
 
@@ -50,9 +50,9 @@ class SweepResults(Callback):
         number, text = config.hydra.job.num, ""
         if self.num_jobs:
             text = f" ({number + 1} of {self.num_jobs}"
-            if number:
+            if number and config.hydra.launcher._target_.endswith(".BasicLauncher"):  # one by one
                 left = (time.time() - self.started) / number * (self.num_jobs - number)
-                text += f", about {rounded(left)} left"
+                text += f", about {duration(left)} left"
             text += ")"
         line = f"job {number}{text}: {' '.join(config.hydra.overrides.task)}"
         print(sanitize(f"\n{line}" if number else line), flush=True)

@@ -18,6 +18,7 @@ from helpers.ranks import check_same_bytes
 from helpers.refusals import printed_keys
 from helpers.runs import rows, run_command
 from helpers.tally import in_campaign
+from omegaconf import OmegaConf
 from PIL import Image
 
 import train
@@ -28,7 +29,7 @@ from clearhead.config import job as job_of_sweep
 from clearhead.config.application import hydra_main
 from clearhead.errors import ConfigError
 from clearhead.reporting import sweep
-from clearhead.reporting.console import LINES_OF_JOB
+from clearhead.reporting.console import LINES_OF_JOB, duration
 from clearhead.reporting.tracker import Tracker
 from clearhead.run.signals import StopSignals
 from scripts import compare
@@ -82,10 +83,23 @@ def test_each_job_says_how_much_is_left(tmp_path, monkeypatch):
     for number, line in enumerate(lines):
         assert f"{number + 1} of 4" in line
         assert f"seed={1 + number // 2} trainer.batch_size={2 + number % 2 * 2}" in line
-        left = [f"{10 * (4 - number)} min"] * (number > 0)
-        assert re.findall(r"\d+ min", line) == left
+        left = [duration(600 * (4 - number))] * (number > 0)
+        assert re.findall(r"\d+:\d\d:\d\d", line) == left
     _, out, _ = sweep_in(tmp_path, run, "seed=1", "hydra.sweep.dir=one")
     assert "1 of 1" in out
+
+
+def test_no_time_left_is_printed_for_jobs_that_a_launcher_runs_in_parallel(monkeypatch, capsys):
+    monkeypatch.setattr(sweep.time, "time", lambda: 1060.0)
+    results = sweep.SweepResults()
+    results.started, results.num_jobs = 1000.0, 4
+    for name, is_printed in {"basic_launcher.Basic": True, "joblib_launcher.Joblib": False}.items():
+        hydra = {"job": {"num": 2}, "overrides": {"task": []}}
+        hydra["launcher"] = {"_target_": f"hydra_plugins.{name}Launcher"}
+        results.on_job_start(OmegaConf.create({"hydra": hydra}))
+        out = capsys.readouterr().out
+        assert "3 of 4" in out
+        assert (duration(60) in out) == is_printed
 
 
 def test_a_job_prints_few_lines_about_steps(tmp_path, text_file):
