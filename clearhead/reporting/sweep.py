@@ -96,7 +96,9 @@ def write_results(folder: Path, jobs: list[dict], failed: list[str]) -> None:
     trained = [job["run"] for job in jobs if job["run"] and job["exit_code"] not in (2, 3)]
     runs, metric = _runs([*dict.fromkeys(trained)])
     if runs:
-        keys = {text.partition("=")[0].lstrip("+") for job in jobs for text in job["overrides"]}
+        given = [set(job["overrides"]) for job in jobs]
+        swept = set.union(*given) - set.intersection(*given)
+        keys = {text.partition("=")[0].lstrip("+") for text in swept}
         rows = comparison.summarize(runs, metric, swept=keys)
         text = tables(rows, metric)
         print(f"\n{text}\n\nresults          {folder}/results.md, .json, .png", flush=True)

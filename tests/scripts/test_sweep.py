@@ -262,6 +262,15 @@ def test_a_swept_group_is_a_column_and_each_run_counts_once(tmp_path):
     assert found == [(0, ["x0-1"]), (25, ["x25-1"])]
 
 
+def test_prompts_from_the_text_are_not_a_column(tmp_path, text_file):
+    """Also if all jobs have another setting of the lens."""
+    swept = ("data.val_fraction=0.2,0.4", "lens=default", "lens.every=0")
+    code, _, err = run_in(tmp_path, "-m", *SHORT, *swept)
+    rows = results_of(tmp_path)[1]["rows"]
+    assert (code, err) == (0, "")
+    assert [set(row["settings"]) for row in rows] == [{"data.val_fraction"}] * 2
+
+
 def test_jobs_may_have_their_own_working_directory(tmp_path):
     assert sweep_in(tmp_path, log, "seed=1,2", "hydra.job.chdir=true")[0] == 0
     path, found = results_of(tmp_path)
