@@ -58,6 +58,5 @@ class RunLog:
         elapsed = time.perf_counter() - self.started
         if is_training and self.seconds.get("report", 0) > MAX_SHARE * elapsed:
             return
-        failed = best_effort("report.html: could not be written", self.debug)
-        with self.timed("report"), failed:
+        with self.timed("report"), best_effort("report.html: could not be written", self.debug):
             write_report(self.directory, is_training)

@@ -12,7 +12,6 @@ from wandb_workspaces.reports.v2 import LinePlot, MediaBrowser, WeavePanelSummar
 from wandb_workspaces.workspaces import Section, SectionLayoutSettings, Workspace
 
 NAME = "clearhead"  # of the view
-X_AXIS = "train/tokens"  # as in wandb_process.py
 RECENT = 20  # the view has the panels of this many runs
 HEATMAPS = ("attention/animation", "attention/heatmap/")
 
@@ -56,7 +55,7 @@ def sections(keys: Iterable[str]) -> list[Section]:
     best = any(key.startswith("attention_best/") for key in keys)
     lines = [("largest of all heads", "^attention_best/")] * best
     lines += [(name, f"^attention_layers/{name}/L[0-9]+$") for name in statistics]
-    lines = [LinePlot(title=title, x=X_AXIS, metric_regex=regex) for title, regex in lines]
+    lines = [LinePlot(title=title, x="train/tokens", metric_regex=regex) for title, regex in lines]
     metrics = [["train/loss", "val/loss"]]
     metrics += [[key] for key in keys if key.startswith("val/") and key != "val/loss"]
     panels = {  # (columns, rows) and panels of each section
@@ -81,7 +80,7 @@ def sections(keys: Iterable[str]) -> list[Section]:
 def _curves(*keys: str) -> LinePlot:
     """Returns a panel for curves. The perplexity before the training is the vocabulary size."""
     log_y = keys == ("val/perplexity",)
-    return LinePlot(title=keys[-1].partition("/")[2], x=X_AXIS, y=list(keys), log_y=log_y)
+    return LinePlot(title=keys[-1].partition("/")[2], x="train/tokens", y=list(keys), log_y=log_y)
 
 
 def _media(key: str) -> MediaBrowser:
