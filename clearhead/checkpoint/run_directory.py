@@ -124,14 +124,17 @@ def is_locked(folder: Path) -> bool:
 
 
 def remove_run(folder: Path) -> None:
-    """Removes a run directory. It is renamed first: it exists completely or not at all. Raises
+    """Removes a run directory. It is renamed first: it exists completely or not at all. If its
+    removal is interrupted, the rest is a run with the new name: run.json is removed last. Raises
     OSError, and RunDirectoryError if another process has locked it."""
     with contextlib.ExitStack() as locked:
         locked.enter_context(lock_directory(folder))
         if os.name == "nt":  # Windows does not rename a folder with an open file
             locked.close()
         rename(folder, aside := temporary_name(folder))
-    remove(aside)
+    for path in sorted(aside.iterdir(), key=lambda path: path.name == SETTINGS_JSON):
+        remove(path)
+    aside.rmdir()
 
 
 def _this_process() -> str:

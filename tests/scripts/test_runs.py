@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -186,6 +187,23 @@ def test_named_runs_are_removed(command):
     assert {row["run"] for row in table(out)} == {"new", "mid"}
     kept = {path: digest for path, digest in before.items() if not path.startswith(("new", "mid"))}
     assert contents(Path("runs")) == kept
+
+
+def test_the_rest_of_a_run_whose_removal_was_interrupted_can_be_removed(command, monkeypatch):
+    unlink = os.unlink
+
+    def interrupted(path, **options):
+        if len([each for each in Path("runs").glob("mid*/**/*") if each.is_file()]) == 1:
+            raise KeyboardInterrupt
+        unlink(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", interrupted)
+        assert command("remove=run", "name=mid", "yes=true")[0] == 130
+    assert not Path("runs/mid").exists()
+    assert len(table(command()[1])) == 3
+    assert command("remove=run", "name=mid*", "yes=true")[0] == 0
+    assert {path.name for path in Path("runs").iterdir()} == {"old", "new", "multirun"}
 
 
 def test_links_are_not_followed(command):
