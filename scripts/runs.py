@@ -115,14 +115,16 @@ def read(folder: Path) -> FoundRun:
 def selected(runs: list[FoundRun], settings: RunsConfig) -> list[FoundRun]:
     """Returns the runs that `name` selects. Raises ConfigError for a name without a run."""
     patterns = [settings.name] if isinstance(settings.name, str) else settings.name or ["*"]
-    names, problems = [run.folder.name for run in runs], []
+    names, chosen, problems = [run.folder.name for run in runs], set(), []
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+        matching = [pattern] if pattern in names else fnmatch.filter(names, pattern)
+        chosen.update(matching)
+        if not matching:
             near = difflib.get_close_matches(Path(pattern).name, names, n=1)
             hint = f"did you mean {near[0]}?" if near else "python -m scripts.runs lists all runs"
             problems.append(("name", pattern, f"no such run in {settings.runs_dir}", hint))
     refuse(problems)
-    return [run for run in runs if any(fnmatch.fnmatch(run.folder.name, p) for p in patterns)]
+    return [run for run in runs if run.folder.name in chosen]
 
 
 def table(runs: list[FoundRun]) -> str:

@@ -189,6 +189,12 @@ def test_named_runs_are_removed(command):
     assert contents(Path("runs")) == kept
 
 
+def test_a_name_with_brackets_is_a_name(command):
+    Path("runs/mid").rename("runs/m[i]d")
+    code, out, err = command("name=m[i]d")
+    assert (code, err, [row["run"] for row in table(out)]) == (0, "", ["m[i]d"])
+
+
 def test_the_rest_of_a_run_whose_removal_was_interrupted_can_be_removed(command, monkeypatch):
     unlink = os.unlink
 
