@@ -36,7 +36,7 @@ from clearhead.config.schema import (
     Text,
     Threads,
 )
-from clearhead.errors import CheckpointError, as_yaml, refuse, sanitize
+from clearhead.errors import CheckpointError, refuse, sanitize
 from clearhead.inference.prompts import prompt_of, read_prompts
 
 if typing.TYPE_CHECKING:
@@ -134,11 +134,11 @@ def main(settings: GenerateConfig) -> None:
 
 def all_prompts(settings: GenerateConfig) -> list[str]:
     """Returns the texts to continue. Raises ConfigError, also if `out` must not be written."""
-    are_both = settings.prompts is not None and "prompt" in settings.model_fields_set
-    if are_both or (settings.interactive and (settings.prompts or settings.out)):
-        key = "interactive" if settings.interactive else "prompts"
-        reason = "cannot be combined with prompt, prompts or out"
-        refuse([(key, as_yaml(getattr(settings, key)), reason, "use one of them")])
+    if settings.interactive and (settings.prompts or settings.out):
+        reason = "cannot be combined with prompts or out"
+        refuse([("interactive", "true", reason, "use one of them")])
+    if settings.prompts and "prompt" in settings.model_fields_set:
+        refuse([("prompts", settings.prompts, "cannot be combined with prompt", "use one of them")])
     if settings.out and os.path.lexists(settings.out):
         is_read = os.path.realpath(settings.out) == os.path.realpath(settings.prompts or "")
         if is_read or not settings.overwrite:
@@ -225,12 +225,9 @@ def write_rows(
         def lines() -> Iterator[bytes]:
             texts = complete(prompts)
             for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-                row = {
-                    "prompt": prompt,
-                    "completion": text,
-                    "sample": number % settings.num_samples,
-                }
-                yield (json.dumps(row | of_all, ensure_ascii=False) + "\n").encode()
+                row = {"prompt": prompt, "completion": text}
+                row |= {"sample": number % settings.num_samples} | of_all
+                yield (json.dumps(row, ensure_ascii=False) + "\n").encode()
                 report(number + 1, len(prompts))
 
         write_out(settings.out, lines())
