@@ -14,7 +14,7 @@ import difflib
 import fnmatch
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -34,6 +34,7 @@ from clearhead.checkpoint.run_directory import (
 from clearhead.config.command_line import ScriptConfig, settings_command
 from clearhead.config.schema import Name, Names
 from clearhead.config.stored import SETTINGS_JSON
+from clearhead.config.yaml_files import flat
 from clearhead.errors import RunDirectoryError, refuse
 from clearhead.files import last_values, read_rows, size_of
 from clearhead.reporting.charts import number
@@ -76,23 +77,23 @@ def main(settings: RunsConfig) -> None:
         ask_and_remove(runs, settings)
         return
     states = sum(run.optimizer_size for run in runs) / 1e6
-    total = amount(run.size for run in runs)
+    total = amount([run.size for run in runs])
     print(f"{table(runs)}\n\n{total}, of which {states:,.1f} MB are optimizer states")
 
 
 def found(folder: Path) -> list[FoundRun]:
     """Returns the runs in a folder, the oldest first. Raises ConfigError if there are none."""
     folders = [path for path in folder.resolve().glob("*/") if not path.is_symlink()]
-    runs = [read(path) for path in folders if settings_of(path) is not None]
+    settings = {path: settings_of(path) for path in folders}
+    runs = [read(path, known) for path, known in settings.items() if known is not None]
     if not runs:
         hint = "use runs_dir=FOLDER, or the directory in which train.py was started"
         refuse([("runs_dir", folder, "no run directory found", hint)])
     return sorted(runs, key=lambda run: (run.date, run.folder.name))
 
 
-def read(folder: Path) -> FoundRun:
-    """Reads a run directory. Values of a wrong type count as missing."""
-    trainer = (settings_of(folder) or {}).get("trainer")
+def read(folder: Path, settings: dict) -> FoundRun:
+    """Reads a run directory with these settings. Values of a wrong type count as missing."""
     starts, last = read_rows(folder / "starts.jsonl"), last_values(folder / "metrics.jsonl")
     first, steps = starts[0] if starts else {}, last.get("step", 0)
     date = datetime.fromtimestamp((folder / SETTINGS_JSON).stat().st_mtime).astimezone()
@@ -103,7 +104,7 @@ def read(folder: Path) -> FoundRun:
         folder,
         date,
         steps,
-        trainer.get("max_steps") if isinstance(trainer, dict) else None,
+        flat(settings).get("trainer.max_steps"),
         first.get("parameters"),
         size_of(folder),
         size_of(*optimizer_states(folder)),
@@ -140,9 +141,8 @@ def table(runs: list[FoundRun]) -> str:
     return markdown_table(rows)
 
 
-def amount(sizes: Iterable[int]) -> str:
+def amount(sizes: Sequence[int]) -> str:
     """Returns the number and the size of runs, or of their optimizer states."""
-    sizes = [*sizes]
     return f"{len(sizes)} run{'s' * (len(sizes) != 1)}, {sum(sizes) / 1e6:,.1f} MB"
 
 
@@ -161,7 +161,7 @@ def ask_and_remove(runs: list[FoundRun], settings: RunsConfig) -> None:
     if not runs:
         print("nothing to remove")
         return
-    what = amount(run.size if is_whole else run.optimizer_size for run in runs)
+    what = amount([run.size if is_whole else run.optimizer_size for run in runs])
     what = what if is_whole else f"the optimizer states of {what}"
     if not (settings.yes or sys.stdin.isatty()):
         reason = f"there is no terminal for the question whether to remove {what}"
