@@ -48,8 +48,8 @@ def check_sweep(config: DictConfig) -> int | None:
     """
     composed, problems, found, num_jobs = OmegaConf.to_container(config), [], {}, 1
     task = composed["hydra"]["overrides"]["task"]
-    params = composed["hydra"]["sweeper"].get("params") or {}
-    params = [f"{key}={value}" for key, value in params.items()]
+    sweeper = composed["hydra"]["sweeper"]
+    params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
     if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
         hint = "start it without torchrun, or remove -m"
         problems.append(Problem("WORLD_SIZE", ranks, "a sweep runs in one process", hint))
@@ -80,7 +80,6 @@ def check_sweep(config: DictConfig) -> int | None:
     if names and swept - {"name"}:
         problems.append(same_name(names[0]))
     refuse(problems)
-    sweeper = composed["hydra"]["sweeper"]
     runs_all = sweeper["_target_"].endswith(".BasicSweeper")  # all combinations of the values
     return num_jobs if runs_all else sweeper.get("n_trials")
 
