@@ -11,6 +11,8 @@ import numpy as np
 import tiktoken
 
 from clearhead.config.schema import Config
+from clearhead.config.stored import PROMPTS
+from clearhead.config.yaml_files import flat
 from clearhead.distributed.strategy import Strategy
 from clearhead.lens.config import DEFAULT_PROMPTS
 from clearhead.tokens.passages import beginning, passages
@@ -30,12 +32,8 @@ def with_prompts(config: Config, strategy: Strategy, data: LoadedData) -> Config
     uses its English sentences, and a sample starts with an empty prompt. Raises DataError if token
     files have invalid ids.
     """
-    given = {
-        "lens.prompts": config.lens.prompts,
-        "trainer.sample_prompt": config.trainer.sample_prompt,
-    }
-    missing = [key for key, value in given.items() if value is None]
-    if not missing:
+    given = flat(config.model_dump())
+    if not (missing := [key for key in PROMPTS if given[key] is None]):
         return config
     most = min(config.lens.max_tokens, config.data.max_length)
     tokenizer, dataset = get_tokenizer(config.data.tokenizer), data.val or data.train
