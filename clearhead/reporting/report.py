@@ -89,16 +89,16 @@ def result(rows: list[dict], final: dict, heads: str) -> str:
     """Returns the loss at the end, and what the heads are, in one sentence; "" without both."""
     parts = []
     for key, name in (("val/loss", "validation"), ("train/loss", "training")):
-        points = finite(points_of(rows, key))
-        if parts or not points:
-            continue
-        (first, before), (step, loss) = points[0], points[-1]
-        if key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
-            loss = at_end
-        since = f", down from {before:.4f} at step {first:,}" if before > loss else ""
-        shown = f"{rounded(loss, 4)} nats per token after {step:,} steps{since}"
-        parts.append(f"The {name} loss is {shown}")
-    return "; ".join([*parts, heads] if heads else parts) + "." * bool(parts or heads)
+        if points := finite(points_of(rows, key)):
+            (first, before), (step, loss) = points[0], points[-1]
+            if key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
+                loss = at_end
+            since = f", down from {before:.4f} at step {first:,}" if before > loss else ""
+            shown = f"{rounded(loss, 4)} nats per token after {step:,} steps{since}"
+            parts.append(f"The {name} loss is {shown}")
+            break
+    parts += [heads] * bool(heads)
+    return "; ".join(parts) + "." * bool(parts)
 
 
 def facts(rows: list[dict], starts: list[dict], final: dict) -> str:
