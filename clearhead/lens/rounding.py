@@ -14,17 +14,21 @@ runs are compared by them. page/text.js has the same rule, and tests compare the
 """
 
 import math
-from decimal import ROUND_HALF_UP, Decimal
+from decimal import ROUND_HALF_UP, Context, Decimal
 
+# JavaScript's toFixed rounds a tie away from zero, Python's format to an even digit.
+EXACT = Context(prec=400, rounding=ROUND_HALF_UP)  # digits, also of the largest float
 MINUS = "\u2212"
 UNKNOWN = "\u2013"  # of a value that is undefined
 
 
 def rounded(value: float, digits: int, signed: bool = False) -> str:
-    """Returns a value with this number of decimals. signed: the value is a change."""
-    # JavaScript's toFixed rounds a tie away from zero, Python's format to an even digit.
+    """Returns a value with this number of decimals; a dash if it is NaN or inf. signed: the value
+    is a change."""
+    if not math.isfinite(value):
+        return UNKNOWN
     unit = Decimal(1).scaleb(-digits)
-    size = Decimal(abs(float(value))).quantize(unit, ROUND_HALF_UP)
+    size = Decimal(abs(float(value))).quantize(unit, context=EXACT)
     if size:
         return f"{MINUS if value < 0 else '+' if signed else ''}{size:f}"
     if signed or not value:
@@ -34,7 +38,7 @@ def rounded(value: float, digits: int, signed: bool = False) -> str:
 
 def formatted(value: float | None, signed: bool = False) -> str:
     """Returns a value of a statistic, a weight or an accuracy; a dash if it is undefined."""
-    if value is None or not math.isfinite(value):
+    if value is None:
         return UNKNOWN
     size = abs(value)
     return rounded(value, 0 if size >= 100 else 1 if size >= 10 else 2, signed)
@@ -47,7 +51,7 @@ def loss_digits(value: float) -> int:
 
 def formatted_loss(value: float | None, signed: bool = False) -> str:
     """Returns a loss, or with `signed` the change of a loss; a dash if it is undefined."""
-    if value is None or not math.isfinite(value):
+    if value is None:
         return UNKNOWN
     return rounded(value, loss_digits(value), signed)
 

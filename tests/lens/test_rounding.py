@@ -36,6 +36,7 @@ VALUES = [sign * size for size in SIZES for sign in (1, -1)]
         (0.0, "0", "0", "0"),
         (-0.0, "0", "0", "0"),
         (math.nan, "–", "–", "–"),
+        (math.inf, "–", "–", "–"),
         (None, "–", "–", "–"),
     ],
 )
@@ -53,6 +54,12 @@ def test_change_and_its_error_have_the_same_decimals():
     assert formatted_change(0.5, None) == "+0.50"
 
 
+def test_values_of_a_diverged_run():
+    for value in (1e25, -1e100, 1.7e308):
+        assert float(rounded(value, 4).replace("−", "-")) == value
+    assert formatted_change(0.5, math.inf) == formatted_change(0.5, math.nan) == "+0.50 ± –"
+
+
 def test_no_rounded_value_is_a_zero_with_decimals():
     for value in VALUES:
         for text in (formatted(value), formatted(value, True), formatted_loss(value, True)):
@@ -64,11 +71,12 @@ def test_the_page_has_the_same_rule(opened, tmp_path):
     script = join_modules(TEXT)
     page.write_text(f"<!doctype html><meta charset='utf-8'><script>{script}</script>")
     lens = opened(page)
-    values = [*VALUES, None]
+    values = [*VALUES, math.inf, None]
     found = lens.evaluate(
         """values => values.map((v) => [
           format(v), format(v, true), formatLoss(v), formatLoss(v, true), lossDigits(v ?? 0),
-          rounded(v ?? 0, 3), formatLossChange(v ?? 0, 0.003), formatLossChange(v ?? 0, null)])""",
+          rounded(v ?? 0, 3), formatLossChange(v ?? 0, 0.003), formatLossChange(v ?? 0, null),
+          formatLossChange(0.5, v)])""",
         values,
     )
     for value, texts in zip(values, found, strict=True):
@@ -82,4 +90,5 @@ def test_the_page_has_the_same_rule(opened, tmp_path):
             rounded(zero, 3),
             formatted_change(zero, 0.003),
             formatted_change(zero, None),
+            formatted_change(0.5, value),
         ], value

@@ -4,18 +4,17 @@ export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 
 // The rule for the digits of numbers is that of lens/rounding.py, which explains it.
 
-/** Returns a value with a number of decimals. signed: the value is a change. */
+/** Returns a value with a number of decimals; a dash if there is none. signed: the value is a change. */
 export function rounded(value, digits, signed = false) {
+  if (!Number.isFinite(value)) return "–";
   const text = Math.abs(value).toFixed(digits);
   if (Number(text)) return (value < 0 ? "−" : signed ? "+" : "") + text;
   if (signed || value === 0) return "0";
   return `${value < 0 ? ">−" : "<"}${(10 ** -digits).toFixed(digits)}`;
 }
 
-/** Returns a value of a statistic, a weight or an accuracy: 0.42, 12.3, 250, <0.01; a dash if there
- * is none. */
+/** Returns a value of a statistic, a weight or an accuracy: 0.42, 12.3, 250, <0.01. */
 export function format(value, signed = false) {
-  if (value === null || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
   return rounded(value, size >= 100 ? 0 : size >= 10 ? 1 : 2, signed);
 }
@@ -23,11 +22,8 @@ export function format(value, signed = false) {
 /** Returns the number of decimals of a loss or of its change. */
 export const lossDigits = (value) => (Math.abs(value) < 0.1 ? 4 : 2);
 
-/** Returns a loss, or with `signed` the change of a loss; a dash if there is none. */
-export function formatLoss(value, signed = false) {
-  if (value === null || !Number.isFinite(value)) return "–";
-  return rounded(value, lossDigits(value), signed);
-}
+/** Returns a loss, or with `signed` the change of a loss. */
+export const formatLoss = (value, signed = false) => rounded(value, lossDigits(value), signed);
 
 /** Returns the change of a loss with its standard error, if it is known: "+1.33 ± 0.02". */
 export function formatLossChange(change, error) {
