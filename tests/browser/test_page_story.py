@@ -36,14 +36,16 @@ def planted(name, prompt):
             key = query - prompt.period + 1
         if name == "previous_token in words" and not prompt.period:
             key = query - 1
+        if not prompt.period and query > 3:
+            key = {"separator": 2, "segment_start": 3}.get(name, key)  # of SOME
         if key is not None:
             weights[query, key] = (60 if query == 9 else 20) * query
     return weights / weights.sum(-1, keepdim=True)
 
 
-def story_run(stages, steps=STEPS):
+def story_run(stages, steps=STEPS, repeated=REPEATED):
     """Returns a run in which heads get names and the second copy becomes predictable."""
-    frames, prompts = {}, (SOME, REPEATED)
+    frames, prompts = {}, (SOME, repeated)
     for step in steps:
 
         def capture_attention(token_ids, capture, step=step):
@@ -251,6 +253,24 @@ def test_without_names_the_page_opens_with_the_head_nearest_to_a_name(shown):
     assert lens.locator("#detail-name").inner_text() == ""
     assert lens.locator("#no-names").is_visible()
     assert lens.locator("#marks i:not(.stage)").count() == 0
+
+
+def test_finding_of_names_that_only_texts_have(shown):
+    """On random tokens there is no example, also if some are separators."""
+    repeated = pages.prompt("2-repeated", ["<bos>", *2 * list("a,b ef")], period=PERIOD)
+    names = ("separator", "segment_start")
+    run = story_run({(0, head): (name, 40) for head, name in enumerate(names)}, repeated=repeated)
+    for head, name in enumerate(names):
+        lens = shown(run, fragment=f"#head=0.{head}&prompt=1")
+        assert lens.locator("#detail-name").get_attribute("class") == f"kind-{name}"
+        assert re.findall(r"\d\.\d|\u2013", lens.locator("#finding").inner_text()) == []
+        lens.locator("#finding button").click()
+        assert pages.state(lens, "prompt") == 0
+        weight, _, mean = re.findall(r"\d\.\d+", lens.locator("#finding").inner_text())
+        maps = planted(name, SOME)
+        assert float(weight) == pytest.approx(float(maps[:, 2 + head].max()), abs=0.0051)
+        value = run.frames[120].of_prompts[0][name][0, head]
+        assert float(mean) == pytest.approx(value, abs=0.0051)
 
 
 def test_finding_follows_step_prompt_and_head(story):

@@ -5,7 +5,7 @@ import { $, bold, make } from "./dom.js";
 import { weight } from "./data.js";
 import {
   headName, here, placeOfHead, run, selected, selectedQuery, side, significance, state,
-  statisticOf, uniformOf, update, valueAt,
+  uniformOf, update, valueAt,
 } from "./state.js";
 import { findName, kindOf, nameAt, namingEvents, sinceText } from "./names.js";
 
@@ -22,8 +22,9 @@ function targetsOf(name, prompt, query) {
     duplicate_token: inCopy ? [query - period] : [],
     first_token: [0],
     diagonal: [query],
-    separator: upTo(query).filter((key) => key > 0 && isSeparator(tokens[key])),
-    segment_start: upTo(query).filter((key) =>
+    // Between random tokens, a separator separates nothing.
+    separator: period ? [] : upTo(query).filter((key) => key > 0 && isSeparator(tokens[key])),
+    segment_start: period ? [] : upTo(query).filter((key) =>
       key > 0 && isSeparator(tokens[key - 1]) && !isSeparator(tokens[key])),
     positional: upTo(query),
   }[name] ?? [];
