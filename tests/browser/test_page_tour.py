@@ -145,6 +145,7 @@ def test_link_to_a_stop_that_the_tour_does_not_have(shown):
     one_step = story_run(PLANTED, steps=(120,))
     cases = [([basic], 4), ([one_step], 1), ([one_step], 4), ([a_copying_run(), basic], 1)]
     cases.append(([a_copying_run("estimate")], 6))
+    cases.append(([pages.a_run("short", prompts=(pages.prompt("1-a", ["a", "b"]),))], 1))
     texts = set()
     for runs, number in cases:
         lens = shown(*runs, fragment=f"#tour={number}")
@@ -152,7 +153,7 @@ def test_link_to_a_stop_that_the_tour_does_not_have(shown):
         assert lens.locator("#message").is_visible()
         assert (pages.state(lens, "layer") is None) == (len(runs) == 2)
         texts.add(lens.locator("#message").inner_text())
-    assert len(texts) == 4  # one step: the same text for both stops
+    assert len(texts) == 5  # one step: the same text for both stops
     lens = shown(basic, fragment="#tour=2")
     expect(lens.locator("#tour-title")).to_contain_text("2")
     assert pages.go_to(lens, "tour=4")["tour"] == 0

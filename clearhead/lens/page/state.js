@@ -38,7 +38,7 @@ export let B = null; // compared with A; of two steps, the later; B.same: same t
 export let here; // A or B: the side whose step the slider sets
 
 export const SIGNIFICANCE = { key: "significance", title: "significance",
-  description: "(value − uniform) / (1 − uniform), the largest of all names." };
+  description: "(value − chance) / (1 − chance), the largest of all names." };
 export const REMOVED = { key: "loss_change", title: "loss without the head",
   description: "The change of the loss when the head is removed, in nats." };
 export const statisticOf = (of, key) => (key === SIGNIFICANCE.key ? SIGNIFICANCE

@@ -42,7 +42,8 @@ export function explainTour(number) {
     : tour?.count === 5 ? " A sixth one needs lens.ablation=exact." : "";
   showMessage(tour ? `No stop ${number}: the tour of this page has ${tour.count} stops.${needs}`
     : other ? "A page with two runs has no tour. Open the page of one run."
-      : "This page has no tour: it needs at least two snapshots, and this page has one.");
+      : "This page has no tour: it needs " + (run.frames.length > 1 ? "a prompt of at least 3 tokens."
+        : "at least two snapshots, and this page has one."));
   return true;
 }
 

@@ -108,7 +108,7 @@ function copyingStops(subject, removed) {
       ", with weight ", bold(formatWeight(weight(run, copies, prompt, induction, query, key))),
       ". The mean loss in copy 2 fell from ", copyLoss(before, 2), " at step " +
         `${stepOf(before)} to `, copyLoss(copies, 2), "."] },
-    run.frames[last].facts.predictions && { title: `step ${stepOf(last)}, the prediction`,
+    { title: `step ${stepOf(last)}, the prediction`,
       points: ["next"],
       view: view(last, induction, { compare: `step:${stepOf(before)}`, show: "b", text: "loss" }),
       text: ["After ", quoted(query), ` (${query}) comes `, quoted(query + 1), ". Its predicted " +
