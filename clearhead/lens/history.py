@@ -94,12 +94,14 @@ def row_values(row: Row) -> dict:
 
 
 def row_of(values: dict) -> Row:
-    """Returns the row of `row_values`. Statistics that it lacks are NaN."""
+    """Returns the row of `row_values`. Statistics that it lacks are NaN; it has no names then,
+    because those of a version with other statistics have other numbers."""
     known = {key: np.array(values[key], np.float32) for key in STATISTICS if key in values}
     unknown = np.full_like(next(iter(known.values())), np.nan)
     losses = [np.array(of_prompt, np.float32) for of_prompt in values["losses"]]
     row = Row(values["step"], {key: known.get(key, unknown) for key in STATISTICS}, losses)
-    row.names = np.array(values["names"], np.int64).reshape(row.names.shape)
+    if len(known) == len(STATISTICS):
+        row.names = np.array(values["names"], np.int64).reshape(row.names.shape)
     return row
 
 

@@ -48,10 +48,12 @@ def test_rows_are_appended_and_read_on_resume(tmp_path):
 
 
 def test_rows_without_a_newer_statistic_are_kept(tmp_path):
+    """Without names, whose numbers were others."""
     file = tmp_path / "statistics.jsonl"
     History(file, step=0).add(row(0, entropy=[[1, 2], [3, 4]]))
     (old,) = logged(file)
     del old["induction"]
+    old["names"] = [[7, 8], [0, 1]]
     file.write_text(json.dumps(old) + "\n")
     history = History(file, step=40)
     history.add(row(40, induction=[[0.5, 0], [0, 0]]))
@@ -60,6 +62,7 @@ def test_rows_without_a_newer_statistic_are_kept(tmp_path):
     first, second = history.rows
     assert np.isnan(first.values["induction"]).all()
     assert first.values["entropy"][1, 1] == 4
+    assert not first.names.any()
     assert second.values["induction"][0, 0] == 0.5
 
 
