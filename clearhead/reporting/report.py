@@ -93,7 +93,7 @@ def result(rows: list[dict], final: dict, heads: str) -> str:
             (first, before), (step, loss) = points[0], points[-1]
             if key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
                 loss = at_end
-            since = f", down from {before:.4f} at step {first:,}" if before > loss else ""
+            since = f", down from {rounded(before, 4)} at step {first:,}" if before > loss else ""
             shown = f"{rounded(loss, 4)} nats per token after {step:,} steps{since}"
             parts.append(f"The {name} loss is {shown}")
             break
@@ -184,14 +184,15 @@ def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes
     # style.css of the page: a report shows the controls of steps and prompts only.
     embedded = embedded.replace(b'<html lang="en">', b'<html lang="en" class="in-report">', 1)
     content = embedded.replace(b"&", b"&amp;").replace(b'"', b"&quot;")
-    images = "".join(map(image, newest_panels(folder / "attention")))
+    images = "".join(map(image, newest_images(folder / "attention")))
     return start.encode() + content + f'"></iframe><div class="still">{images}</div></div>'.encode()
 
 
-def newest_panels(folder: Path) -> list[Path]:
-    """Returns the images of the newest snapshot, one for each prompt."""
-    paths = sorted(folder.glob("step_*_panel.png"))
-    return [path for path in paths if path.name[:13] == paths[-1].name[:13]]
+def newest_images(folder: Path) -> list[Path]:
+    """Returns the images of the newest snapshot, one for each prompt: panels if it has them."""
+    paths = sorted(folder.glob("step_*.png"))
+    newest = [path for path in paths if path.name[:13] == paths[-1].name[:13]]
+    return [path for path in newest if path.stem.endswith("_panel")] or newest
 
 
 def image(path: Path) -> str:

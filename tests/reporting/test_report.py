@@ -304,6 +304,12 @@ def test_images_replace_the_attention_page_in_print(run, opened):
     opened_page.emulate_media(media="print")
     assert not frame.is_visible()
     assert images.first.is_visible()
+    # Before the last step, a run without a dashboard has images of all heads only.
+    (panel,) = (folder / "attention").glob("step_00000040_*_panel.png")
+    panel.unlink()
+    shown = opened(write_report(folder)).locator(".still img")
+    data = shown.get_attribute("src").partition("base64,")[2]
+    assert base64.b64decode(data) == panel.with_stem(panel.stem[: -len("_panel")]).read_bytes()
 
 
 def test_heads_without_names(run):
