@@ -235,21 +235,17 @@ def test_without_a_dashboard_there_is_one_page_from_the_start(tmp_path):
 
 
 def test_what_is_said_of_removed_heads(tmp_path):
-    """The most important head; without one, whether the loss changes at all or only decreases."""
-    heads, lines = list(itertools.product((0, 1), (0, 1))), []
-    for changes in ([0.1, -0.1, 0.0, 0.19], [0.1, -0.3, 0.0, 0.1], [0.3, 0.1, 0.4, -0.5]):
-        results = [
-            {"layer": layer, "head": head, "loss_change": change, "loss_change_error": 0.1}
-            for (layer, head), change in zip(heads, changes, strict=True)
-        ]
-        results = [result | {"accuracy_without": None} for result in results]
-        found = {"method": "exact", "heads": results, "groups": []}
-        lens = lens_on("the bank")
-        lens.snapshot(model_at(9), 10, 10, tmp_path, ablate=lambda groups, found=found: found)
-        lines += lens.most_important_heads()
-    assert len({*lines}) == len(lines) == 3
-    assert "L1 H0" in lines[2]
-    assert not [line for line in lines[:2] if re.search(r"\d", line)]
+    heads = itertools.product((0, 1), (0, 1))
+    error = {"loss_change_error": 0.1, "accuracy_without": None}
+    results = [
+        {"layer": layer, "head": head, "loss_change": change} | error
+        for (layer, head), change in zip(heads, [0.3, 0.1, 0.4, -0.5], strict=True)
+    ]
+    lens, found = lens_on("the bank"), {"method": "exact", "heads": results, "groups": []}
+    assert lens.most_important_heads() == []
+    lens.snapshot(model_at(9), 10, 10, tmp_path, ablate=lambda groups: found)
+    (line,) = lens.most_important_heads()
+    assert "L1 H0" in line
 
 
 def test_thumbnails_are_on_the_prompt_where_the_head_is_most_significant(tmp_path, monkeypatch):
