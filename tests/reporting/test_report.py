@@ -301,8 +301,12 @@ def test_images_replace_the_attention_page_in_print(run, opened):
     middle = "node => { node.scrollIntoView(); const box = node.getBoundingClientRect();"
     middle += " return document.elementFromPoint(box.x + box.width / 2, box.y + 9).localName; }"
     assert frame.evaluate(middle) == "iframe"  # the images are behind the frame
+    bottoms = [node.bounding_box() for node in (frame, opened_page.locator(".still"))]
+    assert len({box["y"] + box["height"] for box in bottoms}) == 1
+    texts = opened_page.locator(".attention > p")  # a link to the page, and notes about the heads
     opened_page.emulate_media(media="print")
     assert not frame.is_visible()
+    assert [text.is_visible() for text in texts.all()] == [False, True]
     assert images.first.is_visible()
     # Before the last step, a run without a dashboard has images of all heads only.
     (panel,) = (folder / "attention").glob("step_00000040_*_panel.png")
