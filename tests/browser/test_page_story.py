@@ -273,6 +273,16 @@ def test_finding_of_names_that_only_texts_have(shown):
         assert float(mean) == pytest.approx(value, abs=0.0051)
 
 
+def test_quoted_token_is_on_one_line(story):
+    """Also the tokens that begin with a space, at any width."""
+    lens = story("#head=0.2")
+    lines = """node => Array.from({ length: 100 }, (_, n) => {
+      node.style.width = `${150 + 2 * n}px`;
+      return [...node.querySelectorAll("bdi")].map((token) => token.getClientRects().length);
+    }).flat()"""
+    assert {*lens.locator("#finding").evaluate(lines)} == {1}
+
+
 def test_finding_follows_step_prompt_and_head(story):
     lens = story("#head=1.1&prompt=1&step=120")
     sentences = {lens.locator("#finding").inner_text()}
