@@ -23,7 +23,7 @@ from clearhead.lens.ablation import Head
 from clearhead.lens.config import LensConfig
 from clearhead.lens.heads import heads_by_name
 from clearhead.lens.snapshots import Lens, Snapshot
-from clearhead.reporting.charts import Points, finite, points_of, smooth, thin
+from clearhead.reporting.charts import SMOOTH_FROM, Points, finite, points_of, smooth, thin
 from clearhead.tokens.tokenizers import get_tokenizer
 from clearhead.tokens.windows import WindowDataset
 from data import LoadedData
@@ -127,9 +127,11 @@ def curves(rows: list[dict]) -> dict[str, Points]:
     """Returns the curves that the attention page shows. rows: of metrics.jsonl."""
     found = {}
     for key, name in CURVES.items():
-        points = smooth(points_of(rows, key)) if key == "train/loss" else points_of(rows, key)
-        if known := thin(finite(points), MAX_POINTS):
-            found[name] = [(at, round(value, 4)) for at, value in known]
+        points = points_of(rows, key)
+        is_smoothed = key == "train/loss" and len(points) >= SMOOTH_FROM
+        if known := thin(finite(smooth(points) if is_smoothed else points), MAX_POINTS):
+            title = name + " (smoothed)" * is_smoothed
+            found[title] = [(at, round(value, 4)) for at, value in known]
     return found
 
 

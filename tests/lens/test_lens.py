@@ -36,6 +36,7 @@ from clearhead.lens.snapshot_data import (
 )
 from clearhead.lens.snapshots import MAX_FILES, MAX_THUMBNAILS, Lens
 from clearhead.lens.statistics import STATISTICS, uniform_attention
+from clearhead.run.lens_runner import curves
 from data import get_tokenizer
 from train import fit
 
@@ -232,6 +233,13 @@ def test_without_a_dashboard_there_is_one_page_from_the_start(tmp_path):
     images = [f"{step}_{slug}.png" for step in steps for slug in ("1-the-bank", "2-repeated")]
     panels = [f"{steps[-1]}_{slug}_panel.png" for slug in ("1-the-bank", "2-repeated")]
     assert names(tmp_path, "*.png") == sorted(images + panels)
+
+
+def test_curve_says_that_it_is_smoothed():
+    for count in (59, 60):
+        rows = [{"step": step, "train/loss": step % 2} for step in range(count)]
+        ((title, points),) = curves(rows).items()
+        assert ("smoothed" in title) == (count == 60) == (0 < points[30][1] < 1)
 
 
 def test_what_is_said_of_removed_heads(tmp_path):

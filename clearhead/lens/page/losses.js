@@ -36,8 +36,7 @@ export function buildTimeline() {
   const known = { ...run.curves, [COPY]: copyLosses() };
   timeCurves = Object.entries(known).filter(([, points]) => points.length > 1)
     .map(([title, points]) => {
-      const short = title.replace(/ loss$|^loss on the |^validation (?=acc)/, "")
-        .replace("training", "training (smoothed)");
+      const short = title.replace(/ loss\b|^loss on the |^validation (?=acc)/, "");
       const isPart = title.includes("accuracy");
       const label = make("span", { title }, `${isPart ? "· " : ""}${short} `,
         make("b", { className: "number" }));
