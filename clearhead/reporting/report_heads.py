@@ -44,8 +44,8 @@ def heads_section(folder: Path) -> tuple[str, str]:
         notes.append(f"{count} {what} nearly uniform attention.")
     if not named:
         largest = formatted(max(row["significance"] or 0 for row in table))
-        least = min(kind.named_from for kind in KINDS.values())
-        limit = f"A name needs a significance of {least} on every prompt"
+        least, *_, most = sorted({kind.named_from for kind in KINDS.values()})
+        limit = f"A name needs a significance of {least} (some names: {most}) on every prompt"
         notes.append(f"{limit}; the largest mean is {largest}.")
     elif removed["method"] == "estimate":
         notes.append("Changes of the loss are first-order estimates.")

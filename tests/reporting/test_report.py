@@ -324,7 +324,7 @@ def test_heads_without_names(run):
     text = re.search(r'class="result">(.*?)</p>', shown)[1]
     assert re.findall(r"\d+", text)[-1] == "2"  # heads without a name
     text = re.search(r'</div></div><p class="quiet">(.*?)</p>', shown)[1]
-    assert re.findall(r"[\d.]*\d", text) == ["1", "0.25", "0.20"]
+    assert re.findall(r"[\d.]*\d", text) == ["1", "0.25", "0.4", "0.20"]
     assert "<article>" not in shown
     values |= {"positional": [0, 0.31]}
     write_all(folder, snapshot(40, 2, values, ["", "positional"]))
