@@ -29,7 +29,7 @@ class CausalAttention(nn.Module):
 
 
 class MultiHeadWrapper(nn.Module):
-    """Several heads, computed one after another. Their context vectors are concatenated."""
+    """Several heads, computed sequentially. Their context vectors are concatenated."""
 
     def __init__(self, d_in: int, head_dim: int, num_heads: int):
         super().__init__()
@@ -55,7 +55,7 @@ def one_head(x: Tensor, context_vec: Tensor) -> None:
 
 @step(11, MultiHeadWrapper)
 def several_heads(x: Tensor) -> MultiHeadWrapper:
-    """Several heads, one after another.
+    """Several heads, computed sequentially.
 
     In one head, a query token has one row of weights. With several heads, each with its own
     matrices, it can attend to different tokens for different reasons.
