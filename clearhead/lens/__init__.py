@@ -17,10 +17,11 @@ provide a function that runs the model and calls `capture` with the attention we
 In reading order: config.py (settings), statistics.py (statistics of heads), probe.py (prompts and
 forward pass), predictions.py (what the model predicts), history.py (statistics of all snapshots),
 heads.py (names of heads), stages.py (when the model learns to copy), snapshot_data.py (a snapshot
-as a file), heatmap.py, panel.py, figure.py and animation.py (images), ablation.py (what a head is
-good for), page/ and assemble.py (the interactive page), render.py (images and pages from snapshot
-files), snapshots.py (attention snapshots during training). matching.py, matching_runs.py and
-matching_page/ find the heads that several runs have in common.
+as a file), rounding.py (digits of numbers), heatmap.py, panel.py, figure.py and animation.py
+(images), ablation.py (what a head is good for), page/ and assemble.py (the interactive page),
+render.py (images and pages from snapshot files), snapshots.py (attention snapshots during
+training). matching.py, matching_runs.py and matching_page/ find the heads that several runs have in
+common.
 """
 
 import importlib
