@@ -42,8 +42,8 @@ def draw_panel(
     path: Path,
 ) -> None:
     """Writes a PNG for a panel of a dashboard, which shows it at half of its size: all heads on
-    the left, the first of `heads` enlarged on the right: two or, in a deep model, four. The
-    enlarged heads have labels of the tokens, if these are legible.
+    the left, the first of `heads` enlarged on the right and, if there is room, the second one below
+    the grid. The enlarged heads have labels of the tokens, if these are legible.
 
     codes: uint8 (L, H, T (T + 1) / 2). heads: rows of heads.head_table. uniform: the statistics for
     uniform attention on this prompt.
@@ -56,36 +56,48 @@ def draw_panel(
     fits = round((PANEL[0] - after) / font.getlength("m") * 1.7)
     draw.text((after, 15), title_of(prompt, fits), PALE_INK, font)
 
-    left, top = round(font.getlength(f"L{num_layers - 1}")) + 24, 84
-    pitch = max(2, min((580 - left) // num_heads, (PANEL[1] - 12 - top) // num_layers))
+    left, top = round(font.getlength(f"L{num_layers - 1}")) + 24, 80
+    pitch = max(2, min((420 - left) // num_heads, (PANEL[1] - 12 - top) // num_layers))
     gap = min(6, max(1, pitch // 10))
     image.paste(Image.fromarray(tile(codes, pitch - gap, gap)), (left, top))
     label_grid(draw, (left, top), codes.shape, pitch - gap, gap, font)
 
-    x, y = left + num_heads * pitch + 24, 56
-    width, height = PANEL[0] - x - 16, PANEL[1] - y - 12
+    right, bottom = left + num_heads * pitch + 24, top + num_layers * pitch + 12
+    rooms = [(right, 48, PANEL[0] - 16, PANEL[1] - 10), (left, bottom, right - 24, PANEL[1] - 10)]
     if not heads:
-        draw.text((x, 150), "no head has a name\non this prompt", PALE_INK, font_of(24))
-    is_wide = width >= 530  # the caption of a head needs 260 pixels
-    heads = heads[: 4 if is_wide else 2]
-    across = 2 if is_wide and len(heads) > 1 else 1
-    size = min(width // across - 12, height // max(1, math.ceil(len(heads) / across)) - 64)
-    # In the masked half, beside the diagonal: above the column and right of the row of each token.
-    most = size - max(0, _label_end(prompt, size) - width // across)
-    has_labels = most >= LEGIBLE * prompt.shown
-    size = most if has_labels else size
-    for number, row in enumerate(heads):
-        layer, head, name = row["layer"], row["head"], row["name"]
-        place = (x + number % across * (width // across), y + number // across * (size + 70))
-        draw.text(place, f"L{layer} H{head} {STATISTICS[name].title}", INK, font_of(20, "Bold"))
-        value = f"{formatted(row[name])} (chance {formatted(uniform[name])})"
-        draw.text((place[0], place[1] + 26), value, INK, font)
-        heatmap = Image.fromarray(fitted(codes[layer, head], size))
-        image.paste(heatmap, (place[0], place[1] + 56))
-        if has_labels:
-            _label_tokens(draw, (place[0], place[1] + 56), prompt, size)
-        outline(draw, (left + head * pitch, top + layer * pitch), pitch - gap)
+        draw.text((right, 150), "no head has a name\non this prompt", PALE_INK, font_of(24))
+    for row, room in zip(heads, rooms, strict=False):
+        if room[3] - room[1] < 200:  # the caption needs 52 of these pixels
+            break
+        _draw_head(image, draw, codes[row["layer"], row["head"]], prompt, row, uniform, room)
+        outline(draw, (left + row["head"] * pitch, top + row["layer"] * pitch), pitch - gap)
     save(image, path)
+
+
+def _draw_head(
+    image: Image.Image,
+    draw: ImageDraw.ImageDraw,
+    codes: np.ndarray,
+    prompt: Prompt,
+    row: Mapping,
+    uniform: Mapping,
+    room: tuple[int, int, int, int],
+) -> None:
+    """Draws a head as large as it fits into `room`, (left, top, right, bottom) in pixels."""
+    x, y, width, height = room[0], room[1], room[2] - room[0], room[3] - room[1] - 52
+    size = min(width, height)
+    # In the masked half, beside the diagonal: right of the row and above the column of each token.
+    labelled = size - max(0, _label_end(prompt, size) - width)
+    has_labels = labelled >= LEGIBLE * prompt.shown
+    size = labelled if has_labels else size
+    name = row["name"]
+    title = f"L{row['layer']} H{row['head']} {STATISTICS[name].title}"
+    draw.text((x, y), title, INK, font_of(20, "Bold"))
+    value = f"{formatted(row[name])} (chance {formatted(uniform[name])})"
+    draw.text((x, y + 24), value, INK, font_of(20))
+    image.paste(Image.fromarray(fitted(codes, size)), (x, y + 52))
+    if has_labels:
+        _label_tokens(draw, (x, y + 52), prompt, size)
 
 
 def _label_tokens(
