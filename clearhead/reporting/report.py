@@ -23,7 +23,7 @@ from clearhead.config.yaml_files import flat
 from clearhead.errors import sanitize
 from clearhead.files import atomic_write, read_bounded, read_rows
 from clearhead.lens.assemble import assemble, content_security_policy
-from clearhead.lens.rounding import rounded
+from clearhead.lens.rounding import formatted, rounded
 from clearhead.reporting.charts import KEYS, Points, chart_data, finite, number, points_of
 from clearhead.reporting.console import duration
 from clearhead.reporting.report_heads import heads_section
@@ -119,7 +119,7 @@ def facts(rows: list[dict], starts: list[dict], final: dict) -> str:
         if step in bits:
             shown.append(("Bits per byte", f"{bits[step]:.3f}", f"at step {step:,}"))
         if step in accuracy:
-            shown.append(("Accuracy", f"{accuracy[step]:.1%}", f"at step {step:,}"))
+            shown.append(("Accuracy", formatted(accuracy[step]), f"at step {step:,}"))
     if not math.isnan(loss := number(final.get("loss"))):
         error = number(final.get("loss_error"))
         error = "on " if math.isnan(error) else f"± {rounded(error, 4)} on "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clearhead.errors import best_effort
+from clearhead.lens.rounding import formatted
 from clearhead.reporting.console import Console
 from clearhead.reporting.profiler import Profiler
 from clearhead.reporting.report import write_report
@@ -41,7 +42,7 @@ class RunLog:
         """Prints validation metrics."""
         text = f"step {step}  validation loss {row['val/loss']:.4f}"
         if "val/accuracy" in row:
-            text += f"  accuracy {row['val/accuracy']:.1%}"
+            text += f"  accuracy {formatted(row['val/accuracy'])}"
         if "val/bits_per_byte" in row:
             text += f"  {row['val/bits_per_byte']:.3f} bits per byte"
         self.console.print(text)
