@@ -36,7 +36,7 @@ class Kind:
     meaning: str  # one sentence
     target: str  # of the mean weight that the statistic measures: "mean weight on ..."
     named_from: float = 0.25  # the significance that a name needs
-    is_simple: bool = False  # attends to itself or to the first token, which says least
+    is_simple: bool = False  # says least, such as attention to the token itself
 
 
 KINDS = {
@@ -71,6 +71,7 @@ KINDS = {
         "#",
         "The attention depends on the positions of the tokens, hardly on the tokens.",
         "positions",
+        is_simple=True,
     ),
 }
 NAMES = tuple(key for key in KINDS if key != "positional")

@@ -101,16 +101,15 @@ def test_statistics_of_the_shown_prompt_and_the_mean(shown):
             lens.locator("#prompt").select_option(str(number))
             values = run.rows[120].values if over == "mean" else run.frames[120].of_prompts[number]
             uniform = uniform_values(PROMPTS if over == "mean" else [prompt])
-            found = lens.locator("#values > div").all_inner_texts()
-            for text, (key, statistic) in zip(found, STATISTICS.items(), strict=True):
+            found = lens.locator("#values > div").locator("visible=true").all_inner_texts()
+            found = dict(text.split("\n") for text in found)
+            for key, statistic in STATISTICS.items():
                 if key == "positional":  # compares prompts
                     continue
-                title, value = text.split("\n")
-                assert title == statistic.title
                 if np.isnan(values[key][0, 2]):
-                    assert not re.search(r"\d", value), (over, prompt.name, key)
+                    assert statistic.title not in found, (over, prompt.name, key)
                     continue
-                numbers = re.findall(r"−?\d+\.?\d*", value)
+                numbers = re.findall(r"−?\d+\.?\d*", found[statistic.title])
                 wanted = [values[key][0, 2]] + [uniform[key]] * (uniform[key] is not None)
                 assert [float(n.replace("−", "-")) for n in numbers] == pytest.approx(
                     wanted, abs=0.051 if max(wanted) >= 10 else 0.0051
@@ -150,13 +149,17 @@ def test_order_by_significance(shown):
 
 def test_names_at_each_step(shown, story):
     for lens, run in ((shown(), a_run()), (story(), a_story())):
+        names = {ALL_NAMES[index] for row in run.rows.values() for index in row.names.ravel()}
+        ever = names - {"", "uniform"}
         for frame, step in enumerate(STEPS):
             lens.locator("#step").fill(str(frame))
             keys = [ALL_NAMES[index] for index in run.rows[step].names.ravel()]
             shown_keys = [key for key in keys if key not in ("", "uniform")]
             assert [bool(tag) for tag in tags(lens)] == [k not in ("", "uniform") for k in keys]
-            assert legend(lens) == {key: shown_keys.count(key) for key in shown_keys}
-            assert bool(lens.locator("#no-names").inner_text()) == (not shown_keys)
+            counts = legend(lens)  # the same names at all steps
+            assert counts.keys() == ever
+            assert counts == {key: shown_keys.count(key) for key in ever}
+            assert not lens.locator("#no-names").inner_text()
     assert tags(lens) == ["S", "", "P", "", "I", ""]
 
 
@@ -189,6 +192,38 @@ def test_filter_by_name_and_since(story):
         assert again.locator("#detail-name").inner_text()
     pages.tile(again, 1, 0).click()
     assert again.locator("#detail-name").inner_text() == ""
+
+
+def test_a_name_in_the_legend_opens_the_clearest_head(shown):
+    """On its clearest row, also after another prompt was chosen."""
+    stages = {(0, 0): ("separator", 40), (0, 2): ("previous_token", 40), (1, 1): ("induction", 80)}
+    lens = shown(story_run(stages), fragment="#head=none")
+    for place, (name, _) in stages.items():
+        lens.locator(f"#names [data-name='{name}']").click()
+        state = lens.evaluate("() => ({ ...lens.state })")
+        assert (state["layer"], state["head"]) == place
+        assert lens.locator("#names [data-name]").first.get_attribute("title")
+    for prompt in (0, 1):
+        lens.locator(".head[data-layer='0'][data-head='2']").click()
+        lens.locator("#prompt").select_option(str(prompt))
+        query, key, _ = pages.readout(lens)
+        assert key[1] == query[1] - 1
+        maps = planted("previous_token", (SOME, REPEATED)[prompt])
+        above = {q: maps[q, q - 1] - 1 / (q + 1) for q in range(2, len(maps))}
+        assert query[1] == max(above, key=above.get)
+
+
+def test_a_name_with_an_interruption(shown):
+    """The text has the step from which the head keeps its name, and the first step with it; without
+    the name, the steps before and after."""
+    made = story_run({(0, 2): ("previous_token", 40)})
+    history = json.loads(pages.unpacked(made.data["history"]))
+    history["names"][STEPS.index(80)][2] = 0
+    made.data["history"] = pages.packed(history)
+    for step, wanted in ((120, {"120", "40"}), (80, {"80", "40", "120"})):
+        lens = shown(made, fragment=f"#head=0.2&step={step}")
+        steps = re.findall(r"step (\d+)", lens.locator("#finding").inner_text())
+        assert {*steps} == wanted
 
 
 def test_marks_on_the_slider(story):

@@ -11,6 +11,7 @@ from helpers.pages import STEPS
 from playwright.sync_api import expect
 
 from clearhead.lens.probe import uniform_values
+from clearhead.lens.statistics import STATISTICS
 
 QUERY = 9  # the planted heads are clearest there
 KEY = QUERY - PERIOD + 1
@@ -68,7 +69,7 @@ def view(lens):
 
 def test_stops_of_the_tour_about_copying(shown):
     lens = shown(a_copying_run(), fragment="")
-    lens.locator("#offer-tour").click()
+    lens.locator("#show-tour").click()
     assert has(numbers(lens), PERIOD, 40, copy_loss(40, 2))
     assert view(lens) == ((None, None), 1, 1, QUERY)
     found, frames = [numbers(lens)], [1]
@@ -114,7 +115,7 @@ def test_tour_of_a_run_without_copying(shown):
     """Three stops: one row, one head, and both ends of the training."""
     run = story_run({PREVIOUS: ("previous_token", 40)})
     lens = shown(run, fragment="")
-    lens.locator("#offer-tour").click()
+    lens.locator("#show-tour").click()
     place, frame, prompt, query = view(lens)
     assert (place, frame) == (PREVIOUS, 3)
     weights = planted("previous_token", (SOME, REPEATED)[prompt])
@@ -131,6 +132,32 @@ def test_tour_of_a_run_without_copying(shown):
     assert has(numbers(lens), *at, 1)  # one head has got a name
     lens.locator("#tour-next").click()
     assert not lens.locator("#tour").is_visible()
+
+
+def test_tour_shows_a_head_of_each_name(shown):
+    """And ends with the view before it."""
+    heads = {(0, 0): "separator", (0, 2): "previous_token", (1, 0): "segment_start"}
+    run = story_run({place: (name, 40) for place, name in heads.items()})
+    lens = shown(run, fragment="#head=1.2&prompt=0&step=40")
+    before = view(lens)
+    lens.locator("#show-tour").click()
+    found = []
+    for _ in heads:
+        lens.locator("#tour-next").click()
+        place, frame, prompt, query = view(lens)
+        found.append(place)
+        assert frame == 3
+        assert (
+            STATISTICS[heads[place]].title.replace(" ", "-") in lens.locator("#tour").inner_text()
+        )
+        assert run.frames[120].of_prompts[prompt][heads[place]][place] > 0.5
+        assert query is not None
+    assert sorted(found) == sorted(heads)
+    lens.locator("#tour-next").click()
+    assert pages.state(lens, "compare") == "step:0"
+    lens.locator("#tour-next").click()
+    assert view(lens) == before
+    assert pages.state(lens, "compare") == "off"
 
 
 def test_tour_of_a_run_without_named_heads(shown):
@@ -218,7 +245,7 @@ def test_panel_does_not_cover_what_it_points_to(shown, width):
 def test_no_tour_without_its_data(shown):
     for run in (story_run(PLANTED, steps=(120,)), pages.a_run(steps=(120,))):
         lens = shown(run)
-        assert not lens.locator("#show-tour, #offer-tour").locator("visible=true").count()
+        assert not lens.locator("#show-tour").locator("visible=true").count()
         assert not lens.locator("#tour").is_visible()
     lens = shown(a_copying_run("estimate"), fragment="#tour=5")
     expect(lens.locator("#tour")).to_be_visible()

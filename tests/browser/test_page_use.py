@@ -335,10 +335,10 @@ def test_hostile_text_stays_text(shown):
     run = a_run(HOSTILE, prompts=prompts, steps=(0, 40), history=(0, 40))
     lens = shown(run, run, title=HOSTILE, fragment="#head=0.0&query=0")
     assert lens.title() == HOSTILE
-    for part in ("#what", "#compare-note"):
+    for part in ("#subject", "#compare-note"):
         assert HOSTILE in lens.locator(part).inner_text()
     assert lens.locator("#text [data-token='0']").text_content().startswith("</script><img src=x")
-    assert HOSTILE[:30] in lens.locator("#readout").inner_text()
+    assert HOSTILE[:20] in lens.locator("#readout").inner_text()
     lens.keyboard.press("?")
     lens.keyboard.press("Escape")
     assert HOSTILE[:40] in lens.locator("#prompt option").first.inner_text()

@@ -250,7 +250,7 @@ def go_to(lens, fragment):
 
 def readout(lens):
     """Returns (token, position) of the query and of the key, and the weights, of the readout."""
-    text = lens.locator("#readout").inner_text()
+    text = lens.locator("#readout").inner_text().replace("␣", " ")
     query, key = re.findall(r'"(.*?)" \((\d+)\)', text, re.DOTALL)
     weights = [float(n.replace("−", "-")) for n in re.findall(r"[+−]?\d\.\d+", text)]
     return (query[0], int(query[1])), (key[0], int(key[1])), weights
@@ -259,7 +259,7 @@ def readout(lens):
 def statistics_of(lens):
     """Returns the statistics of the enlarged head, without the values for uniform attention:
     {title: text}."""
-    texts = lens.locator("#values > div").all_inner_texts()
+    texts = lens.locator("#values > div").locator("visible=true").all_inner_texts()
     return dict(text.partition(", chance")[0].split("\n") for text in texts)
 
 

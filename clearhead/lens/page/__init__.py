@@ -95,7 +95,8 @@ def _shown(name: str) -> dict:
     if name not in KINDS:
         return {}
     kind = KINDS[name]
-    return {"letter": kind.letter, "target": kind.target, "is_simple": kind.is_simple}
+    shown = ("letter", "meaning", "target", "is_simple")
+    return {key: getattr(kind, key) for key in shown}
 
 
 def _history(rows: Sequence[Row], steps: set[int]) -> str:

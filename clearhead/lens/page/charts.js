@@ -26,9 +26,9 @@ export function buildCharts() {
     const title = make("button", { textContent: statistic.title, title: statistic.description });
     title.addEventListener("click", () => openHelp(statistic.key));
     const caption = make("figcaption", {}, title, chart.value);
-    const figure = make("figure", { className: "chart" }, caption, chart.frame);
-    figure.dataset.statistic = statistic.key;
-    $("charts").append(figure);
+    chart.figure = make("figure", { className: "chart" }, caption, chart.frame);
+    chart.figure.dataset.statistic = statistic.key;
+    $("charts").append(chart.figure);
     charts.push(chart);
     chart.lines.addEventListener("pointermove", (event) => {
       const near = nearest(chart, event);
@@ -70,17 +70,15 @@ function measure(chart) {
 /** Draws the axes and the faint lines of all heads, which do not depend on the shown step. */
 function drawChartLines() {
   for (const chart of charts) {
+    chart.figure.hidden = false; // a hidden chart has no size
     measure(chart);
+    chart.figure.hidden = chart.empty;
+    if (chart.empty) continue;
     const { statistic, width, tall, x, y, uniform } = chart;
     const context = prepareCanvas(chart.lines, width, tall);
     context.font = "10.5px system-ui, sans-serif";
     context.fillStyle = colours.muted;
     context.textBaseline = "middle";
-    if (chart.empty) {
-      context.fillText("not defined on this prompt", MARGIN.left, tall / 2);
-      prepareCanvas(chart.marks, width, tall);
-      continue;
-    }
     context.textAlign = "right";
     context.lineWidth = 1;
     for (const tick of roundTicks(chart.low, chart.high, 3)) {
@@ -136,10 +134,7 @@ function drawHistory(context, chart, of, { steps, rows, at }, index) {
 /** Draws the shown step, the selected head and the head under the pointer. */
 export function drawChartMarks() {
   for (const chart of charts) {
-    if (!chart.x || chart.empty) {
-      chart.value.textContent = "";
-      continue;
-    }
+    if (!chart.x || chart.empty) continue;
     const { width, tall, x, y, statistic, single } = chart;
     const context = prepareCanvas(chart.marks, width, tall);
     const upright = (step, colour) => {

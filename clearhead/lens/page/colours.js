@@ -10,7 +10,7 @@ const VIRIDIS = `0:440154 13:481467 30:472a7a 42:443983 58:3e4c8a 81:32648e 125:
 // Blue: less weight; orange: more. Zero is light in the light theme and dark in the dark theme.
 const DIVERGING = {
   light: "0:053061 64:3a87bd 128:fafafa 191:e08a1e 255:7a3606",
-  dark: "0:d6ecff 64:55a3ef 112:2f5f92 128:2e3237 144:8a5a20 191:ee9638 255:ffe6b5",
+  dark: "0:8fd0ff 64:4a95de 112:2f5f92 128:2e3237 144:8a5a20 191:de8a30 255:ffc46b",
 };
 
 const rgb = (hex) => [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16));

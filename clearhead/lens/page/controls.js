@@ -4,11 +4,12 @@ import { format, formatLimit, plainText, plural, visible } from "./text.js";
 import { $, bold, checkRadio, fillSelect, make, showMessage } from "./dom.js";
 import { decode, prefetch, prepare, readData } from "./data.js";
 import {
-  A, B, REMOVED, SIGNIFICANCE, choosePrompt, gridShows, here, isMean, nearestFrame, other,
+  A, B, REMOVED, SIGNIFICANCE, gridShows, here, isMean, nearestFrame, other,
   otherRunSide, rangeOf, run, setRuns, sideName, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
 import { layOut, select, stepHead } from "./grid.js";
+import { choosePrompt } from "./finding.js";
 import { isPlaying, pause, togglePlay } from "./player.js";
 import { copyLink, restore } from "./link.js";
 import { newsText } from "./losses.js";
@@ -123,6 +124,8 @@ export function sortBy(sort) {
 /** Updates all controls and notes from the state. */
 export function showControls() {
   $("step-number").textContent = `step ${here.step}`;
+  // The slider does not move when the number of digits changes.
+  $("step-number").style.minWidth = `${4.5 + String(run.frames.at(-1).step).length}ch`;
   $("step").value = state.frame;
   $("step").setAttribute("aria-valuetext", `step ${here.step} ${newsText()}`.trim());
   $("play").textContent = isPlaying() ? "❚❚" : "▶";
@@ -154,8 +157,7 @@ export function showControls() {
 
 function showNotes() {
   const prompt = run.prompts[state.prompt];
-  const what = [bold(run.name), ` · ${plural(run.layers, "layer")} × ` +
-    `${plural(run.heads, "head")} · ${plural(A.T, "token")}`];
+  const what = [plural(A.T, "token")];
   if (prompt.truncated) what.push(" (prompt truncated)");
   if (prompt.period > 0) {
     const [last, end] = [prompt.period, 2 * prompt.period];

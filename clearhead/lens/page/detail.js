@@ -1,10 +1,10 @@
 /* The enlarged head: its heatmaps, what is under the pointer, and its statistics. */
 
-import { clamp, format, formatCell, formatChange, visible } from "./text.js";
-import { $, bold, make } from "./dom.js";
+import { clamp, format, formatCell, formatChange } from "./text.js";
+import { $, bold, make, quotedToken } from "./dom.js";
 import {
   A, B, enlarged, here, indexInB, indexName, hovered, isMean, isStrong, meanIsShown, run, selected,
-  selectedQuery, sideName, state, update, valueAt,
+  selectedQuery, sideName, state, uniformOf, update, valueAt,
 } from "./state.js";
 import { firstKey, paint } from "./maps.js";
 import { cellOf } from "./kinds.js";
@@ -109,8 +109,7 @@ function strongestKey(query) {
 
 function drawReadout(query, key, most) {
   const cell = (of) => cellOf(of, enlarged(), query, key);
-  const token = (n) => make("bdi", { textContent: `"${visible(A.tokens[n], 40)}"`,
-    title: A.tokens[n] });
+  const token = (n) => quotedToken(A.tokens[n]);
   const [a, b] = [cell(A), cell(B)];
   const parts = [token(query), ` (${query}) attends ${most ? "most " : ""}to `, token(key),
     ` (${key}): `];
@@ -143,5 +142,6 @@ function drawValues(index) {
     list.children[n].lastChild.textContent = inB < 0 ? withUniform(key, a)
       : `${format(a)} → ${withUniform(key, valueAt(B, key, inB))}`;
     list.children[n].classList.toggle("strong", isStrong(here, key, index));
+    list.children[n].hidden = valueAt(A, key, index) === null && uniformOf(A, key) === null;
   });
 }

@@ -1,5 +1,7 @@
 /* DOM elements, messages and canvases. */
 
+import { label, visible } from "./text.js";
+
 export const $ = (id) => document.getElementById(id);
 
 /** Returns a new element. String children become text, never markup. */
@@ -10,6 +12,10 @@ export function make(tag, properties = {}, ...children) {
 }
 
 export const bold = (text) => make("b", { textContent: text });
+
+/** Returns a token in quotes with visible white space. */
+export const quotedToken = (text) =>
+  make("bdi", { textContent: `"${label(text, 24)}"`, title: visible(text) });
 
 export function fillSelect(select, choices) {
   select.replaceChildren(...choices.map(([value, textContent, disabled = false]) =>

@@ -1,13 +1,13 @@
 /* One sentence about the enlarged head, and the head with which the page opens. */
 
-import { format, formatWeight, visible } from "./text.js";
-import { $, bold, make } from "./dom.js";
+import { format, formatWeight } from "./text.js";
+import { $, bold, make, quotedToken } from "./dom.js";
 import { weight } from "./data.js";
 import {
   headName, here, placeOfHead, run, selected, selectedQuery, side, significance, state,
   uniformOf, update, valueAt,
 } from "./state.js";
-import { findName, kindOf, nameAt, namingEvents, sinceText } from "./names.js";
+import { findName, kindOf, lastName, nameAt, namingEvents, sinceText } from "./names.js";
 
 const isSeparator = (token) => token !== "" && /^\p{P}*$/u.test(token.trim());
 const upTo = (count) => Array.from({ length: count }, (_, n) => n);
@@ -59,17 +59,17 @@ function bestPrompt(frame, key, index, only = null) {
   }, null);
 }
 
-/** Returns the most significant head of the last step: a head with a name, if possible not a simple
- * one, or else the head that is nearest to a name: {index, key: of the name, frame, prompt, query: its
- * clearest row or null}. null if no statistic is defined. */
-export function openingHead() {
-  const frame = run.frames.length - 1;
+/** Returns the most significant head of a frame: a head with a name, if possible not a simple one, or
+ * else the head that is nearest to a name: {index, key: of the name, frame, prompt, query: its clearest
+ * row or null}. null if no statistic is defined. accepts: which heads to consider. */
+export function clearestHead(frame, accepts = () => true) {
   const { step } = run.frames[frame];
   const keys = run.statistics.filter(({ is_name }) => is_name).map(({ key }) => key);
   let best = null;
   for (let index = 0; index < run.count; index++) {
+    if (!accepts(index)) continue;
     const name = nameAt(run, index, step);
-    const isNamed = keys.includes(name);
+    const isNamed = Boolean(kindOf(name));
     for (const key of isNamed ? [name] : keys) {
       const found = bestPrompt(frame, key, index, run.opening_prompt);
       if (!found) continue;
@@ -84,15 +84,19 @@ export function openingHead() {
 
 /** Returns the view of this head. */
 export function openingView() {
-  const { index, frame, prompt, query } = openingHead() ?? {};
+  const { index, frame, prompt, query } = clearestHead(run.frames.length - 1) ?? {};
   return index === undefined ? {} : { frame, prompt, query, ...placeOfHead(index) };
 }
 
+const INTRODUCTIONS = {
+  induction: ". Such a head copies: ",
+  positional: ". Its attention depends on the positions of the tokens, hardly on the tokens: ",
+};
 const ORDINALS = ["first", "second", "third"];
 
 /** Returns the part of a sentence that says to which token the query token attends. */
 function patternText(name, { tokens, period }, { query, key }) {
-  const quoted = (n) => make("bdi", { textContent: `"${visible(tokens[n], 24)}"` });
+  const quoted = (n) => quotedToken(tokens[n]);
   const nth = (n) => {
     const count = tokens.slice(0, n + 1).filter((token) => token === tokens[n]).length;
     return [`the ${ORDINALS[count - 1] ?? `${count}th`} `, quoted(n)];
@@ -110,8 +114,7 @@ function patternText(name, { tokens, period }, { query, key }) {
       quoted(key), ` (${key})`],
     segment_start: () => ["at ", quoted(query), ` (${query}) it attends to `, quoted(key),
       ` (${key}), the first token after a separator,`],
-    positional: () => [`it attends partly to the same positions in all texts; at position ${query}, ` +
-      `to position ${key}`],
+    positional: () => [`at position ${query} it attends to position ${key}`],
   }[name]();
 }
 
@@ -130,11 +133,13 @@ function noNameText(index) {
     `${uniform}), but a name needs a large weight on every prompt`;
 }
 
-/** Returns the later name of a head that has none at the shown step, as a sentence. */
-function laterText(index) {
+/** Returns the last and the next name of a head that has none at the shown step, as sentences. */
+function otherNamesText(index) {
   const event = namingEvents(run).find(({ heads, step }) =>
     heads.includes(index) && step > here.step);
-  return event ? ` It becomes ${withArticle(event.key)} at step ${event.step}.` : "";
+  const before = lastName(run, index, here.step);
+  return (before ? ` It was ${withArticle(before.key)} at step ${before.step}.` : "") +
+    (event ? ` It becomes ${withArticle(event.key)} at step ${event.step}.` : "");
 }
 
 export function withArticle(key) {
@@ -149,10 +154,15 @@ function bestRow(name, index) {
   return best ? sharpestRow(state.frame, best.prompt, index, name) : row;
 }
 
-/** Returns the query token of the shown prompt at which the name of a head is clearest, or null. */
-export function sharpestQuery(index) {
+/** Returns the query token of a prompt at which the name of a head is clearest, or null. */
+export function sharpestQuery(index, prompt = state.prompt) {
   const name = findName(run, index, here.step);
-  return name && (sharpestRow(state.frame, state.prompt, index, name.key)?.query ?? null);
+  return name && (sharpestRow(state.frame, prompt, index, name.key)?.query ?? null);
+}
+
+/** Shows a prompt, on the row where the name of the enlarged head is clearest. */
+export function choosePrompt(prompt) {
+  update({ prompt, query: selected() === null ? null : sharpestQuery(selected(), prompt) });
 }
 
 /** Shows what the enlarged head does at the shown step, on its sharpest row. */
@@ -165,7 +175,7 @@ export function drawFinding() {
   const head = headName(index);
   if (!name) {
     $("finding").replaceChildren(
-      `${head} has no name at step ${here.step}: ${noNameText(index)}.`, laterText(index));
+      `${head} has no name at step ${here.step}: ${noNameText(index)}.`, otherNamesText(index));
     return;
   }
   const row = bestRow(name.key, index);
@@ -173,7 +183,7 @@ export function drawFinding() {
   if (row?.prompt === state.prompt) {
     const mean = name.key === "positional" ? ""
       : `; on average ${format(valueAt(here, name.key, index, false))}`;
-    parts.push(name.key === "induction" ? ". Such a head copies: " : ": ", "for example, ",
+    parts.push(INTRODUCTIONS[name.key] ?? ": ", "for example, ",
       ...patternText(name.key, run.prompts[state.prompt], row), " with weight ",
       bold(formatWeight(row.weight)), ` (chance ${format(row.uniform)})${mean}.`);
   } else parts.push(row ? `. This is measured on prompt ${row.prompt + 1}.` : ".");

@@ -91,7 +91,7 @@ function arrange() {
   setTabStop(tiles.find((tile) => tile.button.tabIndex === 0).index);
   const count = passing.filter(Boolean).length;
   $("count").textContent =
-    state.filter || state.name ? `${count} of ${run.count} heads` : "";
+    state.filter || state.name ? ` · ${count} of ${run.count} heads` : "";
 }
 
 export function drawGrid() {
@@ -128,14 +128,18 @@ export function markHovered() {
   marked?.button.classList.add("marked");
 }
 
-/** Shows the values of the head under the pointer, unless this head is enlarged. */
+/** Shows the name of the head under the pointer, unless this head is enlarged. Its tooltip has all
+ * statistics. */
 export function showHovered() {
   const { index } = hovered;
   const text = index === null ? "" : headValues(index);
   if (text) tiles[index].button.title = text.replaceAll(" · ", "\n");
-  $("hovered").textContent = index === selected() ? "" : text;
+  const [head, name] = text.split(" · ");
+  $("hovered").textContent = index === selected() || !text ? ""
+    : `${head} · ${shownName(index) ? name : "no name"}`;
 }
 
+/** Returns the name and all statistics of a head. */
 function headValues(index) {
   const values = run.statistics.filter((statistic) => !statistic.empty).map(({ key, title }) =>
     `${title} ${withUniform(key, shownValue(key, index), B && state.show === "difference")}`);
@@ -273,8 +277,13 @@ export function fitPaper() {
   document.documentElement.style.setProperty("--print", scale);
 }
 
+/** Measures the bar, and where the left column stays while the page scrolls: below the bar or, if it is
+ * longer than the window, with its end at the end of the window. */
 export function measureBar() {
-  document.documentElement.style.setProperty("--bar", `${$("bar").offsetHeight}px`);
+  const bar = $("bar").offsetHeight;
+  const stick = Math.min(bar + 10, innerHeight - $("all").offsetHeight - 10);
+  document.documentElement.style.setProperty("--bar", `${bar}px`);
+  document.documentElement.style.setProperty("--stick", `${stick}px`);
 }
 
 /** Returns the pixels for the enlarged head and the charts. */

@@ -3,13 +3,14 @@
 import { clamp } from "./text.js";
 import { $ } from "./dom.js";
 import {
-  A, choosePrompt, hovered, run, selected, selectedQuery, state, update,
+  A, hovered, run, selected, selectedQuery, state, update,
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
 import { moveHead, select } from "./grid.js";
 import { hoverCell } from "./detail.js";
 import { goStep, togglePlay } from "./player.js";
 import { toggleCompare } from "./controls.js";
+import { choosePrompt } from "./finding.js";
 import { openHelp } from "./help.js";
 import { endTour, goTour } from "./tour.js";
 

@@ -117,7 +117,7 @@ export function drawTimeline() {
     label.lastChild.textContent = isPart ? format(value) : formatLoss(value);
   }
   const news = newsText();
-  $("news").textContent = news && `new: ${news}`;
+  $("news").textContent = news ? `new: ${news}` : namings.length ? "marks: heads get their names" : "";
   const { clientWidth: width, clientHeight: tall } = $("losses").parentElement;
   if (!width || !tall) return; // hidden in a small window
   const context = prepareCanvas($("losses"), width, tall);

@@ -18,7 +18,7 @@ import { isBeyondTour, keepLink, readLink, restore } from "./link.js";
 import { buildControls, showControls } from "./controls.js";
 import { buildPositions, drawPositions } from "./positions.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
-import { buildNames, drawNames } from "./names.js";
+import { buildLegend, drawLegend } from "./legend.js";
 import { drawFinding, openingView } from "./finding.js";
 import { buildTour, drawTour, goTour } from "./tour.js";
 import { drawGroups, drawRemoved } from "./removed.js";
@@ -35,7 +35,7 @@ function drawAll() {
   layOut();
   drawGrid();
   timing.grid = performance.now() - begin;
-  drawNames();
+  drawLegend();
   drawFinding();
   drawTour();
   drawRemoved();
@@ -81,7 +81,8 @@ function listen() {
     drawPositions();
   }).observe($("side"));
   new ResizeObserver(() => drawArcs()).observe($("text"));
-  new ResizeObserver(measureBar).observe($("bar"));
+  const sizes = new ResizeObserver(measureBar);
+  for (const id of ["bar", "all"]) sizes.observe($(id));
   new ResizeObserver(drawTimeline).observe($("track"));
 }
 
@@ -102,7 +103,7 @@ async function start() {
   buildArcs();
   buildCharts();
   buildPositions();
-  buildNames();
+  buildLegend();
   buildTimeline();
   buildHelp();
   buildExport();

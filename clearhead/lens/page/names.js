@@ -1,9 +1,9 @@
-/* Names of heads at each step: tags, a legend and a filter. lens/heads.py has the names and the rule. */
+/* Names of heads at each step. lens/heads.py has the names and the rule. */
 
 import { $, make } from "./dom.js";
 import { A, B, headName, here, indexInB, run, state, update } from "./state.js";
 
-/** Returns {key, title, letter, target, is_simple} of a name that the page shows, else null. Uniform
+/** Returns {key, title, letter, meaning, target, is_simple} of a name that the page shows, else null. Uniform
  * attention is not a finding. */
 export function kindOf(key) {
   const name = run.names.find((one) => one.key === key && one.letter);
@@ -24,17 +24,29 @@ export function sinceStep(of, index, step) {
   return of.nameSteps[snapshot];
 }
 
+/** Returns the last step before `step` at which a head has a name, {step, key}, or null. */
+export function lastName(of, index, step) {
+  for (let snapshot = snapshotAt(of, step) - 1; snapshot >= 0; snapshot--) {
+    const key = nameIn(of, snapshot, index);
+    if (kindOf(key)) return { step: of.nameSteps[snapshot], key };
+  }
+  return null;
+}
+
 /** Returns {key, title, letter} of a named head, or null. */
 export function findName(of, index, step) {
   return kindOf(nameAt(of, index, step));
 }
 
-/** Returns " since step N" for a named head, " at step N" if it has no name before, "" if there is
- * only one snapshot. */
+/** Returns " since step N" for a named head, " at step N" if this name is new, and when the head had the
+ * name first; "" if there is only one snapshot. */
 export function sinceText(of, index, step) {
   if (of.nameSteps.length === 1) return "";
   const since = sinceStep(of, index, step);
-  return ` ${since === of.nameSteps[snapshotAt(of, step)] ? "at" : "since"} step ${since}`;
+  const name = nameAt(of, index, step);
+  const first = of.nameSteps.find((_, snapshot) => nameIn(of, snapshot, index) === name);
+  return ` ${since === of.nameSteps[snapshotAt(of, step)] ? "at" : "since"} step ${since}` +
+    (first < since ? ` (first at step ${first})` : "");
 }
 
 /** Returns the name of a head on the side that the grid shows, or null. */
@@ -78,31 +90,4 @@ export const groupTitle = ({ name, heads }) =>
 export function fillTag(tag, name) {
   tag.className = name ? `tag kind-${name.key}` : "tag";
   tag.textContent = name?.letter ?? "";
-}
-
-export function buildNames() {
-  for (const { key, letter, title } of run.names.map((name) => kindOf(name.key)).filter(Boolean)) {
-    const tag = make("span", { className: `tag kind-${key}`, textContent: letter });
-    const button = make("button", { className: "quiet", title: `show only the ${title}s` }, tag,
-      make("span", { textContent: title }));
-    button.dataset.name = key;
-    button.addEventListener("click", () => update({ name: state.name === key ? "" : key }));
-    $("names").append(button);
-  }
-  $("names").append(make("span", { id: "no-names" }));
-}
-
-/** Updates the legend: the names that occur at the shown step, with their numbers of heads. */
-export function drawNames() {
-  const shown = Array.from({ length: run.count }, (_, index) => shownName(index)?.key);
-  for (const button of $("names").querySelectorAll("button")) {
-    const { name } = button.dataset;
-    const count = shown.filter((key) => key === name).length;
-    button.hidden = !count && state.name !== name;
-    button.lastChild.textContent = `${kindOf(name).title}${count === 1 ? "" : "s"} ${count}`;
-    button.setAttribute("aria-pressed", state.name === name);
-  }
-  $("no-names").textContent = shown.some(Boolean) ? ""
-    : `No head has a name at step ${here.step}: none attends to one kind of token clearly more ` +
-      "than by chance, on every prompt.";
 }

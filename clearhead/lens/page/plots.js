@@ -151,7 +151,7 @@ function drawCopies(context, { left, size, cell, labels }) {
   context.textAlign = "center";
   for (const [text, middle] of [["copy 1", 1 + period / 2], ["copy 2", 1 + 1.5 * period]]) {
     if (!labels) break;
-    context.fillText(text, left + middle * cell, size + left - 5);
+    context.fillText(text, left + middle * cell, 14); // in the masked half
     context.save();
     context.translate(6, middle * cell);
     context.rotate(-Math.PI / 2);

@@ -1,8 +1,8 @@
 /* What the model predicts after the query token: the most likely next tokens, and what the output
  * layer predicts from the input of each layer (the logit lens). */
 
-import { formatChance, formatLoss, label, visible } from "./text.js";
-import { $, bold, make } from "./dom.js";
+import { formatChance, formatLoss } from "./text.js";
+import { $, bold, make, quotedToken } from "./dom.js";
 import { A, B, sideName } from "./state.js";
 
 export const predictionsOf = (of) => of?.facts.predictions?.of_prompts[of.prompt] ?? null;
@@ -13,10 +13,6 @@ export function drawNextToken(query) {
   $("next").hidden = !sides.length;
   $("next").replaceChildren(...sides.map((of) => nextToken(of, query)));
 }
-
-/** Returns a token in quotes with visible white space. */
-const quotedToken = (text) =>
-  make("bdi", { textContent: `"${label(text, 24)}"`, title: visible(text) });
 
 /** Returns a row of a list of predicted tokens. isTrue: it is the next token of the prompt. */
 function predictionRow(text, p, isTrue) {

@@ -11,8 +11,26 @@ import { fillTag, groupTitle, kindOf, nameAt } from "./names.js";
 
 const changeText = (result) => formatLossChange(result.loss_change, result.loss_change_error);
 
+/** Returns the place of a head among all heads, ordered by the change of the loss without them. */
+function rankOf({ heads }, { loss_change: change }) {
+  const larger = heads.filter((one) => one.loss_change > change).length;
+  return `; ${larger ? `number ${larger + 1} of the ${heads.length} heads by this change`
+    : `the largest change of the ${heads.length} heads`}`;
+}
+
+/** Returns whether the removal of several heads changes the loss more than their single removals do
+ * together, as a sentence. */
+function togetherText({ heads, method }, group, isInGroup) {
+  const members = heads.filter(isInGroup);
+  const sum = members.reduce((total, { loss_change: change }) => total + change, 0);
+  const isMore = group.loss_change > 2 * (sum + (group.loss_change_error ?? 0));
+  if (method !== "exact" || members.length !== group.heads || !isMore) return "";
+  return ` This is more than the single changes together, ${formatLoss(sum, true)}: ` +
+    "these heads can replace each other.";
+}
+
 /** Returns one sentence: loss and accuracy before and after the removal. */
-function resultText({ method, loss, accuracy }, result) {
+function resultText({ method, loss, accuracy }, result, rankText = "") {
   const { loss_change: change, loss_change_error: error, accuracy_without: without } = result;
   // So that the two losses differ if the change is not 0.
   const [before, after] = [loss, loss + change].map((value) =>
@@ -22,7 +40,7 @@ function resultText({ method, loss, accuracy }, result) {
   const isUnclear = !isNone && error !== null && Math.abs(change) < 2 * error;
   const parts = [`loss ${before} → ${about}${after} (`,
     bold(isNone ? "no measurable change" : changeText(result)),
-    isUnclear ? ", not clearly different from 0)" : ")"];
+    isUnclear ? ", not clearly different from 0)" : isNone ? ")" : `${rankText})`];
   if (without !== null) parts.push(`, accuracy ${format(accuracy)} → `, bold(format(without)));
   return parts;
 }
@@ -41,11 +59,11 @@ function alsoNeeded({ method, accuracy, groups }, name) {
 }
 
 const MEANING = "exact: measured without the heads; first-order estimate: gradient times change";
-const howMeasured = ({ method, windows, targets }) =>
-  `${method === "exact" ? "exact: output replaced by its mean"
+const howMeasured = ({ method, windows, targets }) => make("p", { className: "note", title: MEANING,
+  textContent: `${method === "exact" ? "exact: output replaced by its mean"
     : "first-order estimate, correct only for small changes"}; ` +
   `${plural(targets, "prediction")} in ${plural(windows, "validation window")}` +
-  (windows > 1 ? "; ± standard error" : "");
+  (windows > 1 ? "; ± standard error" : "") });
 
 /** Returns where the values are, for a side that shows another step. */
 function elsewhere(of) {
@@ -80,12 +98,13 @@ export function drawRemoved() {
       const name = nameAt(of.run, placeIn(of), of.step);
       const group = ablation.groups.find((one) => one.name === name && one.heads > 1);
       const all = group ? [make("br"), `Without ${groupTitle(group)}: `,
-        ...resultText(ablation, group), "."] : [];
+        ...resultText(ablation, group), ".", togetherText(ablation, group, ({ layer, head }) =>
+          nameAt(of.run, layer * of.run.heads + head, of.step) === name)] : [];
       return [
         make("p", {}, ...prefix(of), `Without ${headName(placeIn(of), of.run)}: `,
-          ...resultText(ablation, found), ".", ...all,
+          ...resultText(ablation, found, rankOf(ablation, found)), ".", ...all,
           ...alsoNeeded(ablation, name)),
-        make("p", { className: "note", title: MEANING, textContent: howMeasured(ablation) })];
+        ...(ablation.groups.length ? [] : [howMeasured(ablation)])];
     }));
 }
 
@@ -95,7 +114,9 @@ function groupRow(ablation, group, digits) {
   const without = group.accuracy_without;
   const cells = [rounded(ablation.loss + group.loss_change, digits), changeText(group),
     ...(ablation.accuracy === null ? [] : [format(without)])];
-  return make("tr", {}, make("th", { scope: "row" }, tag, ` ${groupTitle(group)}`),
+  const meaning = kindOf(group.name)?.meaning ?? ""; // a page of an older version has none
+  return make("tr", {}, make("th", { scope: "row" }, tag, ` ${groupTitle(group)}`,
+    make("small", { textContent: meaning })),
     ...cells.map((textContent) => make("td", { className: "number", textContent })));
 }
 
@@ -113,7 +134,7 @@ function groupTable(of) {
     make("tr", {}, make("th", { scope: "row", textContent: "nothing" }),
       ...clean.map((textContent) => make("td", { className: "number", textContent }))),
     ...sorted.map((group) => groupRow(ablation, group, digits)))),
-  make("p", { className: "note", title: MEANING, textContent: howMeasured(ablation) })];
+  howMeasured(ablation)];
 }
 
 /** Shows the loss without all heads of each name. */
@@ -121,8 +142,10 @@ export function drawGroups() {
   const sides = measuredSides().filter((of) => of.run.ablation.groups.length);
   $("groups").hidden = !sides.length;
   if (!sides.length) return;
-  const sort = make("button", { textContent: "sort heads by loss without the head" });
-  sort.addEventListener("click", () => sortBy(REMOVED.key));
+  const isSorted = state.sort === REMOVED.key;
+  const sort = make("button", { textContent: isSorted ? "sort heads by layer"
+    : "sort heads by loss without the head" });
+  sort.addEventListener("click", () => sortBy(isSorted ? "" : REMOVED.key));
   $("groups").replaceChildren(
     make("h2", { textContent: "What if all heads of one kind are removed?" }),
     ...sides.flatMap((of) => [
@@ -132,5 +155,5 @@ export function drawGroups() {
     make("p", { className: "note", textContent: "Attention is not importance: a head can have a " +
       "clear pattern that the model does not need. Heads of the same name can replace each " +
       "other: the loss may change little without one of them and much without all of them." }),
-    ...(run.ablation && state.sort !== REMOVED.key ? [sort] : []));
+    ...(run.ablation ? [sort] : []));
 }

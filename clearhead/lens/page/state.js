@@ -226,10 +226,6 @@ export function update(changes = {}) {
   return waiting.then(() => ticket === tickets && redraw(), (error) => showMessage(error.message));
 }
 
-export function choosePrompt(prompt) {
-  update({ prompt, query: null });
-}
-
 /** Draws the page from the state. Returns the duration in milliseconds. */
 export function redraw() {
   here = side(run, state.frame, state.prompt);

@@ -13,21 +13,22 @@ import { copyingTour, missingForCopying } from "./tour_copying.js";
 // outline: the line of cells to outline in the map, {from, to: [key, query]}; points: ids of elements.
 let tour = null;
 let stops = [];
+let before = {}; // the state before the tour
 
 export function buildTour() {
   tour = copyingTour() ?? basicTour();
   $("show-tour").hidden = !tour;
   if (!tour) return;
-  for (const id of ["show-tour", "offer-tour"]) {
-    $(id).addEventListener("click", () => goTour(1).then(() => $("tour-next").focus()));
-  }
+  $("show-tour").addEventListener("click", () => goTour(1).then(() => $("tour-next").focus()));
   $("tour-next").addEventListener("click", () => goTour(state.tour + 1));
   $("tour-back").addEventListener("click", () => goTour(state.tour - 1));
   $("tour-end").addEventListener("click", endTour);
 }
 
+/** Ends the tour and restores the view before it. */
 export function endTour() {
-  update({ tour: 0 });
+  update({ ...before, tour: 0 });
+  before = {};
   $("show-tour").focus();
 }
 
@@ -54,6 +55,7 @@ export async function goTour(number) {
   stops = tour.stops();
   const stop = stops[number - 1];
   if (!stop) return endTour();
+  if (!state.tour) before = { ...state };
   const { theme } = state;
   await update({ ...DEFAULTS, ...stop.view, theme, tour: number });
   const shown = stop.points.map($).find((node) => node.offsetHeight);
@@ -64,7 +66,6 @@ export async function goTour(number) {
 export function drawTour() {
   const stop = stops[state.tour - 1];
   $("tour").hidden = !stop;
-  $("offer-tour").hidden = !tour || Boolean(stop);
   for (const node of document.querySelectorAll(".pointed")) node.classList.remove("pointed");
   document.documentElement.style.setProperty("--tour", `${$("tour").offsetHeight}px`);
   if (!stop) return;

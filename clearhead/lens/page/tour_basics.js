@@ -1,12 +1,12 @@
-/* The tour of a run that has not learned to copy: what one row means, what one head does, and what
- * changed from the first to the last step. */
+/* The tour of a run that has not learned to copy: what one row means, what the clearest head of each name
+ * does, and what changed from the first to the last step. */
 
-import { format, formatLoss, formatWeight, visible } from "./text.js";
-import { bold, make } from "./dom.js";
+import { format, formatLoss, formatLossChange, formatWeight } from "./text.js";
+import { bold, quotedToken } from "./dom.js";
 import { weight } from "./data.js";
 import { headName, other, placeOfHead, run, side, uniformOf, valueAt } from "./state.js";
-import { findName, kindOf } from "./names.js";
-import { openingHead, withArticle } from "./finding.js";
+import { findName, groupTitle, kindOf, nameAt } from "./names.js";
+import { clearestHead, withArticle } from "./finding.js";
 
 const isReadable = ({ length }) => length > 2;
 
@@ -14,7 +14,14 @@ const isReadable = ({ length }) => length > 2;
 export function basicTour() {
   const last = run.frames.length - 1;
   if (other || !last || !run.prompts.some(isReadable)) return null;
-  return { count: 3, frames: [0, last], stops: basicStops };
+  return { count: 2 + Math.max(1, shownNames().length), frames: [0, last], stops: basicStops };
+}
+
+/** Returns the names that heads have at the last step, at most four. */
+function shownNames() {
+  const names = Array.from({ length: run.count }, (_, index) =>
+    nameAt(run, index, run.frames.at(-1).step));
+  return run.names.map(({ key }) => key).filter((key) => kindOf(key) && names.includes(key)).slice(0, 4);
 }
 
 /** Returns the line of the cells to which the heads of a name attend, or null if it is no line. */
@@ -26,24 +33,30 @@ export function lineOf(key, { length, period }) {
 
 function basicStops() {
   const last = run.frames.length - 1;
-  const at = openingHead() ??
+  const at = clearestHead(last) ??
     { index: 0, key: "previous_token", prompt: run.prompts.findIndex(isReadable), query: null };
   const prompt = run.prompts[at.prompt];
   const query = at.query ?? prompt.length - 1;
   const weightOf = (key) => weight(run, last, at.prompt, at.index, query, key);
   let most = 0;
   for (let key = 1; key <= query; key++) if (weightOf(key) > weightOf(most)) most = key;
-  const token = (n) => [make("bdi", { textContent: `"${visible(prompt.tokens[n], 24)}"` }), ` (${n})`];
+  const token = (n) => [quotedToken(prompt.tokens[n]), ` (${n})`];
   const steps = [0, last].map((frame) => run.frames[frame].step);
-  const view = { ...placeOfHead(at.index), prompt: at.prompt, frame: last, query };
+  const viewOf = (one) => ({ ...placeOfHead(one.index), prompt: one.prompt, frame: last,
+    query: one.query ?? run.prompts[one.prompt].length - 1 });
+  const view = viewOf(at);
+  const ofNames = shownNames().map((key) =>
+    clearestHead(last, (index) => nameAt(run, index, run.frames[last].step) === key));
   return [
     { title: "one row", points: ["readout"], view,
       text: ["Each row of the heatmap is one token. It can attend to itself and to the tokens before " +
         "it. The marked row is ", ...token(query), ": its largest weight, ",
       bold(formatWeight(weightOf(most))), ", is on ", ...token(most),
       ". The weights of a row sum to 1."] },
-    { title: "one head", points: ["finding"], view, outline: lineOf(at.key, prompt),
-      text: ["All rows together show what the head does. ", ...kindText(at, last)] },
+    ...(ofNames.length ? ofNames : [at]).map((one, n) => ({
+      title: ofNames.length ? withArticle(one.key) : "one head", points: ["finding"],
+      view: viewOf(one), outline: lineOf(one.key, run.prompts[one.prompt]),
+      text: [n ? "" : "All rows together show what a head does. ", ...kindText(one, last)] })),
     { title: `from step ${steps[0]} to step ${steps[1]}`, points: ["others"],
       view: { ...view, compare: `step:${steps[0]}`, show: "b" }, text: changeOfRun(at, last) },
   ];
@@ -53,11 +66,25 @@ function basicStops() {
 function kindText({ index, key, prompt }, frame) {
   const of = side(run, frame, prompt);
   const [head, { target }] = [bold(headName(index)), kindOf(key)];
+  if (key === "positional") {
+    return [head, ` is ${withArticle(key)}. ${kindOf(key).meaning}`, ...neededText(index, key)];
+  }
   const value = bold(format(valueAt(of, key, index, false)));
   const name = findName(run, index, of.step);
   return [head, ` is ${name?.key === key ? "" : "nearest to "}${withArticle(key)}: its mean weight ` +
     `on ${target} is `, value,
-  `. Equal weights on all tokens would give ${format(uniformOf(of, key, false))}.`];
+  `. Equal weights on all tokens would give ${format(uniformOf(of, key, false))}.`,
+  ...neededText(index, key)];
+}
+
+/** Returns whether the model needs all heads of a name, if this was measured. */
+function neededText(index, key) {
+  const group = run.ablation?.groups.find(({ name }) => name === key);
+  const { loss_change: change, loss_change_error: error } = group ?? {};
+  if (!group || error === null || nameAt(run, index, run.ablation.step) !== key) return [];
+  const text = ` Without ${groupTitle(group)}, the loss changes by ${formatLossChange(change, error)}`;
+  return [Math.abs(change) > 2 * error ? `${text}.`
+    : `${text}, which is not clearly different from 0: attention is not importance.`];
 }
 
 /** Returns what changed from the first to the last step. */
@@ -67,7 +94,8 @@ function changeOfRun({ index, key, prompt }, last) {
   const [few, many] = sides.map((of) => Array.from({ length: run.count }, (_, head) =>
     findName(run, head, of.step)).filter(Boolean).length);
   const losses = run.curves["validation loss"] ?? [];
-  return ["A is the first step, B the last one. The mean weight of ", bold(headName(index)),
+  return ["A is the first step, B the last one; the play button shows all steps between them. The mean " +
+    "weight of ", bold(headName(index)),
     ` on ${kindOf(key).target} was `, bold(before), " and is ", bold(after),
     ". ", ...(few || many ? [`${few} of ${run.count} heads had a name, and ${many} ` +
       `${many === 1 ? "has" : "have"} one now. `] : []),

@@ -1,8 +1,8 @@
 /* The tour of a run that has learned to copy a repeated sequence: its heads and its losses, in the
  * order of the steps. */
 
-import { format, formatChance, formatLoss, formatWeight, visible } from "./text.js";
-import { bold, make } from "./dom.js";
+import { format, formatChance, formatLoss, formatWeight } from "./text.js";
+import { bold, make, quotedToken } from "./dom.js";
 import { weight } from "./data.js";
 import {
   headName, lossesOf, meanLoss, other, placeOfHead, run, side, statisticOf,
@@ -74,7 +74,7 @@ function copyingStops(subject, removed) {
   const chance = (frame, query) => Math.exp(-losses(frame)[query]);
   const query = clearestQuery(subject, chance);
   const key = query - period + 1;
-  const quoted = (n) => make("bdi", { textContent: `"${visible(tokens[n], 24)}"` });
+  const quoted = (n) => quotedToken(tokens[n]);
   const stepOf = (frame) => run.frames[frame].step;
   const average = (frame, name, index) =>
     bold(format(run.frames[frame].facts.statistics[prompt][name][index]));

@@ -1,0 +1,66 @@
+/* What the page shows in one sentence, and the legend of the names of heads, which is also a filter. */
+
+import { formatLossChange, plural } from "./text.js";
+import { $, bold, make } from "./dom.js";
+import { here, other, placeOfHead, run, state, update } from "./state.js";
+import { fillTag, findName, groupTitle, kindOf, nameAt, shownName } from "./names.js";
+import { clearestHead } from "./finding.js";
+
+const heads = () => Array.from({ length: run.count }, (_, index) => index);
+
+export function buildLegend() {
+  writeSubject();
+  // The same names at all steps, so that nothing moves while the page plays.
+  const known = [run, other].flatMap((of) =>
+    (of?.namesAt ?? []).flatMap((names) => names.map((n) => of.names[n]?.key)));
+  for (const { key, letter, title, meaning } of run.names.map((name) => kindOf(name.key))
+    .filter((kind) => kind && known.includes(kind.key))) {
+    const tag = make("span");
+    fillTag(tag, { key, letter });
+    const button = make("button", { className: "quiet", title: `${meaning}\nClick: only these heads.` },
+      tag, make("span", { textContent: title }));
+    button.dataset.name = key;
+    button.addEventListener("click", () => chooseName(key));
+    $("names").append(button);
+  }
+  $("names").append(make("span", { id: "no-names" }));
+}
+
+/** Shows only the heads of a name, and the clearest of them enlarged; again: all heads. */
+function chooseName(key) {
+  if (state.name === key) return update({ name: "" });
+  const found = clearestHead(state.frame, (index) => nameAt(run, index, here.step) === key);
+  const { prompt, query } = found ?? {};
+  update({ name: key, ...(found ? { prompt, query, ...placeOfHead(found.index), more: [] } : {}) });
+}
+
+/** Writes what the model is and what its heads have learned at the last step. */
+function writeSubject() {
+  const { step } = run.frames.at(-1);
+  const named = heads().filter((index) => findName(run, index, step)).length;
+  const text = [bold(run.name), `: ${plural(run.layers, "layer")} × ${plural(run.heads, "head")}` +
+    (run.frames.length > 1 ? `, ${plural(step, "training step")}. ` : ". ") +
+    (named ? `${named} of ${plural(run.count, "head")} ${named === 1 ? "has" : "have"} a clear pattern, ` +
+      "which gives them a name. " : "No head has a pattern that gives it a name. ")];
+  const [most] = [...run.ablation?.groups ?? []].sort((a, b) => b.loss_change - a.loss_change);
+  if (most && most.loss_change > 2 * (most.loss_change_error ?? Infinity)) {
+    text.push(`The model needs ${groupTitle(most)} most: without ${most.heads === 1 ? "it" : "them"}, ` +
+      "the loss changes by ", bold(formatLossChange(most.loss_change, most.loss_change_error)), ".");
+  }
+  $("subject").replaceChildren(...text);
+}
+
+/** Updates the legend: the number of heads of each name at the shown step. */
+export function drawLegend() {
+  const shown = heads().map((index) => shownName(index)?.key);
+  for (const button of $("names").querySelectorAll("button")) {
+    const { name } = button.dataset;
+    const count = shown.filter((key) => key === name).length;
+    button.classList.toggle("none", !count);
+    button.lastChild.textContent = `${kindOf(name).title}${count === 1 ? "" : "s"} ${count}`;
+    button.setAttribute("aria-pressed", state.name === name);
+  }
+  $("no-names").textContent = $("names").querySelector("button") ? ""
+    : "No head has a name: none attends to one kind of token clearly more than by chance, on every " +
+      "prompt.";
+}
