@@ -249,6 +249,7 @@ export function layOut(force = false) {
   if (low >= (compact ? 10 : 24)) tile = Math.min(tile, low); // the whole grid on one screen
   if (compact && !state.sort) wide ||= width - margin - run.heads * (tile + gap) - labels >= 240;
   $("app").classList.toggle("wide", wide);
+  placeGroups(wide);
   if (state.sort) tile = Math.max(62, Math.min(tile, 92));
   tile = clamp(tile, compact ? 6 : 24, 150); // large enough for a finger; the grid can scroll
   const exact = (Math.floor((tile * devicePixelRatio) / A.T) * A.T) / devicePixelRatio;
@@ -266,13 +267,21 @@ export function layOut(force = false) {
   measureSide();
 }
 
+/** Places the table of removed heads below the grid or, in one column and on paper, after the enlarged
+ * head. */
+function placeGroups(isBelowGrid) {
+  if (isBelowGrid) $("all").append($("groups"));
+  else $("legend").before($("groups"));
+}
+
 const PAPER = 940; // pixels: height of a page of paper, A4 or Letter, without margins
 
-/** Sets the scale of the printed heatmaps: the grid and the enlarged heatmap fit on one page. */
-export function fitPaper() {
+/** Arranges the page for paper: the grid and the enlarged heatmap fit on one page. */
+export function fitPaper(isPrinted) {
+  placeGroups(!isPrinted && $("app").classList.contains("wide"));
   const high = (...ids) => ids.reduce((sum, id) => sum + $(id).offsetHeight, 0);
   const maps = high("grid") + $("map").parentElement.offsetHeight;
-  const rest = high("bar", "how", "names", "what", "finding") + 120; // headings and gaps
+  const rest = high("bar", "subject", "how", "names", "what", "finding") + 120; // headings and gaps
   const scale = clamp((PAPER - rest) / maps, 0.4, 1);
   document.documentElement.style.setProperty("--print", scale);
 }

@@ -55,8 +55,9 @@ export function buildHelp() {
       `limit on every prompt on which it is defined (${limits}). If several names are possible, ` +
       "it has the one with the largest significance. A head with none of these names is " +
       `positional if its value of this statistic is at least ${positional}, and uniform (without ` +
-      "a letter) if its entropy is nearly that of uniform attention. A name says where a head " +
-      "attends. It does not say that the model needs the head."),
+      "a letter) if its entropy is nearly that of uniform attention. “Since step N” says that it has " +
+      "its name at all snapshots from step N on. A name says where a head attends. It does not say " +
+      "that the model needs the head."),
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +
       "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half. With " +

@@ -6,7 +6,7 @@ import { here, other, placeOfHead, run, state, update } from "./state.js";
 import { fillTag, findName, groupTitle, kindOf, nameAt, shownName } from "./names.js";
 import { clearestHead } from "./finding.js";
 
-const heads = () => Array.from({ length: run.count }, (_, index) => index);
+const indices = () => Array.from({ length: run.count }, (_, index) => index);
 
 export function buildLegend() {
   writeSubject();
@@ -37,11 +37,12 @@ function chooseName(key) {
 /** Writes what the model is and what its heads have learned at the last step. */
 function writeSubject() {
   const { step } = run.frames.at(-1);
-  const named = heads().filter((index) => findName(run, index, step)).length;
+  const isTraining = run.frames.length > 1;
+  const named = indices().filter((index) => findName(run, index, step)).length;
+  const heads = `${named || "no"} of ${plural(run.count, "head")} ${named > 1 ? "have" : "has"}`;
   const text = [bold(run.name), `: ${plural(run.layers, "layer")} × ${plural(run.heads, "head")}` +
-    (run.frames.length > 1 ? `, ${plural(step, "training step")}. ` : ". ") +
-    (named ? `${named} of ${plural(run.count, "head")} ${named === 1 ? "has" : "have"} a clear pattern, ` +
-      "which gives them a name. " : "No head has a pattern that gives it a name. ")];
+    (isTraining ? `, ${plural(step, "training step")}. At the end, ${heads}` : `; ${heads}`) +
+    " a clear pattern, and a name for it. "];
   const [most] = [...run.ablation?.groups ?? []].sort((a, b) => b.loss_change - a.loss_change);
   if (most && most.loss_change > 2 * (most.loss_change_error ?? Infinity)) {
     text.push(`The model needs ${groupTitle(most)} most: without ${most.heads === 1 ? "it" : "them"}, ` +
@@ -52,7 +53,7 @@ function writeSubject() {
 
 /** Updates the legend: the number of heads of each name at the shown step. */
 export function drawLegend() {
-  const shown = heads().map((index) => shownName(index)?.key);
+  const shown = indices().map((index) => shownName(index)?.key);
   for (const button of $("names").querySelectorAll("button")) {
     const { name } = button.dataset;
     const count = shown.filter((key) => key === name).length;

@@ -69,7 +69,7 @@ function listen() {
   for (const [event, isPrinted] of [["beforeprint", true], ["afterprint", false]]) {
     addEventListener(event, () => {
       setPrinted(isPrinted);
-      fitPaper();
+      fitPaper(isPrinted);
       readTheme(isPrinted);
       redraw();
     });

@@ -3,8 +3,8 @@
 import { $, make } from "./dom.js";
 import { A, B, headName, here, indexInB, run, state, update } from "./state.js";
 
-/** Returns {key, title, letter, meaning, target, is_simple} of a name that the page shows, else null. Uniform
- * attention is not a finding. */
+/** Returns {key, title, letter, meaning, target, is_simple} of a name that the page shows, else null.
+ * Uniform attention is not a finding. */
 export function kindOf(key) {
   const name = run.names.find((one) => one.key === key && one.letter);
   return name ? { ...name, title: `${name.title.replaceAll(" ", "-")} head` } : null;
