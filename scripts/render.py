@@ -38,7 +38,9 @@ def main(settings: RenderConfig) -> None:
     frames = stored["lens"]["frames"]
     try:
         rows = read_rows(folder / "metrics.jsonl", *CURVES)
-        render_run(folder / "attention", frames, curves(rows))
+        # Without W&B, the run has no pages and small images of single steps.
+        dashboard = (folder / "wandb").exists()
+        render_run(folder / "attention", frames, curves(rows), dashboard)
     except ValueError as error:
         hint = "remove the file, or use the version of clearhead that wrote it"
         raise DataError("run", settings.run, str(error), hint) from error

@@ -18,11 +18,19 @@ from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
 Files = dict[str, Path]  # by the key on a dashboard
 
 
-def render_run(folder: Path, frames: int = 24, curves: Mapping[str, list] | None = None) -> None:
+def render_run(
+    folder: Path,
+    frames: int = 24,
+    curves: Mapping[str, list] | None = None,
+    dashboard: bool = True,
+) -> None:
     """Writes all images and pages of a run again. folder: runs/NAME/attention. frames: of the
-    time-lapse. curves: as for `run_data`. Raises ValueError for an invalid snapshot file."""
-    for path in snapshot_files(folder):
-        draw_snapshot(read_snapshot(path), folder)
+    time-lapse. curves: as for `run_data`. dashboard: as for Lens.snapshot. Raises ValueError for an
+    invalid snapshot file."""
+    files = snapshot_files(folder)
+    for path in files:
+        panels = dashboard or path == files[-1]
+        draw_snapshot(read_snapshot(path), folder, panels, viewer=dashboard)
     history = read_history(folder / "statistics.jsonl")
     draw_timelapse(folder, history, frames, curves, animated=True)
 
