@@ -19,6 +19,11 @@ MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/i
 # The type checker checks the model and the library with its preset `default`, all others with `basic`.
 STRICT := attention.py model.py clearhead/lens
 
+# A setting outside of ARGS would be a variable that nothing reads.
+KNOWN := PYTHON VENV ARGS TEXTS PIP_OPTIONS PARALLEL FAULTS MORE_TRIALS STRICT SHELL
+OTHER := $(foreach v,$(filter-out $(KNOWN),$(.VARIABLES)),$(if $(filter command,$(origin $v)),$v=$($v)))
+$(if $(strip $(OTHER)),$(error settings need quotes: make $(MAKECMDGOALS) ARGS="$(strip $(ARGS) $(OTHER))"))
+
 .PHONY: help train test campaign gpu-check matrix extras audit lint format clean
 
 help:  ## this list
