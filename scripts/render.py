@@ -25,7 +25,7 @@ class RenderConfig(ScriptConfig):
 
 @settings_command(RenderConfig)
 def main(settings: RenderConfig) -> None:
-    from clearhead.checkpoint.run_directory import settings_of
+    from clearhead.checkpoint.run_directory import attention_page, settings_of
     from clearhead.files import read_rows
     from clearhead.lens.render import render_run
     from clearhead.reporting.report import write_report
@@ -44,7 +44,9 @@ def main(settings: RenderConfig) -> None:
     except ValueError as error:
         hint = "remove the file, or use the version of clearhead that wrote it"
         raise DataError("run", settings.run, str(error), hint) from error
-    print(sanitize(f"wrote {folder / 'attention'} and {write_report(folder)}"))
+    if page := attention_page(folder):
+        print(sanitize(f"attention page   {page}"))
+    print(sanitize(f"report           {write_report(folder)}"))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,24 @@ def test_pages_of_a_run_are_made_again(in_process, tmp_path):
     before = {path: path.read_bytes() for path in made}
     for path in (*made, run / "report.html"):
         path.unlink()
-    code, _, err = in_process(main, tmp_path, "run=runs/one")
+    code, out, err = in_process(main, tmp_path, "run=runs/one")
     assert (code, err) == (0, "")
     made = [path for path in attention.iterdir() if path.suffix in kinds]
     is_same = {path: path.read_bytes() for path in made} == before
     assert is_same
     assert (run / "report.html").is_file()
+    for path in ("attention/timelapse.html", "report.html"):
+        assert f"runs/one/{path}" in out.split()
 
     (run / "attention" / "step_00000001.npz").write_bytes(b"of another version")
     for wrong in ("runs/one", "runs"):
         code, _, err = in_process(main, tmp_path, f"run={wrong}")
         assert (code, printed_keys(err)) == (3, ["run"])
+
+
+def test_a_run_without_attention_has_only_a_report(in_process, tmp_path):
+    train_in(tmp_path, "name=one")
+    code, out, err = in_process(main, tmp_path, "run=runs/one")
+    assert (code, err) == (0, "")
+    assert "runs/one/report.html" in out.split()
+    assert "attention/" not in out
