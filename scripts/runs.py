@@ -49,7 +49,9 @@ class RunsConfig(ScriptConfig):
 
     runs_dir: Name = Field("runs", description="folder that contains the run directories")
     name: Names | None = Field(
-        None, description="only these runs: a name, a pattern such as 'lr_*', or a list; null: all"
+        None,
+        description="only these runs: a name, a pattern such as 'lr_*', or a list, also with the"
+        " folder, as runs/NAME; null: all",
     )
     remove: Literal["optimizer", "run"] | None = Field(
         None, description="optimizer (states; without name= of all finished runs) | run | null"
@@ -117,13 +119,15 @@ def selected(runs: list[FoundRun], settings: RunsConfig) -> list[FoundRun]:
     """Returns the runs that `name` selects. Raises ConfigError for a name without a run."""
     patterns = [settings.name] if isinstance(settings.name, str) else settings.name or ["*"]
     names, chosen, problems = [run.folder.name for run in runs], set(), []
-    for pattern in patterns:
+    for given in patterns:
+        in_folder = Path(given).parent.resolve() == Path(settings.runs_dir).resolve()
+        pattern = Path(given).name if in_folder else given
         matching = [pattern] if pattern in names else fnmatch.filter(names, pattern)
         chosen.update(matching)
         if not matching:
             near = difflib.get_close_matches(Path(pattern).name, names, n=1)
             hint = f"did you mean {near[0]}?" if near else "python -m scripts.runs lists all runs"
-            problems.append(("name", pattern, f"no such run in {settings.runs_dir}", hint))
+            problems.append(("name", given, f"no such run in {settings.runs_dir}", hint))
     refuse(problems)
     return [run for run in runs if run.folder.name in chosen]
 
@@ -136,6 +140,7 @@ def table(runs: list[FoundRun]) -> str:
         parameters = f"{run.parameters:,}" if isinstance(run.parameters, int) else ""
         cells = {"run": run.folder.name, "date": f"{run.date:%Y-%m-%d %H:%M}", "steps": steps}
         cells |= {"parameters": parameters, "MB": f"{run.size / 1e6:,.1f}"}
+        cells["MB of optimizer states"] = f"{run.optimizer_size / 1e6:,.1f}"
         cells["validation loss"] = "" if math.isnan(run.loss) else f"{run.loss:.4f}"
         rows.append(cells | {"state": run.state})
     return markdown_table(rows)
@@ -162,10 +167,10 @@ def ask_and_remove(runs: list[FoundRun], settings: RunsConfig) -> None:
         print("nothing to remove")
         return
     what = amount([run.size if is_whole else run.optimizer_size for run in runs])
-    what = what if is_whole else f"the optimizer states of {what}"
+    what = f"{'all files' if is_whole else 'the optimizer states'} of {what}"
     if not (settings.yes or sys.stdin.isatty()):
-        reason = f"there is no terminal for the question whether to remove {what}"
-        refuse([("yes", "false", reason, "write yes=true to remove without a question")])
+        reason = f"missing; there is no terminal for the question whether to remove {what}"
+        refuse([("yes", "true", reason, "add it to remove without a question")])
     print(table(runs), end="\n\n")
     if not is_whole:
         print("Without its optimizer state, a run cannot be resumed; everything else works.")

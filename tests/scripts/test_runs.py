@@ -71,12 +71,14 @@ def test_runs_are_listed_by_date(command):
     (start,) = map(json.loads, Path("runs/mid/starts.jsonl").read_text().splitlines())
     loss = json.loads(Path("runs/mid/validation.json").read_text())["loss"]
     bytes_of_all = sum(path.stat().st_size for path in files("runs/mid"))
+    states = sum(Path("runs/mid", name).stat().st_size for name in STATES)
     assert rows[1] | {"date": ""} == {
         "run": "mid",
         "date": "",
         "steps": "4",
         "parameters": f"{start['parameters']:,}",
         "MB": f"{bytes_of_all / 1e6:.1f}",
+        "MB of optimizer states": f"{states / 1e6:.1f}",
         "validation loss": f"{loss:.4f}",
         "state": "finished",
     }
@@ -189,6 +191,17 @@ def test_named_runs_are_removed(command):
     assert contents(Path("runs")) == kept
 
 
+@pytest.mark.parametrize("folder", ["runs", "./runs/", "absolute", "linked", "runs/../runs"])
+def test_the_path_of_a_run_is_accepted_as_its_name(command, home, folder):
+    Path("linked").symlink_to("runs")
+    folder = home / "runs" if folder == "absolute" else folder
+    code, out, err = command(f"name={folder}/mid/")
+    assert (code, err, [row["run"] for row in table(out)]) == (0, "", ["mid"])
+    code, out, err = command(f"name=[{folder}/ne*,old]", "remove=run", "yes=true")
+    assert (code, err) == (0, "")
+    assert {path.name for path in Path("runs").iterdir()} == {"mid", "multirun"}
+
+
 def test_a_name_with_brackets_is_a_name(command):
     Path("runs/mid").rename("runs/m[i]d")
     code, out, err = command("name=m[i]d")
@@ -258,6 +271,8 @@ def test_removal_asks_on_a_terminal_and_needs_yes_without_one(command, monkeypat
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     code, out, err = command(*removing)
     assert (code, out, printed_keys(err)) == (2, "", ["yes"])
+    assert "yes=false" not in err
+    assert "yes=true" in err
     for answer in ("n\n", "\n", ""):  # "": end of input
         monkeypatch.setattr("sys.stdin", Terminal(answer))
         code, out, err = command(*removing)
@@ -274,6 +289,9 @@ def test_wrong_settings_are_refused(command):
     for key, *arguments in (
         ("name", "remove=run", "yes=true"),
         ("name", "remove=run", "name=../runs/mid", "yes=true"),
+        ("name", "remove=run", "name=runs", "yes=true"),
+        ("name", "remove=run", "name=runs/mid/attention", "yes=true"),
+        ("name", "remove=run", "name=runs/..", "yes=true"),
         ("name", "remove=optimizer", "name=[mid,none]", "yes=true"),
         ("remove", "remove=everything"),
         ("runs_dir", "runs_dir=runs/multirun"),
@@ -281,6 +299,6 @@ def test_wrong_settings_are_refused(command):
     ):
         code, out, err = command(*arguments)
         assert (code, out, printed_keys(err)) == (2, "", [key]), arguments
-    _, _, err = command("name=runs/mid")
+    _, _, err = command("name=runs/midd")
     assert "mid?" in err
     assert contents(Path("runs")) == before
