@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .animation import write_animation
-from .heads import head_table, most_significant
+from .heads import head_table, heads_by_name, most_significant, prompt_of
 from .heatmap import draw_grid, grid_url
 from .history import Row, atomic_write, evenly_spaced, read_history
 from .page import page, run_data
@@ -88,9 +88,10 @@ def draw_timelapse(
     if not animated:
         return {}, pages
     path = folder / "timelapse.webp"
-    # The repeated sequence or, without it, the first prompt.
-    number = next((n for n, prompt in enumerate(prompts) if prompt.period), 0)
-    uniform = uniform_values(prompts)
+    # The repeated sequence if a head of the last step needs it, for example an induction head.
+    uniform, periods = uniform_values(prompts), [prompt.period for prompt in prompts]
+    named = heads_by_name(head_table([snapshots[-1].row], uniform))
+    number = max((prompt_of(name, periods) for name in named), default=0)
     write_animation(
         path,
         prompts[number],

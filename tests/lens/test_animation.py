@@ -1,6 +1,8 @@
 """The animated image of a run: the heads of each step, their order and the size of the file."""
 
 import numpy as np
+import pytest
+import torch
 from PIL import Image, ImageSequence
 
 from clearhead.lens import animation
@@ -29,8 +31,10 @@ def head_with(frame, colour, at_least):
     return int(np.argmax(counts))
 
 
-def test_each_frame_shows_the_repeated_sequence_at_a_step(tmp_path):
-    """At step 10 n, head n attends to the first token, and is outlined."""
+@pytest.mark.parametrize("shown", ["repeated", "text"])
+def test_each_frame_shows_a_step_on_the_prompt_of_the_names(tmp_path, shown):
+    """At step 10 n, head n is an induction head or attends to the first token, and is outlined. An
+    induction head has its name on the repeated sequence."""
     lens = Lens(
         LensConfig(every=10, prompts=["text"], repeat_length=4),
         encode=lambda text: [ord(c) for c in text],
@@ -43,9 +47,11 @@ def test_each_frame_shows_the_repeated_sequence_at_a_step(tmp_path):
 
         def capture_attention(ids, capture, step=step):
             weights = uniform_attention(len(ids)).repeat(4, 1, 1)
-            first = 1.0 if ids[0] == 256 else 0.6  # less weight on the other prompt
-            weights[step // 10] *= 1 - first
-            weights[step // 10, :, 0] += first
+            queries = torch.arange(len(ids))
+            keys = (queries - 3).clamp(min=0) if shown == "repeated" else 0 * queries
+            share = 1.0 if (ids[0] == 256) == (shown == "repeated") else 0.6
+            weights[step // 10] *= 1 - share  # less weight on the other prompt
+            weights[step // 10, queries, keys] += share
             capture(0, weights)
 
         snapshot = lens.snapshot(capture_attention, step, 30, tmp_path)
