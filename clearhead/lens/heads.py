@@ -18,6 +18,7 @@ Shapes: L layers, H heads.
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -153,6 +154,25 @@ def most_significant(table: Sequence[dict]) -> list[dict]:
     heads. Heads that attend to themselves or to the first token are last: they say least."""
     first = {row["name"]: row for row in reversed(table) if row["name"] in NAMES}
     return sorted(first.values(), key=lambda row: (KINDS[row["name"]].is_simple, row["rank"]))
+
+
+def clearest(table: Sequence[dict]) -> list[dict]:
+    """Returns the clearest head of each name in KINDS: as `most_significant`, then the positional
+    head with the largest value."""
+    positional = [row for row in table if row["name"] == "positional"]
+    largest = sorted(positional, key=lambda row: row["positional"], reverse=True)
+    return most_significant(table) + largest[:1]
+
+
+def counts_of_names(table: Sequence[dict]) -> str:
+    """Returns the number of heads with a name, and of each name: "3 of 32 heads have a name: 2
+    induction, 1 separator"."""
+    counts = Counter(title_of(row["name"]) for row in table if row["name"] in KINDS)
+    if not counts:
+        return f"none of {len(table)} heads has a name"
+    kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    has = "has" if counts.total() == 1 else "have"
+    return f"{counts.total()} of {len(table)} heads {has} a name: {kinds}"
 
 
 def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:

@@ -18,7 +18,9 @@ from .heads import (
     KINDS,
     NAMES,
     as_csv,
+    clearest,
     clearest_prompts,
+    counts_of_names,
     head_table,
     heads_by_name,
     most_significant,
@@ -54,6 +56,8 @@ class Snapshot:
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
     # Rows with the same keys. A cell may be an image, uint8 (height, width, 3).
     tables: dict[str, list[dict]] = field(default_factory=dict)
+    # (layer, head) of all heads of each name that no head had before in this run, see heads_by_name
+    first_heads: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     # At the last step, curves of each statistic: (steps, for each layer the mean over its heads at
     # each step).
     charts: dict[str, tuple[list[int], dict[str, list[float]]]] = field(default_factory=dict)
@@ -131,6 +135,7 @@ class Lens:
             self.history = History(folder / "statistics.jsonl", step)
         self.history.add(frame.row)
         snapshot, is_last = _dashboard_values(frame.row), step == max_steps
+        snapshot.first_heads = self._first_heads(self.history.rows)
         data = snapshot_data(run_name, self.prompts, frame, self.token_bytes)
         if is_last:
             self.table, self.last = head_table(self.history.rows, self._uniform()), data
@@ -172,16 +177,23 @@ class Lens:
         return data, [line for line in lines if line]
 
     def most_significant_heads(self) -> list[str]:
-        """Returns the most significant head of each name, for example "induction L5 H1: 0.83
-        (since step 400)". Empty before the last snapshot.
+        """Returns the number of heads with a name, and a line for the clearest head of each name,
+        for example "previous token L5 H1: mean weight 0.83 on the token before (since step 400)".
+        Empty before the last snapshot and without a name.
         """
         stage = stage_step(self.prompts, self.history.rows) if self.history else None
         copies = f"the loss on the repeated sequence drops at step {stage}"
-        return [copies] * (stage is not None) + [
-            f"{title_of(name := row['name'])} L{row['layer']} H{row['head']}: "
-            f"{formatted(row[name])} (since step {row['since_step']})"
-            for row in most_significant(self.table)
-        ]
+        lines = [copies] * (stage is not None)
+        rows = clearest(self.table)
+        lines += [counts_of_names(self.table)] * bool(rows)
+        for row in rows:
+            name, place = row["name"], f"L{row['layer']} H{row['head']}"
+            value, target = formatted(row[name]), KINDS[name].target
+            # The value of a positional head is not a weight.
+            what = f"mean weight {value} on" if name in NAMES else f"value {value}, depends on"
+            since = f"(since step {row['since_step']})"
+            lines.append(f"{title_of(name)} {place}: {what} {target} {since}")
+        return lines
 
     def most_important_heads(self) -> list[str]:
         """Returns `most_important_heads` at the last step. Empty before."""
@@ -189,6 +201,17 @@ class Lens:
 
     def _uniform(self) -> dict[str, float | None]:
         return uniform_values(self.prompts)
+
+    def _first_heads(self, rows: Sequence[Row]) -> dict[str, list[tuple[int, int]]]:
+        """Returns the heads of the last row by name, of the names that no row before has."""
+        *before, last = rows
+        named = heads_by_name(head_table([last], self._uniform()))
+
+        def is_known(name: str) -> bool:
+            number = ALL_NAMES.index(name)
+            return any((row.names == number).any() for row in before)
+
+        return {name: heads for name, heads in named.items() if not is_known(name)}
 
     def _add_ablation(self, found: dict, folder: Path) -> None:
         """Writes ablation.json and adds the results to the table."""

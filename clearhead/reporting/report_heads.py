@@ -5,10 +5,17 @@
 It is made from the newest snapshot and statistics.jsonl.
 """
 
-from collections import Counter
 from pathlib import Path
 
-from clearhead.lens.heads import KINDS, NAMES, head_table, prompt_of, title_of
+from clearhead.lens.heads import (
+    KINDS,
+    NAMES,
+    clearest,
+    counts_of_names,
+    head_table,
+    prompt_of,
+    title_of,
+)
 from clearhead.lens.heatmap import data_url
 from clearhead.lens.history import Row, read_history
 from clearhead.lens.probe import uniform_values
@@ -32,12 +39,6 @@ def heads_section(folder: Path) -> tuple[str, str]:
     changes = {(row["layer"], row["head"]): row for row in removed["heads"]}
     changes |= {group["name"]: group for group in removed["groups"]}
     named = [row for row in table if row["name"] in KINDS]
-    counts = Counter(title_of(row["name"]) for row in named)
-    kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-    has = "has" if len(named) == 1 else "have"
-    clause = f"{len(named)} of {len(table)} heads {has} a name: {kinds}"
-    if not named:
-        clause = f"none of {len(table)} heads has a name"
     notes = []
     if count := sum(row["name"] == "uniform" for row in table):
         what = "head has" if count == 1 else "heads have"
@@ -50,12 +51,12 @@ def heads_section(folder: Path) -> tuple[str, str]:
     elif removed["method"] == "estimate":
         notes.append("Changes of the loss are first-order estimates.")
     cards = []
-    for name in dict.fromkeys(row["name"] for row in named):  # in the order of the table
-        head, *others = [row for row in named if row["name"] == name]
+    for head in clearest(table):
+        others = [row for row in named if row["name"] == head["name"] and row is not head]
         text = description(head, others, changes) + curve(head, rows)
         cards.append(f"<article>{thumbnail(head, data)}<div>{text}</div></article>")
     notes = f'<p class="quiet">{" ".join(notes)}</p>' if notes else ""
-    return clause, f'{notes}<div class="heads">{"".join(cards)}</div>'
+    return counts_of_names(table), f'{notes}<div class="heads">{"".join(cards)}</div>'
 
 
 def change(row: dict) -> str:

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clearhead.errors import best_effort
+from clearhead.lens.heads import title_of
 from clearhead.lens.rounding import formatted
+from clearhead.lens.snapshots import Snapshot
 from clearhead.reporting.console import Console
 from clearhead.reporting.profiler import Profiler
 from clearhead.reporting.report import write_report
 from clearhead.reporting.tracker import Tracker
 
+MAX_NAMED = 3  # heads in one line
 MAX_SHARE = 0.01  # of the time of a run: reports that are written while it trains
 
 
@@ -50,6 +53,16 @@ class RunLog:
     def sample(self, row: dict) -> None:
         """Prints a text sample, a row of samples.jsonl."""
         self.console.print(f"step {row['step']}  sample: {' '.join(row['text'].split())}")
+
+    def first_heads(self, step: int, snapshot: Snapshot | None) -> None:
+        """Prints the heads of each name that no head had before, one line for each name."""
+        for name, heads in (snapshot.first_heads if snapshot else {}).items():
+            listed = ", ".join(f"L{layer} H{head}" for layer, head in heads[:MAX_NAMED])
+            if len(heads) > MAX_NAMED:
+                listed += f" and {len(heads) - MAX_NAMED} more"
+            what = f"first {title_of(name)} head{'s' * (len(heads) > 1)}"
+            width = len(str(self.console.max_steps))
+            self.console.print(f"step {step:>{width}}  {what}: {listed}")
 
     def write_report(self, is_training: bool = False) -> None:
         """Writes report.html, on rank 0. is_training: while the run trains, at most one percent of

@@ -33,7 +33,7 @@ from clearhead.config.schema import Config
 from clearhead.distributed import device, launch
 from clearhead.distributed.build import build_strategy
 from clearhead.distributed.strategy import Strategy
-from clearhead.errors import exit_code_of, refuse, shorten
+from clearhead.errors import exit_code_of, refuse, sanitize, shorten
 from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer, decay_start
 from clearhead.planning.micro_batch import check_memory, find_micro_batch
 from clearhead.reporting.console import LINES_OF_JOB, MAX_LINES, Console
@@ -416,9 +416,18 @@ class Builder:
         ranks = f", {per_rank} on each of {world} ranks" if world > 1 else ""
         micro = f", in micro-batches of {size}" if size < per_rank else ""
         parameters, where = self.model.num_parameters(), self.strategy.describe()
+        windows = f"{len(data.train):,} windows of {self.config.data.max_length} tokens"
+        source = f" from {path_as_given(self.config.data.path)}" if self.config.data.path else ""
         return [
             f"model: {parameters:,} parameters {where}{compiled}{extra}",
-            f"training data: {len(data.train):,} windows of {self.config.data.max_length} tokens",
+            f"training data: {windows}{source}",
             f"validation data: {val:,} windows{evaluated}",
             f"batch size: {trainer.batch_size} windows per step{ranks}{micro}",
         ]
+
+
+def path_as_given(path: str | list[str]) -> str:
+    """Returns data.path in one line, as it is typed in the working directory."""
+    paths = [path] if isinstance(path, str) else path
+    typed = ", ".join(each.removeprefix(f"{Path.cwd()}/") for each in paths)
+    return sanitize(shorten(typed), keep="")

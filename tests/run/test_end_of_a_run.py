@@ -1,13 +1,15 @@
-"""The lines about heads at the end of a run."""
+"""The lines about heads: when a name occurs for the first time, and at the end of a run."""
 
 import re
 import shlex
 
 import pytest
+import torch
 from helpers import TINY
 from helpers.runs import rows
 
 import train
+from clearhead.lens.statistics import uniform_attention
 
 RUN = [*TINY, "data.path=text.txt", "name=a", "lens=default", "lens.every=4"]
 PRINTED = r"^attention heads .*: (\S*python\S* .*)$"
@@ -26,3 +28,78 @@ def test_without_a_named_head_the_printed_command_trains_longer(
     assert steps == sorted({*steps})
     assert steps[-1] == 8
     assert len(re.findall(PRINTED, out, re.MULTILINE)) == 1
+
+
+HEADS = ("name=a", "model.num_heads=4", "lens=default", "lens.every=1", "trainer.sample_tokens=0")
+BACK = {(0, 0): 1, (0, 1): 1, (0, 2): 1, (0, 3): 1, (1, 0): 1}  # steps 1 to 5: previous token
+LATER = [{}, {}, {(1, 1): 99}, {(1, 2): 2, (1, 3): 2}, {}, {}, {(0, 3): 0}]  # from each step on
+
+
+def trained(run, max_steps):
+    """Trains a run whose heads attend to the token that is a number of tokens before the query, or
+    to the first token. The lines with heads during the run: (step, heads, other numbers)."""
+    capture = run.model.capture_attention
+
+    def capture_attention(input_ids, callback, logit_lens=False):
+        size, back = input_ids.shape[1], BACK if run.state.step else {}
+        for later in LATER[: run.state.step + 1]:
+            back = back | later
+
+        def planted(layer, weights, *others):
+            weights[:] = uniform_attention(size)
+            for head in range(4):
+                if (layer, head) in back:
+                    share = 0.5 if (layer, head) == (1, 2) else 1
+                    keys = (torch.arange(size) - back[layer, head]).clamp(min=0)
+                    weights[0, head] *= 1 - share
+                    weights[0, head, torch.arange(size), keys] += share
+            callback(layer, weights, *others)
+
+        return capture(input_ids, planted, logit_lens)
+
+    run.model.capture_attention = capture_attention
+    train.fit(run)
+    assert run.state.step == max_steps
+
+
+def heads_of(line):
+    return re.findall(r"L\d H\d", line)
+
+
+def during(out):
+    lines = [line for line in out.splitlines() if re.match(r"step +\d+ ", line) and heads_of(line)]
+    return [(heads_of(line), re.findall(r"\d+", re.sub(r"L\d H\d", "", line))) for line in lines]
+
+
+def test_names_are_printed_once_when_they_first_occur_and_counted_at_the_end(make_run, capsys):
+    trained(make_run(*HEADS), 4)
+    out = capsys.readouterr().out
+    assert during(out) == [
+        (["L0 H0", "L0 H1", "L0 H2"], ["1", "2"]),  # at step 1, and 2 more
+        (["L1 H1"], ["2"]),
+        (["L1 H3", "L1 H2"], ["3"]),
+    ]
+    first, *lines = [line for line in out.splitlines() if line.startswith("attention heads")]
+    assert re.findall(r"\d+", first) == ["8", "8", "5", "2", "1"]
+    assert [heads_of(line) for line in lines] == [["L0 H0"], ["L1 H1"], ["L1 H3"]]
+    assert [re.findall(r"\d+", line)[-1] for line in lines] == ["1", "2", "3"]  # since step
+    assert max(map(len, (first, *lines))) <= 110
+
+    trained(make_run("trainer.resume=runs/a", "trainer.max_steps=6", tiny=False), 6)
+    out = capsys.readouterr().out
+    assert during(out) == [(["L0 H3"], ["6"])]  # only the new name
+    *_, line = [line for line in out.splitlines() if line.startswith("attention heads")]
+    assert heads_of(line) == ["L1 H3"]
+
+
+def test_without_names_nothing_is_printed_during_the_run(make_run, capsys):
+    run = make_run(*HEADS)
+    run.model.capture_attention = lambda input_ids, callback, _: (
+        [
+            callback(layer, uniform_attention(input_ids.shape[1]).repeat(1, 4, 1, 1)) and None
+            for layer in (0, 1)
+        ]
+        and None
+    )
+    train.fit(run)
+    assert during(capsys.readouterr().out) == []
