@@ -15,6 +15,7 @@ from clearhead.lens.heads import (
     KINDS,
     NAMES,
     as_csv,
+    clearest,
     head_table,
     most_significant,
     names_of,
@@ -144,6 +145,25 @@ def test_heads_that_attend_to_themselves_or_to_the_first_token_come_last():
     last = row(0, **values, previous_token=[[0, 0], [0.7, 0]])
     found = [head["name"] for head in most_significant(head_table([last], UNIFORM))]
     assert found == ["previous_token", "diagonal", "first_token"]
+
+
+def test_the_clearest_positional_head_is_the_one_with_the_largest_value():
+    """It is the last row; the significance of a positional head is of other statistics."""
+    positional = [[0.3, 0.6], [0.4, 0]]
+    last = row(
+        0,
+        positional=positional,
+        induction=[
+            [
+                0.3,
+                0,
+            ],
+            [0.1, 0.9],
+        ],
+    )
+    table = head_table([last], UNIFORM)
+    found = [(head["name"], head["layer"], head["head"]) for head in clearest(table)]
+    assert found == [("induction", 1, 1), ("positional", 0, 1)]
 
 
 def test_significance_of_a_head_without_defined_statistics():
