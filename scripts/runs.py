@@ -169,7 +169,7 @@ def ask_and_remove(runs: list[FoundRun], settings: RunsConfig) -> None:
     what = amount([run.size if is_whole else run.optimizer_size for run in runs])
     what = f"{'all files' if is_whole else 'the optimizer states'} of {what}"
     if not (settings.yes or sys.stdin.isatty()):
-        reason = f"missing; there is no terminal for the question whether to remove {what}"
+        reason = f"missing, because no terminal can ask whether to remove {what}"
         refuse([("yes", "true", reason, "add it to remove without a question")])
     print(table(runs), end="\n\n")
     if not is_whole:
