@@ -94,12 +94,14 @@ def test_names_are_printed_once_when_they_first_occur_and_counted_at_the_end(mak
 
 def test_without_names_nothing_is_printed_during_the_run(make_run, capsys):
     run = make_run(*HEADS)
-    run.model.capture_attention = lambda input_ids, callback, _: (
-        [
-            callback(layer, uniform_attention(input_ids.shape[1]).repeat(1, 4, 1, 1)) and None
-            for layer in (0, 1)
-        ]
-        and None
-    )
+
+    def capture_attention(input_ids, callback, _):
+        for layer in (0, 1):
+            callback(layer, uniform_attention(input_ids.shape[1]).repeat(1, 4, 1, 1))
+
+    run.model.capture_attention = capture_attention
     train.fit(run)
-    assert during(capsys.readouterr().out) == []
+    out = capsys.readouterr().out
+    assert during(out) == []
+    (line,) = [line for line in out.splitlines() if line.startswith("attention heads")]
+    assert heads_of(line) == []
