@@ -6,7 +6,7 @@ from helpers.runs import train_in
 from scripts.render import main
 
 
-def test_pages_of_a_run_are_made_again(in_process, tmp_path):
+def test_pages_of_a_run_are_made_again(in_process, tmp_path, capsys):
     train_in(tmp_path, "name=one", "lens=often", "lens.prompts=[the fox]", "lens.repeat_length=3")
     run = tmp_path / "runs" / "one"
     attention, kinds = run / "attention", (".html", ".webp", ".png")
@@ -14,6 +14,7 @@ def test_pages_of_a_run_are_made_again(in_process, tmp_path):
     before = {path: path.read_bytes() for path in made}
     for path in (*made, run / "report.html"):
         path.unlink()
+    capsys.readouterr()  # the lines of the training have these paths too
     code, out, err = in_process(main, tmp_path, "run=runs/one")
     assert (code, err) == (0, "")
     made = [path for path in attention.iterdir() if path.suffix in kinds]
@@ -29,8 +30,9 @@ def test_pages_of_a_run_are_made_again(in_process, tmp_path):
         assert (code, printed_keys(err)) == (3, ["run"])
 
 
-def test_a_run_without_attention_has_only_a_report(in_process, tmp_path):
+def test_a_run_without_attention_has_only_a_report(in_process, tmp_path, capsys):
     train_in(tmp_path, "name=one")
+    capsys.readouterr()  # the lines of the training have these paths too
     code, out, err = in_process(main, tmp_path, "run=runs/one")
     assert (code, err) == (0, "")
     assert "runs/one/report.html" in out.split()
