@@ -28,7 +28,7 @@ export function placePlots() {
   const texts = (longest) => A.tokens.map((token) => label(token, longest));
   // Short labels, for example of letters, are in up to three lanes. So none has to be skipped.
   const short = A.tokens.filter((token) => token.length > 3).length <= 1; // <|endoftext|>
-  let labels = texts(compact ? 7 : 8);
+  const labels = texts(short ? 3 : compact ? 7 : 8);
   let [lanes, laneWidth] = [1, 0];
   const copies = A.run.prompts[A.prompt].period ? COPIES : 0;
   // Height above and below the map: bar, title, sentence and colour bar. In a panel, the text is next
@@ -45,7 +45,6 @@ export function placePlots() {
     const cell = Math.min(room / A.T, Math.max(46, 90 / A.T));
     sizePlot(plots[0], left, cell * A.T, labels);
     if (!short || lanes === 3 || lanes * plots[0].cell >= LABEL || plots[0].cell < READABLE) break;
-    labels = texts(3);
   }
   const { cell } = plots[0];
   const step = cell < READABLE ? 0 : Math.ceil(LABEL / cell / lanes); // 0: no labels
