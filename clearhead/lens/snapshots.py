@@ -139,7 +139,8 @@ class Lens:
         data = snapshot_data(run_name, self.prompts, frame, self.token_bytes)
         if is_last:
             self.table, self.last = head_table(self.history.rows, self._uniform()), data
-            if ablate and (found := ablate(heads_by_name(self.table))):
+            found = ablate(heads_by_name(self.table)) if ablate else None
+            if found and math.isfinite(found["loss"]):  # else the model has diverged
                 data.ablation = {"step": step} | found
                 self._add_ablation(data.ablation, folder)
             atomic_write(folder / "heads.csv", as_csv(self.table).encode())

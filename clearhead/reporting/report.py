@@ -98,7 +98,8 @@ def result(rows: list[dict], final: dict, heads: str) -> str:
             parts.append(f"The {name} loss is {shown}")
             break
     parts += [heads] * bool(heads)
-    return "; ".join(parts) + "." * bool(parts)
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def facts(rows: list[dict], starts: list[dict], final: dict) -> str:

@@ -5,6 +5,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -250,8 +251,11 @@ def test_what_is_said_of_removed_heads(tmp_path):
         {"layer": layer, "head": head, "loss_change": change} | error
         for (layer, head), change in zip(heads, [0.3, 0.1, 0.4, -0.5], strict=True)
     ]
-    lens, found = lens_on("the bank"), {"method": "exact", "heads": results, "groups": []}
-    assert lens.most_important_heads() == []
+    lens = lens_on("the bank")
+    found = {"method": "exact", "loss": math.nan, "heads": results, "groups": []}
+    lens.snapshot(model_at(9), 10, 10, tmp_path, ablate=lambda groups: found)
+    assert lens.most_important_heads() == []  # the model has diverged
+    found["loss"] = 1.0
     lens.snapshot(model_at(9), 10, 10, tmp_path, ablate=lambda groups: found)
     (line,) = lens.most_important_heads()
     assert "L1 H0" in line
