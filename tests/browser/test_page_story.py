@@ -32,6 +32,8 @@ def planted(name, prompt):
     for query in range(1, size):
         copies = query > prompt.period > 0
         key = {"diagonal": query, "previous_token": query - 1}.get(name)
+        if name == "two back" and query > 1:
+            key = query - 2
         if name == "induction" and copies:
             key = query - prompt.period + 1
         if name == "previous_token in words" and not prompt.period:
@@ -226,6 +228,20 @@ def test_a_name_with_an_interruption(shown):
         assert {*steps} == wanted
 
 
+def test_finding_of_a_positional_head(shown):
+    """The sentence says how far back the head attends: on each row to the token two before."""
+    run = story_run({(0, 1): ("two back", 40)})
+    lens = shown(run, fragment="#head=0.1&prompt=0")
+    assert lens.locator("#detail-name").get_attribute("class") == "kind-positional"
+    text = lens.locator("#finding").inner_text()
+    (query,), (key,) = re.findall(r"\((\d+)\) it", text), re.findall(r"to .*? \((\d+)\), the", text)
+    assert int(query) - int(key) == 2
+    assert "2 positions" in text
+    maps = planted("two back", SOME)
+    mean = np.mean([maps[q, q - 2] for q in range(2, len(maps))])
+    assert re.findall(r"average (\d\.\d+)", text) == [f"{mean:.2f}"]
+
+
 def test_marks_on_the_slider(story):
     lens = story()
     box = lens.locator("#step").bounding_box()
@@ -272,7 +288,9 @@ def test_page_opens_with_the_most_significant_head(story):
     assert query == max(targets, key=targets.get)
     numbers = re.findall(r"\d\.\d+", lens.locator("#finding").inner_text())
     wanted = [float(maps[query, query - back]), 1 / (query + 1)]
-    wanted.append(frame.of_prompts[prompt][PLANTED[place][0]][place])
+    name, planted_prompt = PLANTED[place][0], (SOME, REPEATED)[prompt]
+    wanted.append(frame.of_prompts[prompt][name][place])
+    wanted.append(uniform_values([planted_prompt])[name])
     assert [float(number) for number in numbers] == pytest.approx(wanted, abs=0.0051)
     lens.locator("#close").click()
     expect(lens).to_have_url(re.compile("head=none"))
@@ -301,7 +319,7 @@ def test_finding_of_names_that_only_texts_have(shown):
         assert re.findall(r"\d\.\d|\u2013", lens.locator("#finding").inner_text()) == []
         lens.locator("#finding button").click()
         assert pages.state(lens, "prompt") == 0
-        weight, _, mean = re.findall(r"\d\.\d+", lens.locator("#finding").inner_text())
+        weight, _, mean, _ = re.findall(r"\d\.\d+", lens.locator("#finding").inner_text())
         maps = planted(name, SOME)
         assert float(weight) == pytest.approx(float(maps[:, 2 + head].max()), abs=0.0051)
         value = run.frames[120].of_prompts[0][name][0, head]

@@ -164,7 +164,7 @@ export function drawChartMarks() {
     }
     if (index !== chosen) trace(here, index, colours.ink, 1.4, at);
     const value = index === null ? null : shown.rows[at]?.[index] ?? null;
-    const when = hovered.at === null || single ? "" : `· ${shown.steps[at]} · `;
+    const when = hovered.at === null || single ? "" : `step ${shown.steps[at]}: `;
     chart.value.textContent = index === null ? "" : `${headName(index)} ${when}${format(value)}`;
   }
 }

@@ -1,13 +1,13 @@
 /* One sentence about the enlarged head, and the head with which the page opens. */
 
-import { format, formatWeight } from "./text.js";
+import { format, formatWeight, plural } from "./text.js";
 import { $, bold, make, quotedToken } from "./dom.js";
 import { weight } from "./data.js";
 import {
   headName, here, placeOfHead, run, selected, selectedQuery, side, significance, state,
   uniformOf, update, valueAt,
 } from "./state.js";
-import { findName, kindOf, lastName, nameAt, namingEvents, sinceText } from "./names.js";
+import { findName, kindOf, nameAt, nearestName, sinceText } from "./names.js";
 
 const isSeparator = (token) => token !== "" && /^\p{P}*$/u.test(token.trim());
 const upTo = (count) => Array.from({ length: count }, (_, n) => n);
@@ -26,17 +26,34 @@ function targetsOf(name, prompt, query) {
     separator: period ? [] : upTo(query).filter((key) => key > 0 && isSeparator(tokens[key])),
     segment_start: period ? [] : upTo(query).filter((key) =>
       key > 0 && isSeparator(tokens[key - 1]) && !isSeparator(tokens[key])),
-    positional: upTo(query),
   }[name] ?? [];
+}
+
+/** Returns how many tokens before the query token the key token is to which a head attends most, and
+ * the mean weight at this distance: {distance, mean}. */
+export function usualDistance(frame, prompt, index) {
+  const { length } = run.prompts[prompt];
+  const means = Array.from({ length: Math.max(1, Math.min(32, length - 2)) }, (_, distance) => {
+    const from = Math.max(2, distance);
+    let sum = 0;
+    for (let query = from; query < length; query++) {
+      sum += weight(run, frame, prompt, index, query, query - distance);
+    }
+    return { distance, mean: sum / (length - from) };
+  });
+  return means.reduce((best, one) => (one.mean > best.mean ? one : best));
 }
 
 /** Returns the target whose weight is most above uniform attention, {prompt, query, key, weight,
  * uniform}, or null. Query tokens 0 and 1 have too few key tokens. */
 function sharpestRow(frame, prompt, index, name) {
   let found = null;
-  for (let query = 2; query < run.prompts[prompt].length; query++) {
+  const { distance } = name === "positional" ? usualDistance(frame, prompt, index) : {};
+  for (let query = Math.max(2, distance ?? 0); query < run.prompts[prompt].length; query++) {
     const uniform = 1 / (query + 1);
-    for (const key of targetsOf(name, run.prompts[prompt], query)) {
+    const keys = distance === undefined ? targetsOf(name, run.prompts[prompt], query)
+      : [query - distance];
+    for (const key of keys) {
       const value = weight(run, frame, prompt, index, query, key);
       if (!found || value - uniform > found.weight - found.uniform) {
         found = { prompt, query, key, weight: value, uniform };
@@ -90,8 +107,12 @@ export function openingView() {
 
 const INTRODUCTIONS = {
   induction: ". Such a head copies: ",
-  positional: ". Its attention depends on the positions of the tokens, hardly on the tokens: ",
+  positional: ". Its attention depends on positions more than on tokens: ",
 };
+/** Returns a distance to a key token in words. */
+export const distanceText = (distance) =>
+  (distance ? `the token ${plural(distance, "position")} before it` : "itself");
+
 const ORDINALS = ["first", "second", "third"];
 
 /** Returns the part of a sentence that says to which token the query token attends. */
@@ -114,7 +135,8 @@ function patternText(name, { tokens, period }, { query, key }) {
       quoted(key), ` (${key})`],
     segment_start: () => ["at ", quoted(query), ` (${query}) it attends to `, quoted(key),
       ` (${key}), the first token after a separator,`],
-    positional: () => [`at position ${query} it attends to position ${key}`],
+    positional: () => ["at ", quoted(query), ` (${query}) it attends to `, quoted(key), ` (${key}), ` +
+      `${distanceText(query - key)},`],
   }[name]();
 }
 
@@ -135,11 +157,9 @@ function noNameText(index) {
 
 /** Returns the last and the next name of a head that has none at the shown step, as sentences. */
 function otherNamesText(index) {
-  const event = namingEvents(run).find(({ heads, step }) =>
-    heads.includes(index) && step > here.step);
-  const before = lastName(run, index, here.step);
+  const [before, after] = [-1, 1].map((by) => nearestName(run, index, here.step, by));
   return (before ? ` It was ${withArticle(before.key)} at step ${before.step}.` : "") +
-    (event ? ` It becomes ${withArticle(event.key)} at step ${event.step}.` : "");
+    (after ? ` It becomes ${withArticle(after.key)} at step ${after.step}.` : "");
 }
 
 export function withArticle(key) {
@@ -181,8 +201,10 @@ export function drawFinding() {
   const row = bestRow(name.key, index);
   const parts = [`${head} is ${withArticle(name.key)}${sinceText(run, index, here.step)}`];
   if (row?.prompt === state.prompt) {
-    const mean = name.key === "positional" ? ""
-      : `; on average ${format(valueAt(here, name.key, index, false))}`;
+    const mean = name.key === "positional"
+      ? `; on average ${format(usualDistance(state.frame, state.prompt, index).mean)}`
+      : `; on average ${format(valueAt(here, name.key, index, false))} (chance ` +
+        `${format(uniformOf(here, name.key, false))})`;
     parts.push(INTRODUCTIONS[name.key] ?? ": ", "for example, ",
       ...patternText(name.key, run.prompts[state.prompt], row), " with weight ",
       bold(formatWeight(row.weight)), ` (chance ${format(row.uniform)})${mean}.`);

@@ -1,6 +1,6 @@
 /* What the page shows in one sentence, and the legend of the names of heads, which is also a filter. */
 
-import { formatLossChange, plural } from "./text.js";
+import { formatLoss, plural } from "./text.js";
 import { $, bold, make } from "./dom.js";
 import { here, other, placeOfHead, run, state, update } from "./state.js";
 import { fillTag, findName, groupTitle, kindOf, nameAt, shownName } from "./names.js";
@@ -45,8 +45,9 @@ function writeSubject() {
     " a clear pattern, and a name for it. "];
   const [most] = [...run.ablation?.groups ?? []].sort((a, b) => b.loss_change - a.loss_change);
   if (most && most.loss_change > 2 * (most.loss_change_error ?? Infinity)) {
+    const [before, after] = [0, most.loss_change].map((more) => run.ablation.loss + more);
     text.push(`The model needs ${groupTitle(most)} most: without ${most.heads === 1 ? "it" : "them"}, ` +
-      "the loss changes by ", bold(formatLossChange(most.loss_change, most.loss_change_error)), ".");
+      `the loss rises from ${formatLoss(before)} to `, bold(formatLoss(after)), ".");
   }
   $("subject").replaceChildren(...text);
 }
@@ -57,7 +58,7 @@ export function drawLegend() {
   for (const button of $("names").querySelectorAll("button")) {
     const { name } = button.dataset;
     const count = shown.filter((key) => key === name).length;
-    button.classList.toggle("none", !count);
+    button.disabled = !count && state.name !== name;
     button.lastChild.textContent = `${kindOf(name).title}${count === 1 ? "" : "s"} ${count}`;
     button.setAttribute("aria-pressed", state.name === name);
   }

@@ -65,7 +65,7 @@ export function buildTimeline() {
   $("losses").addEventListener("pointermove", go);
 }
 
-/** Marks the steps at which heads got their names and the loss on copy 2 had fallen. */
+/** Marks the steps at which heads first got their names and the loss on copy 2 had fallen. */
 function buildMarks() {
   namings = namingEvents(run);
   const seen = new Map(); // number of marks at each step
@@ -117,7 +117,8 @@ export function drawTimeline() {
     label.lastChild.textContent = isPart ? format(value) : formatLoss(value);
   }
   const news = newsText();
-  $("news").textContent = news ? `new: ${news}` : namings.length ? "marks: heads get their names" : "";
+  $("news").textContent = news ? `new: ${news}`
+    : namings.length ? "marks: heads first get their names" : "";
   const { clientWidth: width, clientHeight: tall } = $("losses").parentElement;
   if (!width || !tall) return; // hidden in a small window
   const context = prepareCanvas($("losses"), width, tall);

@@ -24,11 +24,12 @@ export function sinceStep(of, index, step) {
   return of.nameSteps[snapshot];
 }
 
-/** Returns the last step before `step` at which a head has a name, {step, key}, or null. */
-export function lastName(of, index, step) {
-  for (let snapshot = snapshotAt(of, step) - 1; snapshot >= 0; snapshot--) {
-    const key = nameIn(of, snapshot, index);
-    if (kindOf(key)) return { step: of.nameSteps[snapshot], key };
+/** Returns the nearest step before (by = -1) or after (by = 1) `step` at which a head has a name,
+ * {step, key}, or null. */
+export function nearestName(of, index, step, by) {
+  for (let n = snapshotAt(of, step) + by; n >= 0 && n < of.nameSteps.length; n += by) {
+    const key = nameIn(of, n, index);
+    if (kindOf(key)) return { step: of.nameSteps[n], key };
   }
   return null;
 }
@@ -57,19 +58,20 @@ export function shownName(index) {
   return name && { ...name, since: () => sinceText(of.run, place, of.step) };
 }
 
-/** Returns when the heads of the last step got their names: [{step, key, heads: [index]}]. */
+/** Returns when heads first got each of their names: [{step, key, heads: [index]}]. */
 export function namingEvents(of) {
-  const last = of.nameSteps.at(-1);
-  const events = new Map();
-  for (let index = 0; index < of.count; index++) {
-    const name = findName(of, index, last);
-    if (!name) continue;
-    const step = sinceStep(of, index, last);
-    const place = `${step} ${name.key}`;
-    if (!events.has(place)) events.set(place, { step, key: name.key, heads: [] });
-    events.get(place).heads.push(index);
-  }
-  return [...events.values()].sort((a, b) => a.step - b.step);
+  const known = new Set();
+  return of.nameSteps.flatMap((step, snapshot) => {
+    const events = new Map();
+    for (let index = 0; index < of.count; index++) {
+      const key = nameIn(of, snapshot, index);
+      if (known.has(`${index} ${key}`) || !kindOf(key)) continue;
+      known.add(`${index} ${key}`);
+      if (!events.has(key)) events.set(key, { step, key, heads: [] });
+      events.get(key).heads.push(index);
+    }
+    return [...events.values()];
+  });
 }
 
 /** Returns a short text of an event: "L1 H2, L1 H3: induction head". */

@@ -14,7 +14,7 @@ export function togglePlay() {
   else if (run.frames.length > 1) {
     playing = true;
     const over = state.frame === run.frames.length - 1;
-    update(over ? { frame: 0 } : {});
+    update({ ...(over ? { frame: 0 } : {}), name: "" }); // all heads, as they get their names
     playTimer = setTimeout(tick, 1000 / Number($("speed").value));
   }
 }

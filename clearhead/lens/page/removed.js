@@ -23,10 +23,10 @@ function rankOf({ heads }, { loss_change: change }) {
 function togetherText({ heads, method }, group, isInGroup) {
   const members = heads.filter(isInGroup);
   const sum = members.reduce((total, { loss_change: change }) => total + change, 0);
-  const isMore = group.loss_change > 2 * (sum + (group.loss_change_error ?? 0));
+  const isMore = group.loss_change - sum > 3 * (group.loss_change_error ?? Infinity);
   if (method !== "exact" || members.length !== group.heads || !isMore) return "";
   return ` This is more than the single changes together, ${formatLoss(sum, true)}: ` +
-    "these heads can replace each other.";
+    "without one of them, the others replace a part of what it does.";
 }
 
 /** Returns one sentence: loss and accuracy before and after the removal. */

@@ -13,7 +13,7 @@ import { copyingTour, missingForCopying } from "./tour_copying.js";
 // outline: the line of cells to outline in the map, {from, to: [key, query]}; points: ids of elements.
 let tour = null;
 let stops = [];
-let before = {}; // the state before the tour
+let before = {}; // {view, top: the scroll position} before the tour
 
 export function buildTour() {
   tour = copyingTour() ?? basicTour();
@@ -27,7 +27,8 @@ export function buildTour() {
 
 /** Ends the tour and restores the view before it. */
 export function endTour() {
-  update({ ...before, tour: 0 });
+  const { top = scrollY } = before;
+  update({ ...before.view, tour: 0 }).then(() => scrollTo(0, top));
   before = {};
   $("show-tour").focus();
 }
@@ -55,7 +56,7 @@ export async function goTour(number) {
   stops = tour.stops();
   const stop = stops[number - 1];
   if (!stop) return endTour();
-  if (!state.tour) before = { ...state };
+  if (!state.tour) before = { view: { ...state }, top: scrollY };
   const { theme } = state;
   await update({ ...DEFAULTS, ...stop.view, theme, tour: number });
   const shown = stop.points.map($).find((node) => node.offsetHeight);

@@ -6,7 +6,7 @@ import { bold, quotedToken } from "./dom.js";
 import { weight } from "./data.js";
 import { headName, other, placeOfHead, run, side, uniformOf, valueAt } from "./state.js";
 import { findName, groupTitle, kindOf, nameAt } from "./names.js";
-import { clearestHead, withArticle } from "./finding.js";
+import { clearestHead, distanceText, usualDistance, withArticle } from "./finding.js";
 
 const isReadable = ({ length }) => length > 2;
 
@@ -67,7 +67,10 @@ function kindText({ index, key, prompt }, frame) {
   const of = side(run, frame, prompt);
   const [head, { target }] = [bold(headName(index)), kindOf(key)];
   if (key === "positional") {
-    return [head, ` is ${withArticle(key)}. ${kindOf(key).meaning}`, ...neededText(index, key)];
+    const { distance, mean } = usualDistance(frame, prompt, index);
+    return [head, ` is ${withArticle(key)}. ${kindOf(key).meaning} It attends most to ` +
+      `${distanceText(distance)}: its mean weight there is `, bold(format(mean)), ".",
+    ...neededText(index, key)];
   }
   const value = bold(format(valueAt(of, key, index, false)));
   const name = findName(run, index, of.step);
