@@ -197,9 +197,12 @@ def test_filter_by_name_and_since(story):
 
 
 def test_a_name_in_the_legend_opens_the_clearest_head(shown):
-    """On its clearest row, also after another prompt was chosen."""
+    """On its clearest row, also after another prompt was chosen, and if the name is not defined on
+    the prompt with which the page opens."""
     stages = {(0, 0): ("separator", 40), (0, 2): ("previous_token", 40), (1, 1): ("induction", 80)}
-    lens = shown(story_run(stages), fragment="#head=none")
+    made = story_run(stages)
+    made.data["opening_prompt"] = 0
+    lens = shown(made, fragment="#head=none")
     for place, (name, _) in stages.items():
         lens.locator(f"#names [data-name='{name}']").click()
         state = lens.evaluate("() => ({ ...lens.state })")

@@ -78,17 +78,17 @@ function bestPrompt(frame, key, index, only = null) {
 
 /** Returns the most significant head of a frame: a head with a name, if possible not a simple one, or
  * else the head that is nearest to a name: {index, key: of the name, frame, prompt, query: its clearest
- * row or null}. null if no statistic is defined. accepts: which heads to consider. */
-export function clearestHead(frame, accepts = () => true) {
+ * row or null}. null if no statistic is defined. accepts: which heads to consider, on all prompts. */
+export function clearestHead(frame, accepts = null) {
   const { step } = run.frames[frame];
   const keys = run.statistics.filter(({ is_name }) => is_name).map(({ key }) => key);
   let best = null;
   for (let index = 0; index < run.count; index++) {
-    if (!accepts(index)) continue;
+    if (accepts && !accepts(index)) continue;
     const name = nameAt(run, index, step);
     const isNamed = Boolean(kindOf(name));
     for (const key of isNamed ? [name] : keys) {
-      const found = bestPrompt(frame, key, index, run.opening_prompt);
+      const found = bestPrompt(frame, key, index, accepts ? null : run.opening_prompt);
       if (!found) continue;
       const rank = found.size + (isNamed ? 2 : 0) - (kindOf(key).is_simple ? 1 : 0);
       if (!best || rank > best.rank) best = { ...found, rank, index, key };

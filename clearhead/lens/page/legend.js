@@ -2,19 +2,19 @@
 
 import { formatLoss, plural } from "./text.js";
 import { $, bold, make } from "./dom.js";
-import { here, other, placeOfHead, run, state, update } from "./state.js";
+import { here, placeOfHead, run, state, update } from "./state.js";
 import { fillTag, findName, groupTitle, kindOf, nameAt, shownName } from "./names.js";
 import { clearestHead } from "./finding.js";
 
 const indices = () => Array.from({ length: run.count }, (_, index) => index);
 
+let known = new Set(); // the names that heads of the run have at any step
+
 export function buildLegend() {
   writeSubject();
-  // The same names at all steps, so that nothing moves while the page plays.
-  const known = [run, other].flatMap((of) =>
-    (of?.namesAt ?? []).flatMap((names) => names.map((n) => of.names[n]?.key)));
-  for (const { key, letter, title, meaning } of run.names.map((name) => kindOf(name.key))
-    .filter((kind) => kind && known.includes(kind.key))) {
+  known = new Set(run.namesAt.flat().map((n) => run.names[n].key));
+  const kinds = run.names.map(({ key }) => kindOf(key)).filter(Boolean);
+  for (const { key, letter, title, meaning } of kinds) {
     const tag = make("span");
     fillTag(tag, { key, letter });
     const button = make("button", { className: "quiet", title: `${meaning}\nClick: only these heads.` },
@@ -39,12 +39,13 @@ function writeSubject() {
   const { step } = run.frames.at(-1);
   const isTraining = run.frames.length > 1;
   const named = indices().filter((index) => findName(run, index, step)).length;
-  const heads = `${named || "no"} of ${plural(run.count, "head")} ${named > 1 ? "have" : "has"}`;
+  const heads = `${named || "none"} of ${plural(run.count, "head")} ${named > 1 ? "have" : "has"}`;
   const text = [bold(run.name), `: ${plural(run.layers, "layer")} × ${plural(run.heads, "head")}` +
     (isTraining ? `, ${plural(step, "training step")}. At the end, ${heads}` : `; ${heads}`) +
     " a clear pattern, and a name for it. "];
-  const [most] = [...run.ablation?.groups ?? []].sort((a, b) => b.loss_change - a.loss_change);
-  if (most && most.loss_change > 2 * (most.loss_change_error ?? Infinity)) {
+  const groups = run.ablation?.method === "exact" ? run.ablation.groups : [];
+  const [most] = [...groups].sort((a, b) => b.loss_change - a.loss_change);
+  if (most?.loss_change > 2 * (most?.loss_change_error ?? Infinity)) {
     const [before, after] = [0, most.loss_change].map((more) => run.ablation.loss + more);
     text.push(`The model needs ${groupTitle(most)} most: without ${most.heads === 1 ? "it" : "them"}, ` +
       `the loss rises from ${formatLoss(before)} to `, bold(formatLoss(after)), ".");
@@ -52,17 +53,19 @@ function writeSubject() {
   $("subject").replaceChildren(...text);
 }
 
-/** Updates the legend: the number of heads of each name at the shown step. */
+/** Updates the legend: the number of heads of each name at the shown step, also of another run. */
 export function drawLegend() {
   const shown = indices().map((index) => shownName(index)?.key);
   for (const button of $("names").querySelectorAll("button")) {
     const { name } = button.dataset;
     const count = shown.filter((key) => key === name).length;
+    // The same names at all steps, so that nothing moves while the page plays.
+    button.hidden = !known.has(name) && !count;
     button.disabled = !count && state.name !== name;
     button.lastChild.textContent = `${kindOf(name).title}${count === 1 ? "" : "s"} ${count}`;
     button.setAttribute("aria-pressed", state.name === name);
   }
-  $("no-names").textContent = $("names").querySelector("button") ? ""
+  $("no-names").textContent = $("names").querySelector("button:not([hidden])") ? ""
     : "No head has a name: none attends to one kind of token clearly more than by chance, on every " +
       "prompt.";
 }

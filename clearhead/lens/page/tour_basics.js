@@ -21,7 +21,8 @@ export function basicTour() {
 function shownNames() {
   const names = Array.from({ length: run.count }, (_, index) =>
     nameAt(run, index, run.frames.at(-1).step));
-  return run.names.map(({ key }) => key).filter((key) => kindOf(key) && names.includes(key)).slice(0, 4);
+  return run.names.filter(({ key }) => kindOf(key) && names.includes(key))
+    .sort((a, b) => a.is_simple - b.is_simple).slice(0, 4).map(({ key }) => key);
 }
 
 /** Returns the line of the cells to which the heads of a name attend, or null if it is no line. */
