@@ -60,9 +60,8 @@ class RunLog:
             listed = ", ".join(f"L{layer} H{head}" for layer, head in heads[:MAX_NAMED])
             if len(heads) > MAX_NAMED:
                 listed += f" and {len(heads) - MAX_NAMED} more"
-            what = f"first {title_of(name)} head{'s' * (len(heads) > 1)}"
             width = len(str(self.console.max_steps))
-            self.console.print(f"step {step:>{width}}  {what}: {listed}")
+            self.console.print(f"step {step:>{width}}  new name: {title_of(name)} {listed}")
 
     def write_report(self, is_training: bool = False) -> None:
         """Writes report.html, on rank 0. is_training: while the run trains, at most one percent of
