@@ -109,6 +109,7 @@ const INTRODUCTIONS = {
   induction: ". Such a head copies: ",
   positional: ". Its attention depends on positions more than on tokens: ",
 };
+
 /** Returns a distance to a key token in words. */
 export const distanceText = (distance) =>
   (distance ? `the token ${plural(distance, "position")} before it` : "itself");

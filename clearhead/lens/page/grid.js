@@ -133,19 +133,23 @@ export function markHovered() {
 export function showHovered() {
   const { index } = hovered;
   const text = index === null ? "" : headValues(index);
-  if (text) tiles[index].button.title = text.replaceAll(" · ", "\n");
-  const [head, name] = text.split(" · ");
+  if (text) tiles[index].button.title = text;
   $("hovered").textContent = index === selected() || !text ? ""
-    : `${head} · ${shownName(index) ? name : "no name"}`;
+    : `${headName(index)} · ${nameText(index) || "no name"}`;
+}
+
+/** Returns the name of a head in the grid and since when it has it, "" without a name. */
+function nameText(index) {
+  const name = shownName(index);
+  return name ? name.title + name.since() : "";
 }
 
 /** Returns the name and all statistics of a head. */
 function headValues(index) {
   const values = run.statistics.filter((statistic) => !statistic.empty).map(({ key, title }) =>
     `${title} ${withUniform(key, shownValue(key, index), B && state.show === "difference")}`);
-  const name = shownName(index);
-  return [headName(index),
-    ...(name ? [name.title + name.since()] : []), ...values].join(" · ");
+  const name = nameText(index);
+  return [headName(index), ...(name ? [name] : []), ...values].join("\n");
 }
 
 /** Returns a value as text, with the value for uniform attention if it is not a difference. */

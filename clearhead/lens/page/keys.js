@@ -2,9 +2,7 @@
 
 import { clamp } from "./text.js";
 import { $ } from "./dom.js";
-import {
-  A, hovered, run, selected, selectedQuery, state, update,
-} from "./state.js";
+import { A, hovered, run, selected, selectedQuery, state, update } from "./state.js";
 import { toggleTheme } from "./colours.js";
 import { moveHead, select } from "./grid.js";
 import { hoverCell } from "./detail.js";

@@ -1,7 +1,6 @@
 /* Names of heads at each step. lens/heads.py has the names and the rule. */
 
-import { $, make } from "./dom.js";
-import { A, B, headName, here, indexInB, run, state, update } from "./state.js";
+import { A, B, headName, here, indexInB, run, state } from "./state.js";
 
 /** Returns {key, title, letter, meaning, target, is_simple} of a name that the page shows, else null.
  * Uniform attention is not a finding. */

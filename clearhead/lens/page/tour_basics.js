@@ -98,9 +98,11 @@ function changeOfRun({ index, key, prompt }, last) {
   const [few, many] = sides.map((of) => Array.from({ length: run.count }, (_, head) =>
     findName(run, head, of.step)).filter(Boolean).length);
   const losses = run.curves["validation loss"] ?? [];
-  return ["A is the first step, B the last one; the play button shows all steps between them. The mean " +
-    "weight of ", bold(headName(index)),
-    ` on ${kindOf(key).target} was `, bold(before), " and is ", bold(after),
+  // The value of a positional head is not a weight.
+  const [what, where] = key === "positional" ? ["value “positional”", ""]
+    : ["mean weight", ` on ${kindOf(key).target}`];
+  return ["A is the first step, B the last one; the play button shows all steps between them. The " +
+    `${what} of `, bold(headName(index)), `${where} was `, bold(before), " and is ", bold(after),
     ". ", ...(few || many ? [`${few} of ${run.count} heads had a name, and ${many} ` +
       `${many === 1 ? "has" : "have"} one now. `] : []),
     ...(losses.length > 1 ? [`The validation loss was ${formatLoss(losses[0][1])} and is ` +
