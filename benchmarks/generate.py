@@ -113,8 +113,8 @@ def measure(
 def implementations(weights: GPT, batch_size: int, device: torch.device) -> dict[str, Generate]:
     """Returns both in fp32 and in the fastest precision of the device."""
     theirs = transformers_model(weights, use_cache=True)
-    best = devices.best_dtype(device)
-    dtypes = {"fp32": torch.float32} | ({} if best == torch.float32 else {"bf16": best})
+    used = (torch.float32, devices.best_dtype(device))
+    dtypes = {name: dtype for name, dtype in devices.DTYPES.items() if dtype in used}
     work: dict[str, Generate] = {}
     for name, dtype in dtypes.items():
         model = copy.deepcopy(theirs).to(device, dtype)

@@ -28,7 +28,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from clearhead.config.schema import OptimizerConfig
-from clearhead.distributed.device import best_dtype, keep_freed_memory
+from clearhead.distributed.device import best_wide_dtype, keep_freed_memory
 from clearhead.distributed.strategy import Strategy
 from clearhead.interop.huggingface import hf_tensors, to_hf
 from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer
@@ -143,7 +143,7 @@ class Ours(Implementation):
 
     def build_optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
         self.check = NonFiniteCheck(10, self.strategy.device)
-        return build_optimizer(self.model, config, best_dtype(self.strategy.device))
+        return build_optimizer(self.model, config, best_wide_dtype(self.strategy.device))
 
     def backward(self, input_ids: Tensor, target_ids: Tensor) -> Tensor:
         self.strategy.reseed(0, self.steps)

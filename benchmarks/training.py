@@ -12,6 +12,7 @@ all in the same precision and compiled. benchmarks/implementations.py defines th
 """
 
 import copy
+import dataclasses
 import functools
 import gc
 import importlib.util
@@ -74,6 +75,9 @@ def main(settings: TrainingBenchmark) -> None:
     refuse(devices.check(settings.device, settings.precision))
     single = ParallelConfig.with_defaults(strategy="single")
     strategy = build_strategy(single, settings.device, settings.precision, SEED)
+    if settings.precision == "auto":  # never fp16: the other projects do not scale the loss here
+        dtype = devices.best_wide_dtype(strategy.device)
+        strategy = dataclasses.replace(strategy, dtype=dtype)
     comparison = Comparison(settings, config, strategy)
     weights = comparison.weights
     results = origin("benchmarks.training", strategy.device, ("numpy",)) | {

@@ -87,7 +87,8 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
     micro = min(micro, job.windows_per_rank) if isinstance(micro, int) else largest or 1
     parts = memory.estimate(job, micro)
     share, source = utilisation(config, plan, precision)
-    rate = plan.devices * share * (kind.fp32 if precision == "fp32" else kind.flops) / per_token
+    peak = kind.peak.fp32 if precision == "fp32" else kind.peak.half
+    rate = plan.devices * share * peak / per_token
     price = kind.price if plan.price is None else plan.price
     return {
         "parameters": job.parameters,

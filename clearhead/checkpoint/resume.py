@@ -130,6 +130,7 @@ def find_start(
     Raises ConfigError if a setting differs that must be the same as in the checkpoint.
     """
     locked = state = tensors = None
+    on_gpu = strategy.device.type != "cpu"
 
     def find() -> tuple[str, dict, bool, int | None] | None:
         nonlocal locked, state, tensors
@@ -154,11 +155,11 @@ def find_start(
     shared = strategy.broadcast(strategy.on_rank_0(find))
     if shared is None:
         if not config.trainer.max_minutes:  # otherwise max_steps is not known yet
-            config = with_automatic_values(config)
+            config = with_automatic_values(config, on_gpu=on_gpu)
         return config, Start(locked=locked)
     found, values, in_place, summarized = shared
     state = state or State.from_values(values)
-    config = with_automatic_values(config, state.settings)
+    config = with_automatic_values(config, state.settings, on_gpu)
     source = own_directory(config) if in_place and config.name else config.trainer.resume
     problems = changed_settings(state.settings, config.model_dump(), source)
     if config.trainer.resume_override:

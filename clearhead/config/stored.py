@@ -39,6 +39,7 @@ AUTOMATIC = (
     "trainer.eval_windows",
     "trainer.log_every",
 )
+LOG_EVERY_ON_GPU = 10  # at least: the host waits for the GPU at each row, and then it for the host
 # If these are null, passages of the text are chosen (clearhead/run/prompts.py). A resumed run keeps
 # them, also if its data have changed.
 PROMPTS = ("lens.prompts", "trainer.sample_prompt")
@@ -46,10 +47,13 @@ PROMPTS = ("lens.prompts", "trainer.sample_prompt")
 OF_ONE_RANK = {"debug", "data.path", "data.val_path", "trainer.device"}
 
 
-def with_automatic_values(config: Config, before: dict | None = None) -> Config:
+def with_automatic_values(
+    config: Config, before: dict | None = None, on_gpu: bool = False
+) -> Config:
     """Returns the config with values for the automatic settings that are null.
 
-    before: the settings of the run that is resumed; it keeps its values.
+    before: the settings of the run that is resumed; it keeps its values. on_gpu: whether the model
+    is trained on a GPU.
     """
     trainer, known, values = config.trainer, flat(before or {}), {}
     given, max_steps = flat(config.model_dump()), trainer.max_steps
@@ -73,7 +77,7 @@ def with_automatic_values(config: Config, before: dict | None = None) -> Config:
     # less than 1 % of the time, except in very short runs, which validate on at least 8 windows.
     between = trainer.batch_size * (eval_every or steps)
     complete("trainer.eval_windows", min(max(between * 2 // 100, 8), 400))
-    complete("trainer.log_every", max(steps // 500, 1))
+    complete("trainer.log_every", max(steps // 500, LOG_EVERY_ON_GPU if on_gpu else 1))
     if known.get("lens.every") == 0:  # the lens was off and is now on
         del known["lens.every"]
     complete("lens.every", LensConfig().interval(steps))

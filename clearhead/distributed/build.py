@@ -1,9 +1,12 @@
 """Builds the distributed strategy of a run: one process, DDP or FSDP."""
 
+import os
+
 from clearhead.config.schema import ParallelConfig
 from clearhead.distributed import device as devices
 from clearhead.distributed.launch import rank_count
 from clearhead.distributed.strategy import Strategy
+from clearhead.errors import refuse
 
 
 def build_strategy(
@@ -28,6 +31,22 @@ def build_strategy(
     from clearhead.distributed.fsdp import FSDP
 
     if name == "ddp":
-        return DDP(chosen, dtype, timeout=config.timeout)
-    reshard = config.reshard_after_forward
-    return FSDP(chosen, dtype, timeout=config.timeout, reshard_after_forward=reshard)
+        strategy = DDP(chosen, dtype, timeout=config.timeout)
+    else:
+        reshard = config.reshard_after_forward
+        strategy = FSDP(chosen, dtype, timeout=config.timeout, reshard_after_forward=reshard)
+    if chosen.type == "cuda":
+        refuse(shared_gpus(strategy, devices.gpu_id(chosen)))
+    return strategy
+
+
+def shared_gpus(strategy: Strategy, gpu: int) -> list[tuple]:
+    """Returns a problem (key, value, reason, hint), on all ranks, if two ranks have the same GPU.
+    NCCL would fail later. gpu: a number below 2^53 of the GPU of this rank."""
+    ranks = range(strategy.world_size)
+    gpus = strategy.all_reduce_sum(*(gpu * (rank == strategy.rank) for rank in ranks))
+    if len(set(gpus)) == len(gpus):
+        return []
+    reason = f"{strategy.world_size} ranks have {len(set(gpus))} GPUs"
+    hint = "start one process for each GPU; its launcher has to set LOCAL_RANK"
+    return [("LOCAL_RANK", os.environ.get("LOCAL_RANK"), reason, hint)]

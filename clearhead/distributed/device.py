@@ -6,18 +6,24 @@ distributed/strategy.py.
 
 import ctypes
 import functools
+import hashlib
 import importlib.util
+import os
 import platform
+import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch
 
 from clearhead.distributed import launch
-from clearhead.distributed.hardware import WORTH_COMPILING, kind_named
+from clearhead.distributed.hardware import WORTH_COMPILING, peak_named
 
 STEPS_WORTH_COMPILING = 2_000  # decoding steps; compiling takes as long as thousands of them
+LIBRARY_MISMATCH = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH: kernel module and library differ
+TORCH = "https://pytorch.org/get-started/locally"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -28,17 +34,17 @@ def check(
 
     group: prefix of the settings, "trainer." or "".
     """
-    found = []
+    found, here = [], launch.local_ranks()
+    with warnings.catch_warnings(action="ignore"):  # torch's, of several lines, about these faults
+        fault = unusable_gpu(here) if device in ("auto", "cuda") else None
+    if fault:
+        reason, hint = fault
+        return [(group + "device", device, reason, f"{hint}, or use {group}device=cpu")]
     available = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if device in available and not available[device]():
         reason = "not available on this machine or in this build of torch"
-        found.append((group + "device", device, reason, f"use {group}device=auto or cpu"))
-        return found
+        return [(group + "device", device, reason, f"use {group}device=auto or cpu")]
     chosen = best_device() if device == "auto" else device
-    here, gpus = launch.local_ranks(), torch.cuda.device_count()
-    if chosen == "cuda" and here > gpus:
-        reason = f"{here} processes were started, but the number of GPUs is {gpus}"
-        found.append((group + "device", device, reason, f"use --nproc_per_node={gpus}"))
     if precision in ("bf16", "fp16") and chosen == "mps":
         reason = "PyTorch's attention on MPS may attend to later tokens in half precision"
         found.append((group + "precision", precision, reason, f"use {group}precision=auto"))
@@ -51,9 +57,113 @@ def check(
     return found
 
 
+def unusable_gpu(here: int) -> tuple[str, str] | None:
+    """Returns (reason, hint) if this machine has an NVIDIA GPU that this process, one of `here` on
+    this machine, cannot use.
+
+    Otherwise device=auto would train on the CPU and say nothing. That includes a CPU build of
+    torch, which `pip install torch` installs on Windows. None without a GPU, and without a visible
+    one: CUDA_VISIBLE_DEVICES="", a container or a job without GPUs.
+    """
+    if torch.cuda.is_available():
+        return _too_few_gpus(here) or _no_code_for_this_gpu()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    is_hidden = visible is not None and visible.split(",")[0].strip() in ("", "-1", "NoDevFiles")
+    if is_hidden or (driver := nvidia_driver()) is None:
+        return None
+    (version, cuda), needs = driver, torch.version.cuda
+    has = f"this machine has an NVIDIA GPU, but torch {torch.__version__}"
+    if needs is None:
+        return f"{has} is built without CUDA", f"install torch for CUDA {cuda} or older ({TORCH})"
+    if cuda < int(needs.partition(".")[0]):
+        reason = f"{has} needs a driver for CUDA {needs}, and driver {version} is for CUDA {cuda}"
+        return reason, f"update the driver, or install torch for CUDA {cuda} ({TORCH})"
+    named = f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
+    hint = "python -c 'import torch; torch.cuda.init()' shows the error; restart the machine"
+    return f"{has} cannot use it (driver {version}{named})", hint
+
+
+def _too_few_gpus(here: int) -> tuple[str, str] | None:
+    """Returns (reason, hint) if there are fewer GPUs than processes, `here`, on this machine.
+
+    A process that sees one GPU by CUDA_VISIBLE_DEVICES was given it by the launcher, such as
+    torchrun --virtual-local-rank; then build_strategy checks that no other process has the same.
+    """
+    gpus = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all of them,")
+    if here <= gpus or (gpus == 1 and "," not in visible):
+        return None
+    reason = f"{here} processes were started, but the number of GPUs is {gpus}"
+    return reason, f"use --nproc_per_node={gpus}"
+
+
+def _no_code_for_this_gpu() -> tuple[str, str] | None:
+    """Returns (reason, hint) if this build of torch has no code for the GPU of this process.
+
+    Machine code (sm_) runs on GPUs with the same major and no smaller minor number of their compute
+    capability, PTX (compute_) on all later ones. With the suffix a, both run on this one only; with
+    f, on GPUs with the same major number.
+    """
+    built = [] if torch.version.hip else torch.cuda.get_arch_list()
+    major, minor = of_gpu = torch.cuda.get_device_capability(gpu_index())
+    known = []
+    for name in built:
+        if not (parts := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)):
+            return None  # of a later toolkit
+        kind, first, last, suffix = parts.groups()
+        known.append(of_code := (int(first), int(last)))
+        is_portable = kind == "compute" and not suffix
+        same = of_code == of_gpu or (of_code[0] == major and suffix != "a")
+        if of_code <= of_gpu and (same or is_portable):
+            return None
+    if not known:
+        return None
+    gpu = f"{torch.cuda.get_device_name(gpu_index())} has compute capability {major}.{minor}"
+    reason = f"{gpu}, but torch {torch.__version__} is built for {' '.join(built)}"
+    which = "a newer torch" if of_gpu > min(known) else "torch for an older CUDA, such as 12.6"
+    return reason, f"install {which} ({TORCH})"
+
+
+def nvidia_driver() -> tuple[str, int] | None:
+    """Returns (version of the NVIDIA driver, major number of the newest CUDA that it supports).
+
+    None without a driver or without a GPU that this process may open. Asks NVML, a library that
+    all drivers include and that works with any version of CUDA.
+    """
+    try:
+        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        if (status := nvml.nvmlInit_v2()) != 0:
+            return ("was updated without a restart", 99) if status == LIBRARY_MISMATCH else None
+        count, cuda, handle = ctypes.c_uint(), ctypes.c_int(), ctypes.c_void_p()
+        version = ctypes.create_string_buffer(96)
+        nvml.nvmlSystemGetDriverVersion(version, ctypes.c_uint(len(version)))
+        nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))  # 12020 for CUDA 12.2
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))  # includes GPUs without permission
+        opened = [
+            nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+            for index in range(count.value)
+        ]
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):  # no such library, or one from before 2018
+        return None
+    return (version.value.decode(), cuda.value // 1000) if 0 in opened else None
+
+
+def gpu_index() -> int:
+    """Returns the index of the GPU of this process among those that it sees."""
+    local_rank = launch.local_rank()
+    return local_rank if torch.cuda.device_count() > 1 else 0
+
+
+def gpu_id(device: torch.device) -> int:
+    """Returns a number of 48 bits that differs between GPUs, also of different machines."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return int.from_bytes(hashlib.sha256(uuid.encode()).digest()[:6], "big")
+
+
 def prepare(device: str, seed: int, threads: int | None = None) -> torch.device:
     """Returns the device for a setting (auto | cpu | cuda | mps), and seeds the random generators.
-    With several GPUs, each process uses the GPU with index LOCAL_RANK.
+    With several GPUs, each process uses the one with the number of its local rank.
 
     threads: the number of CPU threads of operations; None: PyTorch's choice.
     """
@@ -63,7 +173,7 @@ def prepare(device: str, seed: int, threads: int | None = None) -> torch.device:
     if chosen == "cpu":
         keep_freed_memory()
     elif chosen == "cuda":
-        torch.cuda.set_device(launch.number("LOCAL_RANK", 0))
+        torch.cuda.set_device(gpu_index())
         chosen = f"cuda:{torch.cuda.current_device()}"
     torch.manual_seed(seed)  # of all devices
     return torch.device(chosen)
@@ -76,8 +186,20 @@ def best_device() -> str:
 
 
 def best_dtype(device: torch.device) -> torch.dtype:
-    """Returns bf16 if the hardware has bf16 matrix products, else fp32; never fp16. On MPS, fp32:
-    PyTorch's causal attention may attend to later tokens in half precision (issue 195910)."""
+    """Returns the fastest precision of matrix products: bf16 if the hardware has them in bf16; fp16
+    on GPUs that have them in fp16 only (V100, T4: capability 7.0 to 7.5); else fp32.
+
+    Training in fp16 scales the loss (distributed/strategy.py). On MPS, fp32: PyTorch's causal
+    attention may attend to later tokens in half precision (issue 195910).
+    """
+    if (wide := best_wide_dtype(device)) == torch.bfloat16 or device.type != "cuda":
+        return wide
+    return torch.float16 if torch.cuda.get_device_capability(device) >= (7, 0) else wide
+
+
+def best_wide_dtype(device: torch.device) -> torch.dtype:
+    """Returns bf16 if the hardware has bf16 matrix products, else fp32: the fastest precision with
+    the range of fp32. For Muon: entries of gradients are often below 6e-8, which is 0 in fp16."""
     fast = False
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -118,12 +240,12 @@ def can_compile(device: torch.device) -> bool:
     return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Returns the dense bf16 FLOP/s of this GPU from its data sheet; None if unknown."""
-    if device.type != "cuda":
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Returns the peak FLOP/s of matrix products in this precision; None if unknown."""
+    peak = peak_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None:
         return None
-    kind = kind_named(torch.cuda.get_device_name(device))
-    return kind.flops if kind else None
+    return peak.fp32 if dtype == torch.float32 else peak.half
 
 
 def keep_freed_memory() -> None:

@@ -1,6 +1,6 @@
 """How this process was started: alone, or as a rank by torchrun.
 
-Reads the environment variables that torchrun sets; does not import torch.
+Reads the environment variables that torchrun and other launchers set; does not import torch.
 """
 
 import os
@@ -10,6 +10,8 @@ from clearhead.errors import Problem, refuse
 
 PARENT_PID = os.getppid()
 TORCHRUN = "start it with torchrun --nproc_per_node=N train.py"
+# The number of a process on its machine: torchrun, srun, Open MPI, other MPI.
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
 def launched() -> bool:
@@ -25,6 +27,13 @@ def rank_count() -> int:
 def local_ranks() -> int:
     """Returns the number of these processes on this machine; 1 if the launcher does not tell."""
     return number("LOCAL_WORLD_SIZE", 1, least=1)
+
+
+def local_rank() -> int:
+    """Returns the number of this process on its machine; 0 if the launcher does not tell."""
+    if not launched():  # srun numbers single processes too
+        return 0
+    return number(next((name for name in LOCAL_RANKS if name in os.environ), "LOCAL_RANK"), 0)
 
 
 def launch_command() -> list[str]:

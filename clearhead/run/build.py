@@ -118,8 +118,8 @@ class Builder:
             self.model = self.build_model()
             self.is_compiled = self.should_compile()
             trained_model = self.strategy.wrap(self.model, self.is_compiled)
-            best = device.best_dtype(self.strategy.device)
-            self.optimizer = build_optimizer(self.model, self.config.optimizer, best)
+            wide = device.best_wide_dtype(self.strategy.device)
+            self.optimizer = build_optimizer(self.model, self.config.optimizer, wide)
             self.find_sizes(trained_model)
             self.state = self.restore()
             self.notes += long_warmup(self.config)
@@ -369,7 +369,7 @@ class Builder:
             log.tracker,
             tokens_per_step=trainer.batch_size * length,
             flops_per_token=self.model.flops_per_token(length),
-            peak_flops=device.peak_flops(self.strategy.device),
+            peak_flops=device.peak_flops(self.strategy.device, self.strategy.dtype),
             learning_rate=self.config.optimizer.lr,
         )
         metrics.restore(self.state, forget_skipped=trainer.resume_override)

@@ -115,7 +115,8 @@ def with_max_steps(
     # For compile=auto, the number of steps has to be known before the model is compiled.
     compiled = False if trainer.compile == "auto" else trainer.compile
     values = {"trainer.max_steps": steps, "trainer.compile": compiled}
-    return with_automatic_values(config.with_values(values))
+    on_gpu = strategy.device.type != "cpu"
+    return with_automatic_values(config.with_values(values), on_gpu=on_gpu)
 
 
 def measure_steps(

@@ -326,9 +326,9 @@ def test_directories_and_callbacks_of_hydra(in_process, tmp_path, monkeypatch):
     assert (code, seen[0].name, seen[0].wandb.notes) == (0, "a", "here")
 
 
-def chosen(before=None, **values):
+def chosen(before=None, on_gpu=False, **values):
     config = settings(*(f"trainer.{key}={value}" for key, value in values.items()))
-    trainer = with_automatic_values(config, {"trainer": before or {}}).trainer
+    trainer = with_automatic_values(config, {"trainer": before or {}}, on_gpu).trainer
     return trainer.warmup_steps, trainer.eval_every, trainer.eval_windows, trainer.log_every
 
 
@@ -343,6 +343,18 @@ def test_automatic_settings_depend_on_the_length_of_the_run():
     before = {"warmup_steps": 12, "eval_every": 40, "eval_windows": 100, "log_every": 1}
     assert chosen(before, max_steps=5000, eval_windows=9) == (12, 40, 9, 1)
     assert chosen({"eval_every": None}, max_steps=120) == (24, 40, 8, 1)
+
+
+def test_a_gpu_is_read_at_most_every_ten_steps():
+    """Unless the setting or the run that is resumed says otherwise."""
+
+    def log_every(before=None, **values):
+        return chosen(before, on_gpu=True, **values)[-1]
+
+    assert [log_every(max_steps=steps) for steps in (1, 120, 5000, 10**4)] == [10, 10, 10, 20]
+    assert log_every(max_steps=120, log_every=1) == 1
+    assert log_every({"log_every": 1}, max_steps=120) == 1
+    assert chosen({"log_every": 10}, max_steps=120)[-1] == 10  # begun on a GPU
 
 
 def test_a_run_records_the_arguments_of_the_user(in_process, tmp_path):

@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 from helpers import TINY
+from helpers.gpus import pretend_gpus
 from helpers.refusals import printed_keys, refused, time_limit
 from helpers.runs import train_in
 from helpers.settings import settings
@@ -373,9 +374,7 @@ def test_unavailable_devices_and_precisions(make_run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with refused(ConfigError, "trainer.device", "cuda"):
         make_run("trainer.device=cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: False)
+    pretend_gpus(monkeypatch, capability=(7, 5), count=2)
     with refused(ConfigError, "trainer.precision", "bf16"):
         make_run("trainer.device=cuda", "trainer.precision=bf16")
     numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import TIMEOUT, TINY
+from helpers.gpus import pretend_gpus
 from helpers.ranks import free_port
 from helpers.refusals import printed_keys, refused
 from helpers.settings import settings
@@ -84,8 +85,7 @@ def test_a_launcher_may_not_tell_the_ranks_of_this_machine(launched, monkeypatch
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     alone = device_memory.memory_of(torch.device("cpu"))
     launched(16)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    pretend_gpus(monkeypatch, count=8)
     assert device.check("cuda") == []
     assert device_memory.memory_of(torch.device("cpu")) == alone
     launched(16, LOCAL_WORLD_SIZE=16)
