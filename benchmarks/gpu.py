@@ -1,16 +1,23 @@
-"""The tests and measurements on one GPU, in one table and one JSON file: `make gpu-check`.
+"""Checks and measurements on one GPU, in one table and one JSON file: `make gpu-check`.
 
     python -m benchmarks.gpu nanogpt=../nanoGPT
+    python -m benchmarks.gpu rows=[comparison,generation]
     python -m benchmarks.gpu device=cpu models=[gpt2-nano] batch_size=4 length=32
 
-Every row is one of COMMANDS, in a separate process, so a crash does not lose the other rows. The
-peak memory of a training is compared with the estimate of scripts.plan, both without the CUDA
-context and the buffers of NCCL.
+The rows are in the order of their importance. Each ends as pass, fail or skipped, with the reason,
+and runs in separate processes, so that a crash or a hang loses one row only. All share a cache of
+compiled code. The text is the sample story, repeated.
+
+A training passes if its loss falls (LOSS_FALLS) and, on a GPU, its peak memory is that of
+scripts.plan (MEMORY), both without the CUDA context and the buffers of NCCL. A resumed training and
+one with a process group must also have the losses of the training that they repeat (SAME_LOSSES).
+On a GPU these are not equal bit for bit, because some sums depend on the order of threads.
 """
 
+import importlib.util
 import os
 import shlex
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -19,118 +26,309 @@ from statistics import median
 from typing import Literal
 
 import numpy as np
+import torch
 from pydantic import DirectoryPath, Field
+from safetensors.torch import load_file
 
+from benchmarks.processes import run_python
 from benchmarks.timing import origin
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from clearhead.config.schema import Name, Positive
-from clearhead.config.yaml_files import REPOSITORY
+from clearhead.config.schema import AboveZero, Name, Positive
 from clearhead.distributed import device
-from clearhead.errors import ClearheadError, refuse
-from clearhead.files import read_json, read_rows
+from clearhead.distributed.device_memory import memory_of
+from clearhead.errors import ClearheadError, message_of, refuse
+from clearhead.files import REPOSITORY, read_json, read_rows
+from clearhead.planning.memory import USABLE
+from clearhead.tokens.tokenizers import get_tokenizer
 from scripts import plan
 
-STEPS = 30  # of a training; the second half is timed
-TRAIN = f"""train.py model={{model}} data=shards data.path={{folder}} data.max_length={{length}}
-    data.val_fraction=0 model.dropout=0 trainer.batch_size={{batch_size}} trainer.max_steps={STEPS}
-    trainer.device={{device}} trainer.precision=bf16 trainer.compile={{compile}} lens=off wandb=off
-    trainer.micro_batch_size=auto trainer.eval_every=0 trainer.sample_tokens=0 trainer.save_every=0
-    trainer.log_every=5 runs_dir={{folder}} name=run parallel="""
+STEPS = 20  # of a training; the second half is timed
+TRAIN = f"""data=shards data.path={{folder}} data.max_length={{length}} data.val_fraction=0
+    model.dropout=0 optimizer.lr=6e-4 trainer.schedule_steps={STEPS} trainer.warmup_steps=4
+    trainer.batch_size={{batch_size}} trainer.micro_batch_size=auto trainer.device={{device}}
+    trainer.eval_every=0 trainer.sample_tokens=0 trainer.save_every=0 runs_dir={{folder}}
+    lens=off wandb=off"""
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=1"
-COMMANDS = {  # arguments of Python; on a GPU, ddp and fsdp use NCCL, generation uses CUDA graphs
-    "tests": "-m pytest tests/campaign/gpu.py",
-    "single": f"{TRAIN}single",
-    "ddp": f"{TORCHRUN} {TRAIN}ddp",
-    "fsdp": f"{TORCHRUN} {TRAIN}fsdp",
-    # A quarter of the batch: transformers stores the logits of all tokens in fp32.
-    "comparison": """-m benchmarks.training model={model} batch_size={quarter} length={length}
-        precision=bf16 compile={compile} device={device} out={folder}/out.json {nanogpt}""",
-    "generation": "-m benchmarks.generate model={model} device={device} out={folder}/out.json",
-}
-COLUMNS = {"tokens_per_second": ",.0f", "mfu": ".2f", "peak_gb": ".1f", "estimated_gb": ".1f"}
-HEADER = "| row | tokens/s | MFU | peak memory, GB | estimated, GB |\n|---|---:|---:|---:|---:|"
+LOSS_FALLS = 0.5  # nats from the first logged loss to the last; with random tokens about 0.1
+MEMORY = 0.1  # largest difference from the plan, as a fraction of it
+SAME_LOSSES = {"resume": 2e-3, "ddp": 1e-2, "fsdp": 1e-2}  # largest relative differences
+ROW_SECONDS, LEAST_SECONDS = 300, 20  # a program that takes longer fails; needed to start one
+COLUMNS = {"tokens_per_second": ",.0f", "mfu": ".2f", "peak_gb": ".1f", "planned_gb": ".1f"}
+HEADER = """| row | result | tokens/s | MFU | peak GB | planned GB | seconds | note |
+|---|---|---:|---:|---:|---:|---:|---|"""
+ROWS = ("compiled", "eager", "fp16", "resume", "generate", "ddp", "fsdp")
+ROWS += ("tests", "larger", "comparison", "generation")
 
 
 class GpuBenchmark(ScriptConfig):
     """python -m benchmarks.gpu [KEY=VALUE ...]"""
 
-    models: list[Name] = Field(["gpt2-small", "gpt2-xl"], description="row single: all models")
-    batch_size: Positive = Field(64, description="windows per step")
+    rows: list[Name] = Field(list(ROWS), description="rows to run, in the order of the default")
+    minutes: AboveZero = Field(9, description="rows that do not fit into this time are skipped")
+    models: list[Name] = Field(
+        ["gpt2-small", "gpt2-xl"], min_length=1, max_length=2, description="the second: row larger"
+    )
+    batch_size: Positive | None = Field(
+        None, description="windows per step; null: as many as fit at once, at most 64"
+    )
     length: Positive = Field(1024, description="tokens per window")
     nanogpt: DirectoryPath | None = Field(None, description="folder of a checkout of nanoGPT")
     device: Literal["cuda", "cpu"] = Field("cuda", description="cpu: to check this file, eager")
+    commit: str = Field("", description="commit of a copy without .git")
     out: OutFile = Field("gpu.json", description="JSON file for the results")
+
+
+class Failed(Exception):
+    """The row has failed; the text is the reason."""
+
+
+class Skipped(Exception):
+    """The row cannot be run here; the text is the reason."""
 
 
 @settings_command(GpuBenchmark)
 def main(settings: GpuBenchmark) -> None:
-    refuse(device.check(settings.device, "bf16"))
-    where, rows = device.prepare(settings.device, seed=0), []
-    results = origin("benchmarks.gpu", where, ("triton", "transformers")) | {"rows": rows}
-    for kind in COMMANDS:
-        for model in settings.models if kind == "single" else settings.models[:1]:
-            print(f"{kind} {model} ...", file=sys.stderr, flush=True)
-            with tempfile.TemporaryDirectory() as folder:
-                rows.append(run_row(settings, kind, model, Path(folder)))
-            write_out(settings.out, results)  # after each row: an interrupt does not lose it
-    print(text_table(rows))
-    if failed := [row["name"] for row in rows if row["exit_code"]]:
+    names = ", ".join(ROWS)
+    unknown = [name for name in settings.rows if name not in ROWS]
+    refuse([("rows", name, "no such row", f"use some of {names}") for name in unknown])
+    refuse(device.check(settings.device))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the program of a row
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory() as folder:
+        check = Check(settings, Path(folder))
+        for name in (name for name in ROWS if name in settings.rows):
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            rows.append(check.row(name))
+            print(as_text(rows[-1]), file=sys.stderr, flush=True)
+            write_out(settings.out, check.origin | {"rows": rows})  # an interrupt loses one row
+    print("\n".join([HEADER, *map(as_text, rows)]))
+    if failed := [row["name"] for row in rows if row["result"] == "fail"]:
         raise ClearheadError("rows", ", ".join(failed), "failed", f"see {settings.out}")
 
 
-def run_row(settings: GpuBenchmark, kind: str, model: str, folder: Path) -> dict:
-    """Runs the command of a row. Returns its exit code, the end of its output, and its figures."""
-    values = settings.model_dump() | {"model": model, "folder": folder}
-    values["compile"] = str(settings.device == "cuda").lower()
-    values["quarter"] = max(1, settings.batch_size // 4)
-    values["nanogpt"] = f"nanogpt={settings.nanogpt.absolute()}" if settings.nanogpt else ""
-    command = shlex.split(COMMANDS[kind].format(**values))
-    size = STEPS * settings.batch_size * settings.length + 1
-    tokens = np.random.default_rng(0).integers(50257, size=size, dtype=np.uint16)
-    tokens.tofile(folder / "train.bin")  # in nanoGPT's format
-    words = ["timeout", "--kill-after=60", "1800", sys.executable, *command]  # seconds
-    environment, started = os.environ | {"CHECK_DEVICE": settings.device}, time.monotonic()
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(words, cwd=REPOSITORY, env=environment, **streams)
-    row = {"name": f"{kind} {model}", "command": shlex.join(["python", *command]), "figures": []}
-    row |= {"exit_code": done.returncode, "output": done.stdout[-4000:]}
-    row["seconds"] = round(time.monotonic() - started, 1)
-    if done.returncode == 0 and (folder / "out.json").exists():
-        row["figures"] = of_tables(read_json(folder / "out.json")["tables"])
-    elif done.returncode == 0 and "train.py" in command:
-        row["figures"] = of_training(folder / "run", command[command.index("train.py") + 1 :])
-    return row
+class Check:
+    """The rows, and what they share: the text, the runs, the compiled code and the time."""
+
+    def __init__(self, settings: GpuBenchmark, folder: Path):
+        self.settings, self.folder, self.model = settings, folder, settings.models[0]
+        self.end = time.monotonic() + 60 * settings.minutes
+        self.on_gpu, where = settings.device == "cuda", torch.device(settings.device)
+        bf16 = not self.on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
+        self.precision = "bf16" if bf16 else "fp16"
+        self.usable = USABLE * memory_of(where)  # bytes
+        self.batch_size = settings.batch_size or self.largest_batch()
+        self.runs: dict[str, Path] = {}  # of the trainings that have ended
+        self.origin = origin("benchmarks.gpu", where, ("triton", "transformers"))
+        self.origin["commit"] = settings.commit or self.origin["commit"]
+        story = (REPOSITORY / "corpus/sample.txt").read_text(encoding="utf-8")
+        tokens = np.array(get_tokenizer("gpt2").encode(story), dtype=np.uint16)
+        size = STEPS * self.batch_size * settings.length + 1
+        np.resize(tokens, size).tofile(folder / "train.bin")  # repeated, in nanoGPT's format
+
+    def row(self, name: str) -> dict:
+        """Runs a row. Returns its result, figures, commands and the end of their output."""
+        started, self.commands, self.output = time.monotonic(), [], ""
+        row = {"name": name, "result": "pass", "note": ""}
+        try:
+            row |= getattr(self, name)()
+            if problems := row.pop("problems", []):
+                row |= {"result": "fail", "note": "; ".join([*problems, row["note"]])}
+        except Skipped as reason:
+            row |= {"result": "skipped", "note": str(reason)}
+        except Exception as error:  # also one of this program; the other rows are run
+            row |= {"result": "fail", "note": message_of(error)}
+        row["seconds"] = round(time.monotonic() - started, 1)
+        return row | {"commands": self.commands, "output": self.output[-8000:]}
+
+    def run(self, arguments: str) -> dict[int, float]:
+        """Runs Python. Returns the time in seconds at which its output had each size in bytes."""
+        left, over = self.end - time.monotonic(), f"minutes={self.settings.minutes:g} are over"
+        if left < LEAST_SECONDS:
+            raise Skipped(over)
+        self.commands.append(f"python {arguments}")
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "compiled")}
+        environment["CHECK_DEVICE"] = self.settings.device  # for tests/campaign/gpu.py
+        limit, file = min(ROW_SECONDS, left), self.folder / "output.txt"
+        done = run_python(arguments, file, limit, environment)
+        self.output += done.output
+        if done.exit_code is None:
+            text = f"stopped after {limit:.0f} s"
+            raise Failed(text) if limit == ROW_SECONDS else Skipped(f"{text}: {over}")
+        if done.exit_code:
+            lines = [line for line in done.output.splitlines() if line.strip(" =-")]
+            raise Failed(f"exit code {done.exit_code}: {lines[-1] if lines else ''}")
+        return done.grown
+
+    # --------------------------------------------------------------------------- trainings
+
+    def train(self, name: str, program: str = "train.py", **values: object) -> dict:
+        """Trains as run `name` and returns its figures. values: of `overrides`."""
+        settings = self.overrides(**values)
+        if self.on_gpu and (needed := self.plan(settings, 1)["total"]) > self.usable:
+            text = f"one window at a time needs {needed / 1e9:.1f} GB"
+            raise Skipped(f"{text}; {self.usable / 1e9:.1f} GB are usable")
+        self.run(f"{program} {shlex.join(settings)} name={name}")
+        self.runs[name] = self.folder / name
+        return self.figures(name, settings)
+
+    def overrides(self, model="", batch_size=0, parallel="single", **trainer) -> list[str]:
+        """Returns the settings of a training. trainer: settings of this group."""
+        values = self.settings.model_dump() | {"folder": self.folder}
+        values["batch_size"] = batch_size or self.batch_size
+        of_rows = {"precision": self.precision, "compile": self.on_gpu, "max_steps": STEPS}
+        trainer = of_rows | {"log_every": 5} | trainer
+        more = [f"trainer.{key}={value}" for key, value in trainer.items()]
+        groups = [f"model={model or self.model}", f"parallel={parallel}"]
+        return [*groups, *shlex.split(TRAIN.format(**values)), *more]
+
+    def plan(self, settings: list[str], micro_batch_size: int) -> dict[str, float]:
+        """Returns the peak memory that scripts.plan estimates, in bytes."""
+        kind = "h100" if self.on_gpu else "cpu"  # all GPUs have the same estimate
+        more = [f"trainer.micro_batch_size={micro_batch_size}", f"kind={kind}"]
+        return plan.make_plan(*plan.composed([*settings, *more]))["memory"]
+
+    def largest_batch(self) -> int:
+        """Returns the largest power of two up to 64 that fits as one micro-batch."""
+        for size in (64, 32, 16, 8, 4, 2):
+            if self.plan(self.overrides(batch_size=size), size)["total"] <= self.usable:
+                return size
+        return 1
+
+    def figures(self, name: str, settings: list[str]) -> dict:
+        """Returns losses, speed and memory of a run, and what is wrong with them."""
+        rows = read_rows(self.runs[name] / "metrics.jsonl")
+        trainer = settings_of(self.runs[name])["trainer"]
+        memory = self.plan(settings, trainer["micro_batch_size"])
+        planned = (memory["total"] - self.on_gpu * memory["libraries"]) / 1e9
+        peak = read_json(self.runs[name] / "summary.json")["peak_memory_gb"]
+        losses, step = [row["train/loss"] for row in rows], rows[0]["step"]
+        found = {"losses": losses, "peak_gb": peak, "planned_gb": planned, "problems": []}
+        for key in ("tokens_per_second", "mfu"):
+            if f"train/{key}" in rows[-1]:  # no MFU for an unknown device
+                found[key] = median(row[f"train/{key}"] for row in rows[len(rows) // 2 :])
+        if not losses[-1] < losses[0] - LOSS_FALLS:
+            found["problems"].append(f"the loss does not fall by {LOSS_FALLS}")
+        if self.on_gpu and planned > 2 and abs(peak / planned - 1) > MEMORY:
+            found["problems"].append(f"peak memory differs by {peak / planned - 1:+.0%}")
+        seconds = rows[0]["train/tokens"] / rows[0]["train/tokens_per_second"]
+        found["note"] = f"loss {losses[0]:.2f} to {losses[-1]:.2f}; {trainer['batch_size']} windows"
+        found["note"] += f", {trainer['micro_batch_size']} at a time"
+        found["note"] += f"; first {step} steps {seconds:.0f} s"
+        return found
+
+    def compare(self, name: str, other: str, found: dict) -> dict:
+        """Adds the differences of run `name` from another one to its figures."""
+        runs = self.runs[name], self.runs[other]
+        own, others = (read_rows(run / "metrics.jsonl", "train/loss") for run in runs)
+        pairs = [(a["train/loss"], b["train/loss"]) for a, b in zip(own, others, strict=True)]
+        loss = max(abs(a - b) / max(b, 1e-9) for a, b in pairs)
+        own, others = (load_file(run / "checkpoints/last/model.safetensors") for run in runs)
+        weight = max(float((own[key] - others[key]).abs().max()) for key in others)
+        text = f"largest weight difference {weight:.1e}" if weight else "weights bit-equal"
+        found["note"] += f"; losses of row {other} within {loss:.1e}, {text}"
+        if not loss <= SAME_LOSSES[name]:
+            found["problems"].append(f"losses of row {other} differ by {loss:.1e}")
+        return found | {"loss_difference": loss, "weight_difference": weight}
+
+    def ended(self, *names: str) -> str:
+        """Returns the first of these rows that has trained."""
+        if name := next(filter(self.runs.get, names), None):
+            return name
+        raise Skipped(f"needs row {' or '.join(names)}")
+
+    # -------------------------------------------------------------------------------- rows
+
+    def compiled(self) -> dict:
+        if not self.on_gpu:
+            raise Skipped("only on a GPU")
+        return self.train("compiled")
+
+    def eager(self) -> dict:
+        return self.train("eager", compile=False)
+
+    def fp16(self) -> dict:
+        if not self.on_gpu or self.precision == "fp16":
+            raise Skipped("only on a GPU with bf16; all rows are in fp16 on one without")
+        return self.train("fp16", compile=False, precision="fp16")
+
+    def resume(self) -> dict:
+        """Half of the steps, then the rest in another process."""
+        other = self.ended("eager")
+        self.train("resume", compile=False, max_steps=STEPS // 2)
+        return self.compare("resume", other, self.train("resume", compile=False))
+
+    def generate(self) -> dict:
+        """With compiled steps, on a GPU as CUDA graphs. The second half of the text is timed."""
+        run, tokens = self.runs[self.ended("compiled", "eager")], self.settings.length // 2
+        options = f"ignore_end=true device={self.settings.device} compile={self.on_gpu}"
+        command = f"generate.py checkpoint={run} prompt=The max_new_tokens={tokens} {options}"
+        first, *_, last = grown = self.run(command)
+        half = next(size for size in grown if size >= (first + last) / 2)
+        seconds = grown[last] - grown[half]
+        speed = tokens * (last - half) / (last - first) / seconds if seconds else 0
+        problems = [] if speed else ["the text is printed all at once"]
+        return {"tokens_per_second": speed, "note": f"{tokens} tokens", "problems": problems}
+
+    def ddp(self, name: str = "ddp") -> dict:
+        """One rank with NCCL, on a CPU with gloo."""
+        other = self.ended("compiled", "eager")
+        found = self.train(name, f"{TORCHRUN} train.py", parallel=name)
+        return self.compare(name, other, found)
+
+    def fsdp(self) -> dict:
+        return self.ddp("fsdp")
+
+    def tests(self) -> dict:
+        if not importlib.util.find_spec("pytest"):
+            raise Skipped("pytest is not installed")
+        processes = f"-n {min(8, os.cpu_count() or 1)}" if importlib.util.find_spec("xdist") else ""
+        self.run(f"-m pytest tests/campaign/gpu.py {processes}")
+        return {"note": self.output.strip().rpartition("\n")[2]}
+
+    def larger(self) -> dict:
+        """Without a checkpoint: that of gpt2-xl has 19 GB."""
+        if len(self.settings.models) < 2:
+            raise Skipped("models= has one model")
+        values = {"model": self.settings.models[1], "batch_size": min(self.batch_size, 16)}
+        values |= {"max_steps": 8, "log_every": 2}
+        return self.train("larger", "-m benchmarks.steps", **values)
+
+    def comparison(self) -> dict:
+        """A quarter of the batch: transformers stores the logits of all tokens in fp32."""
+        values, nanogpt = {"rounds": 3, "compile": self.on_gpu}, self.settings.nanogpt
+        if not nanogpt and not importlib.util.find_spec("transformers"):
+            raise Skipped("nanogpt= is not given, and transformers is not installed")
+        values |= {"batch_size": max(1, self.batch_size // 4), "length": self.settings.length}
+        values |= {"precision": "bf16" if self.precision == "bf16" else "fp32"}
+        values |= {"nanogpt": nanogpt.absolute()} if nanogpt else {}
+        return self.tables("training", **values)
+
+    def generation(self) -> dict:
+        if not importlib.util.find_spec("transformers"):
+            raise Skipped("transformers is not installed")
+        return self.tables("generate", rounds=3)
+
+    def tables(self, name: str, **values: object) -> dict:
+        """Runs another benchmark. Returns the rows of its tables."""
+        out = self.folder / "out.json"
+        values |= {"model": self.model, "device": self.settings.device, "out": out}
+        words = [f"{key}={value}" for key, value in values.items()]
+        self.run(f"-m benchmarks.{name} {shlex.join(words)}")
+        tables = read_json(out)["tables"].items()
+        return {
+            "figures": [r | {"name": f"{n}, {r['name']}"} for n, t in tables for r in t["rows"]]
+        }
 
 
-def of_tables(tables: dict[str, dict]) -> list[dict]:
-    """Returns the rows of the tables of another benchmark."""
-    return [row | {"name": f"{n}, {row['name']}"} for n, t in tables.items() for row in t["rows"]]
-
-
-def of_training(run: Path, settings: list[str]) -> list[dict]:
-    """Returns speed and peak memory of a run, and the estimated memory."""
-    rows = read_rows(run / "metrics.jsonl")
-    micro = settings_of(run)["trainer"]["micro_batch_size"]
-    kind = "cpu" if "trainer.device=cpu" in settings else "h100"  # all GPUs: the same estimate
-    settings = [*settings, f"trainer.micro_batch_size={micro}", f"kind={kind}"]
-    memory = plan.make_plan(*plan.composed(settings))["memory"]
-    estimated = memory["total"] - (memory["libraries"] if kind == "h100" else 0)
-    found = {"name": f"micro-batches of {micro}", "estimated_gb": estimated / 1e9}
-    for key in {"tokens_per_second", "mfu"} & {name.removeprefix("train/") for name in rows[-1]}:
-        found[key] = median(row[f"train/{key}"] for row in rows[len(rows) // 2 :])
-    return [found | {"peak_gb": read_json(run / "summary.json")["peak_memory_gb"]}]
-
-
-def text_table(rows: list[dict]) -> str:
-    """Returns the figures of all rows as Markdown; of a row without figures, its last line."""
-    text = HEADER
-    for row in rows:
-        last = row["output"].strip().rpartition("\n")[2]
-        for found in row["figures"] or [{"name": f"exit code {row['exit_code']}: {last}"}]:
-            cells = [f"{found[key]:{f}}" if key in found else "" for key, f in COLUMNS.items()]
-            text += f"\n| {row['name']}: {found['name']} | {' | '.join(cells)} |"
-    return text
+def as_text(row: dict) -> str:
+    """Returns a row as lines of a Markdown table: its own, and one for each of its `figures`."""
+    lines, empty = [], {"result": "", "seconds": "", "note": ""}
+    for found in [row, *(figure | empty for figure in row.get("figures", []))]:
+        cells = [f"{found[key]:{form}}" if key in found else "" for key, form in COLUMNS.items()]
+        cells = [found["name"], found["result"], *cells, str(found["seconds"]), found["note"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
