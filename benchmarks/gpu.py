@@ -291,7 +291,7 @@ class Check:
         if len(self.settings.models) < 2:
             raise Skipped("models= has one model")
         values = {"model": self.settings.models[1], "batch_size": min(self.batch_size, 16)}
-        values |= {"max_steps": 8, "log_every": 2}
+        values |= {"max_steps": 12, "log_every": 3}
         return self.train("larger", "-m benchmarks.steps", **values)
 
     def comparison(self) -> dict:
@@ -300,7 +300,6 @@ class Check:
         if not nanogpt and not importlib.util.find_spec("transformers"):
             raise Skipped("nanogpt= is not given, and transformers is not installed")
         values |= {"batch_size": max(1, self.batch_size // 4), "length": self.settings.length}
-        values |= {"precision": "bf16" if self.precision == "bf16" else "fp32"}
         values |= {"nanogpt": nanogpt.absolute()} if nanogpt else {}
         return self.tables("training", **values)
 

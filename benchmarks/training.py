@@ -17,6 +17,7 @@ import functools
 import gc
 import importlib.util
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Literal
 
@@ -65,7 +66,9 @@ class TrainingBenchmark(ScriptConfig):
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto | fp32 | bf16")
     compile: bool = Field(True, description="false: do not use torch.compile")
     rounds: Positive = Field(5, description="measurements of each row of a table")
-    steps: Positive = Field(3, description="timed steps per measurement")
+    steps: Positive | None = Field(
+        None, description="timed steps per measurement; null: 3, on a GPU 20"
+    )
     out: OutFile = Field("", description="JSON file for the results")
 
 
@@ -104,6 +107,7 @@ class Comparison:
 
     def __init__(self, settings: TrainingBenchmark, config: Config, strategy: Strategy):
         self.settings, self.optimizer, self.strategy = settings, config.optimizer, strategy
+        self.steps = settings.steps or (20 if strategy.device.type == "cuda" else 3)
         self.weights = GPT(ModelConfig(**config.model.model_dump()))
         self.kinds = {"ours": Ours}
         if importlib.util.find_spec("transformers"):
@@ -181,29 +185,37 @@ class Comparison:
         return float(loss.detach()), equivalence.grad_norm(model)
 
     def time_round(self, implementation: Implementation) -> float:
-        """Returns the mean seconds per step, after one step that is not timed."""
+        """Returns the seconds per step of an implementation."""
         set_freed_memory(implementation.variant.keeps_memory, self.strategy.device)
-        for number in range(self.settings.steps + 1):
-            if number == 1:
-                self.synchronize()
-                started = time.perf_counter()
-            implementation.step(*self.batches[implementation.steps % BATCHES])
-        self.synchronize()
-        return (time.perf_counter() - started) / self.settings.steps
+        return self.seconds_per_step(
+            lambda: implementation.step(*self.batches[implementation.steps % BATCHES])
+        )
 
     def time_products(self) -> float:
-        """Returns the seconds of a step that consists only of its matrix products: the output of
-        each weight matrix and the gradients of its input and of itself. Without attention."""
+        """Returns the seconds of a step that consists only of its matrix products."""
+        return self.seconds_per_step(self.compute_products)
+
+    def seconds_per_step(self, step: Callable[[], object]) -> float:
+        """Returns the mean seconds per call, after one call that is not timed."""
+        step()
         self.synchronize()
         started = time.perf_counter()
+        for _ in range(self.steps):
+            step()
+        self.synchronize()
+        return (time.perf_counter() - started) / self.steps
+
+    def compute_products(self) -> None:
+        """Computes the output of each weight matrix and the gradients of its input and of itself.
+        Without attention."""
         for inputs, weight, grad_outputs in self.products:  # (N, K), (M, K), (N, M)
             _ = inputs @ weight.t(), grad_outputs @ weight, grad_outputs.t() @ inputs
-        self.synchronize()
-        return time.perf_counter() - started
 
     @functools.cached_property
     def products(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The factors of `time_products`. All matrices are separate, as in a model."""
+        """The factors of `compute_products`. All matrices are separate, as in a model. The values
+        are random: a GPU multiplies matrices of equal values faster, because it needs less power
+        for them."""
         kind = {"device": self.strategy.device, "dtype": self.strategy.dtype}
         tokens = self.settings.batch_size * self.settings.length
         matrices = [
@@ -211,7 +223,8 @@ class Comparison:
             for name, parameter in self.weights.named_parameters()
             if parameter.dim() == 2 and name != "pos_emb.weight"  # token_emb is the output layer
         ]
-        rows = {n: torch.ones(tokens, n, **kind) for matrix in matrices for n in matrix.shape}
+        sizes = {size for matrix in matrices for size in matrix.shape}
+        rows = {size: torch.randn(tokens, size, **kind) for size in sizes}
         return [(rows[m.shape[1]], m, rows[m.shape[0]]) for m in matrices]
 
     def synchronize(self) -> None:

@@ -68,12 +68,28 @@ def test_products_alone_have_the_flops_of_a_step_without_attention():
     config = compose(["model=gpt2-nano", *SMALL])
     strategy = build_strategy(ParallelConfig.with_defaults(strategy="single"), "cpu", "fp32", 0)
     compared = Comparison(settings, config, strategy)
-    _ = compared.products
     with FlopCounterMode(display=False) as counter:
-        compared.time_products()
+        compared.compute_products()
     attention = 6 * 4 * 32 * (8 + 1)  # per token: layers, width, tokens + 1
     expected = compared.weights.flops_per_token(8) - attention
     assert counter.get_total_flops() == expected * 2 * 8
+    for factors in compared.products:
+        assert all(len(matrix.unique()) > 100 for matrix in factors)
+
+
+def test_the_first_call_is_not_timed(strategy, monkeypatch):
+    """It builds the products, and may compile."""
+    settings = TrainingBenchmark(model="gpt2-nano", batch_size=1, length=8, steps=2)
+    compared = Comparison(settings, compose(["model=gpt2-nano", *SMALL]), strategy)
+    calls, readings = [], iter([5.0, 11.0])
+
+    def clock():
+        calls.append("clock")
+        return next(readings)
+
+    monkeypatch.setattr("benchmarks.training.time.perf_counter", clock)
+    assert compared.seconds_per_step(lambda: calls.append("step")) == 3.0
+    assert calls == ["step", "clock", "step", "step", "clock"]
 
 
 def batch(seed=0):
