@@ -79,12 +79,8 @@ class GpuBenchmark(ScriptConfig):
     out: OutFile = Field("gpu.json", description="JSON file for the results")
 
 
-class Failed(Exception):
-    """The row has failed; the text is the reason."""
-
-
 class Skipped(Exception):
-    """The row cannot be run here; the text is the reason."""
+    """The row cannot be run; the text is the reason."""
 
 
 @settings_command(GpuBenchmark)
@@ -154,10 +150,10 @@ class Check:
         self.output += done.output
         if done.exit_code is None:
             text = f"stopped after {limit:.0f} s"
-            raise Failed(text) if limit == ROW_SECONDS else Skipped(f"{text}: {over}")
+            raise RuntimeError(text) if limit == ROW_SECONDS else Skipped(f"{text}: {over}")
         if done.exit_code:
             lines = [line for line in done.output.splitlines() if line.strip(" =-")]
-            raise Failed(f"exit code {done.exit_code}: {lines[-1] if lines else ''}")
+            raise RuntimeError(f"exit code {done.exit_code}: {lines[-1] if lines else ''}")
         return done.grown
 
     # --------------------------------------------------------------------------- trainings

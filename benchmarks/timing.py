@@ -37,12 +37,15 @@ def show_speedup(found: dict[str, float]) -> str:
 
 
 def origin(module: str, device: torch.device, packages: tuple[str, ...]) -> dict:
-    """Returns command, date, commit, hardware and versions."""
+    """Returns command, date, commit, hardware and versions. Without git or a repository, the commit
+    is "" and uncommitted_changes is None."""
+    known = machine(packages)
+    changes = bool(git(REPOSITORY, "status", "--porcelain"))
     found = {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        **machine(packages),
-        "uncommitted_changes": bool(git(REPOSITORY, "status", "--porcelain")),
+        **known,
+        "uncommitted_changes": changes if known["commit"] else None,
         "threads": torch.get_num_threads(),
         "device": str(device),
     }
