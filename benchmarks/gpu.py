@@ -278,8 +278,10 @@ class Check:
     def tests(self) -> dict:
         if not importlib.util.find_spec("pytest"):
             raise Skipped("pytest is not installed")
-        processes = f"-n {min(8, os.cpu_count() or 1)}" if importlib.util.find_spec("xdist") else ""
-        self.run(f"-m pytest tests/campaign/gpu.py {processes}")
+        command = "-m pytest tests/campaign/gpu.py"
+        if importlib.util.find_spec("xdist"):
+            command += f" -n {max(1, min(8, (os.cpu_count() or 1) // 2))}"
+        self.run(command)
         return {"note": self.output.strip().rpartition("\n")[2]}
 
     def larger(self) -> dict:
