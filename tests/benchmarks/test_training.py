@@ -20,7 +20,7 @@ from benchmarks.equivalence import (
     check_implementations,
 )
 from benchmarks.implementations import NanoGPT, Ours, Variant
-from benchmarks.timing import interleave, speedup
+from benchmarks.timing import interleave, origin, speedup
 from benchmarks.training import Comparison, TrainingBenchmark
 from clearhead.config import compose
 from clearhead.config.schema import OptimizerConfig, ParallelConfig
@@ -182,3 +182,9 @@ def test_ratios_are_those_of_a_round():
     # The machine is slower in the second round; the ratios do not change.
     found = speedup([1.0, 2.0, 1.0], [2.0, 4.0, 3.0])
     assert found == {"median": 2.0, "least": 2.0, "most": 3.0}
+
+
+def test_results_without_git_do_not_name_a_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = origin("benchmarks.gpu", torch.device("cpu"), ())
+    assert (found["commit"], found["uncommitted_changes"]) == ("", None)
