@@ -15,6 +15,9 @@ from train import evaluate_and_log, log_row, train_step
 
 def main() -> None:
     with command_line() as overrides:
+        if not {"-h", "--help"}.isdisjoint(overrides):
+            print(__doc__.strip())
+            return
         run = build_run(compose(overrides))
         trainer, state = run.config.trainer, run.state
         with run, run.translate_errors():
