@@ -7,17 +7,31 @@
 their copy in fp32 and their gradient. This version processes a chunk of positions at a time. The
 gradient of a row of logits depends on that row only, so it overwrites the logits and is multiplied
 immediately. All gradients are computed in forward; backward only scales them (Hsu et al. 2024,
-Liger Kernel). On a CPU this is also faster, because chunks stay in the cache (docs/results.md).
+Liger Kernel). On a CPU this is also faster, because chunks stay in the cache (docs/results.md). On
+a GPU, one kernel reads a row of logits and overwrites it (ops/cross_entropy_kernel.py).
 
-Shapes: N positions (B T), n positions per chunk, C emb_dim, V vocabulary.
+Shapes: N positions (B T), n positions per chunk, C emb_dim, V vocabulary, W the number of columns
+of the logits: V, on a GPU rounded up to a multiple of 64.
 """
+
+import importlib.util
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 LOGITS_AT_ONCE = 2**28  # elements per chunk: enough to keep a GPU busy; 512 MiB in bf16
-CACHED = 2**19  # elements that stay in the cache of a CPU between two matrix products
+# Elements whose softmax is computed at once without the kernel. CPU: they stay in the cache
+# between two matrix products. Others: their copies in fp32 take 128 MiB each.
+SOFTMAX_AT_ONCE = {"cpu": 2**19}
+SOFTMAX_AT_ONCE_ELSEWHERE = 2**25
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def rows_at_once(num_columns: int) -> int:
+    """Returns n, the number of positions per chunk: a power of two, so that chunks of a batch have
+    equal sizes and are aligned for the fast kernels of a GPU."""
+    return 1 << max(0, (LOGITS_AT_ONCE // num_columns).bit_length() - 1)
 
 
 def head_loss(x: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
@@ -35,29 +49,27 @@ def head_loss(x: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, target_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtypes = x.dtype, weight.dtype
+        ctx.dtypes, vocabulary = (x.dtype, weight.dtype), len(weight)
         wants_grad = ctx.needs_input_grad[0]
         x, weight = x.to(dtype), weight.to(dtype)
+        if x.device.type == "cuda":  # rows of 50,257 values are not aligned for the fast products
+            weight = F.pad(weight, (0, 0, 0, -vocabulary % 64))  # (W, C)
         # In fp16, a gradient can overflow before it is divided by N.
         ctx.shrink = 1 / 64 if dtype == torch.float16 else 1.0
-        counts = (target_ids >= 0)[:, None]  # (N, 1)
-        targets = target_ids.clamp(min=0)[:, None]  # (N, 1)
-        losses, grads_x, grad_weight = [], [], None
-        size = max(1, LOGITS_AT_ONCE // len(weight))
-        for x_n, targets_n, counts_n in zip(
-            x.split(size), targets.split(size), counts.split(size), strict=True
-        ):
-            logits = x_n @ weight.t()  # (n, V)
-            losses.append(_losses(logits, targets_n, wants_grad))
+        loss, grads_x, grad_weight = x.new_zeros((), dtype=torch.float32), [], None
+        n = rows_at_once(len(weight))
+        for x_n, targets_n in zip(x.split(n), target_ids.split(n), strict=True):
+            logits = x_n @ weight.t()  # (n, W)
+            loss = loss + _losses(logits, targets_n, vocabulary, wants_grad).sum()
             if wants_grad:
                 grad_logits = logits  # _losses has overwritten them
-                grads_x.append(grad_logits @ weight * counts_n)
-                part = grad_logits.t() @ (x_n * counts_n * ctx.shrink)  # (V, C)
+                grads_x.append(grad_logits @ weight)
+                part = grad_logits.t() @ (x_n if ctx.shrink == 1 else x_n * ctx.shrink)  # (W, C)
                 grad_weight = part if grad_weight is None else grad_weight.float().add_(part)
-        count = counts.sum()
+        count = (target_ids >= 0).sum()
         if wants_grad:
-            ctx.save_for_backward(torch.cat(grads_x), grad_weight, count)
-        return (torch.cat(losses) * counts).sum() / count
+            ctx.save_for_backward(torch.cat(grads_x), grad_weight[:vocabulary], count)
+        return loss / count
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
@@ -69,25 +81,31 @@ class _HeadLoss(torch.autograd.Function):
         return grad_x.to(of_x), grad_weight.to(of_weight), None, None
 
 
-def _losses(logits: Tensor, targets: Tensor, wants_grad: bool) -> Tensor:
-    """Returns the cross-entropy per position, (n, 1) in fp32. targets: (n, 1). wants_grad: also
-    overwrite the logits (n, V) by their gradient, softmax - onehot."""
-    if logits.device.type != "cpu" or torch.compiler.is_compiling():
-        return _losses_at_once(logits, targets, wants_grad)
-    size = max(1, CACHED // logits.shape[1])
-    parts = zip(logits.split(size), targets.split(size), strict=True)
-    return torch.cat([_losses_at_once(*part, wants_grad) for part in parts])
+def _losses(logits: Tensor, target_ids: Tensor, vocabulary: int, wants_grad: bool) -> Tensor:
+    """Returns the cross-entropy per position in fp32, 0 for ignored targets; (n,), or in parts.
+
+    logits (n, W): columns after the vocabulary are ignored. target_ids (n,). wants_grad: also
+    overwrite the logits by their gradient, softmax - onehot, 0 for ignored targets.
+    """
+    device = logits.device.type
+    if device == "cuda" and HAS_TRITON:
+        from clearhead.ops.cross_entropy_kernel import cross_entropy
+
+        return cross_entropy(logits, target_ids, vocabulary, wants_grad)
+    size = max(1, SOFTMAX_AT_ONCE.get(device, SOFTMAX_AT_ONCE_ELSEWHERE) // logits.shape[1])
+    parts = zip(logits.split(size), target_ids.split(size), strict=True)
+    return torch.cat([_losses_at_once(*part, vocabulary, wants_grad) for part in parts])
 
 
-def _losses_at_once(logits: Tensor, targets: Tensor, wants_grad: bool) -> Tensor:
-    log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
-    losses = -log_probs.gather(1, targets)
-    if not wants_grad:
-        return losses
-    if torch.compiler.is_compiling():  # the compiler fuses this into one pass
-        vocabulary = torch.arange(logits.shape[1], device=logits.device)
-        logits.copy_(log_probs.exp() - (vocabulary == targets).float())
-    else:
+def _losses_at_once(
+    logits: Tensor, target_ids: Tensor, vocabulary: int, wants_grad: bool
+) -> Tensor:
+    counts, targets = (target_ids >= 0)[:, None], target_ids.clamp(min=0)[:, None]  # (n, 1)
+    log_probs = F.log_softmax(logits[:, :vocabulary], dim=-1, dtype=torch.float32)  # (n, V)
+    losses = -log_probs.gather(1, targets) * counts
+    if wants_grad:
         minus_one = -torch.ones_like(targets, dtype=torch.float32)
-        logits.copy_(log_probs.exp_().scatter_add_(1, targets, minus_one))
+        grad_logits = log_probs.exp_().scatter_add_(1, targets, minus_one)
+        logits[:, :vocabulary] = grad_logits.mul_(counts)
+        logits[:, vocabulary:] = 0
     return losses
