@@ -120,6 +120,7 @@ def test_batches_are_those_of_the_data_set_and_their_targets_are_counted(dataset
     input_ids, target_ids = batch
     assert torch.equal(input_ids, expected_inputs)
     assert torch.equal(target_ids, expected_targets)
+    assert all(part.is_contiguous() for part in batch)  # otherwise pinning it is useless
     parts = split_batch(batch, 5)
     assert [len(tensors[0]) for tensors, _ in parts] == [5, 5, 2]
     for ((inputs, targets), count), first in zip(parts, (0, 5, 10), strict=True):

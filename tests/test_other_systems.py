@@ -83,6 +83,36 @@ def test_clocks_are_read_after_the_work_on_mps(monkeypatch):
     assert calls == ["mps"]
 
 
+class HostMemory(TorchFunctionMode):
+    """Pins and copies nothing. Records the tensors that are pinned, and whether a copy to a device is
+    of one of them and does not block."""
+
+    def __init__(self):
+        super().__init__()
+        self.pinned, self.overlaps = [], []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.pin_memory:
+            self.pinned.append(args[0])
+            return args[0]
+        if function is torch.Tensor.to:
+            is_pinned = any(args[0] is tensor for tensor in self.pinned)
+            self.overlaps.append(is_pinned and (kwargs or {}).get("non_blocking", False))
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_copy_to_a_gpu_does_not_wait_for_the_work_before_it():
+    """torch copies a tensor that is not contiguous to pageable memory first, which waits."""
+    ids = torch.arange(12).view(2, 6)
+    strategy = Strategy(torch.device("cuda"), torch.float32)
+    with HostMemory() as memory:
+        copies = strategy.to_device(ids[:, :-1], ids[:, 1:])
+    assert memory.overlaps == [True, True]
+    assert all(tensor.is_contiguous() for tensor in memory.pinned)
+    assert torch.equal(copies[1], ids[:, 1:])
+
+
 class Pretended(TorchFunctionMode):
     """All tensors are on the CPU, but say that they are on a device of this kind. Records whether
     the inputs of PyTorch's attention are contiguous."""

@@ -115,7 +115,10 @@ class Strategy:
         """Copies host tensors to the device; on a GPU the copy overlaps with computation."""
         if self.device.type != "cuda":  # a non-blocking copy could read changed data
             return [tensor.to(self.device) for tensor in tensors]
-        return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
+        # A tensor that is not contiguous would be copied to pageable memory first, and the copy
+        # from there waits for the work before it.
+        pinned = [tensor.contiguous().pin_memory() for tensor in tensors]
+        return [tensor.to(self.device, non_blocking=True) for tensor in pinned]
 
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
         """Returns this rank's part of `whole`, with the dtype and placement of `like`. All ranks

@@ -38,7 +38,8 @@ class WindowDataset(Dataset):
         """Reads one window: (input_ids (T,), target_ids (T,)), int64. For an array of B indices,
         both are (B, T)."""
         if isinstance(index, np.ndarray):
-            return self.batch(index)
+            input_ids, target_ids = self.batch(index)
+            return input_ids.contiguous(), target_ids.contiguous()  # as Strategy.to_device needs
         if index < 0:
             index += len(self)
         if not 0 <= index < len(self):

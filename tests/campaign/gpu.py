@@ -96,7 +96,8 @@ def test_loss_and_gradients_equal_those_in_fp64(dtype, compiled, monkeypatch):
     expected = F.cross_entropy(logits, targets, ignore_index=-100)
     ours = [x.detach().to(DEVICE, torch.float32).requires_grad_() for x in exact]
     head_loss = cross_entropy.head_loss
-    head_loss = torch.compile(head_loss, backend=BACKEND) if compiled else head_loss
+    if compiled:
+        head_loss = torch.compile(head_loss, backend=BACKEND, dynamic=False)
     with torch.autocast(DEVICE, dtype=dtype, enabled=dtype != torch.float32):
         loss = head_loss(*ours, targets.to(DEVICE))
     assert loss.dtype == torch.float32
@@ -113,7 +114,8 @@ def test_loss_and_gradients_equal_those_in_fp64(dtype, compiled, monkeypatch):
 def test_attention_equals_that_in_fp64(name, dtype, compiled):
     """With all queries and their gradients, and with the last three queries."""
     kernel = KERNELS[name]
-    kernel = torch.compile(kernel, backend=BACKEND) if compiled else kernel
+    if compiled:  # training has fixed shapes
+        kernel = torch.compile(kernel, backend=BACKEND, dynamic=False)
     B, H, T, S, D = 2, 3, 3, 256, 64
     queries, keys, values, grad = exact = random_tensors(*[(B, H, S, D)] * 4)
     ours = [x.to(DEVICE, dtype) for x in exact]
@@ -193,7 +195,7 @@ def test_an_overflow_in_fp16_skips_the_step_and_lowers_the_scale(run_on_device):
     assert not torch.equal(weights(run)["pos_emb.weight"], before["pos_emb.weight"])
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 5e-3)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 5e-3)])
 def test_compiled_steps_equal_eager_steps(run_on_device, precision, tolerance):
     """Loss and gradient norm of four steps."""
     steps = []
