@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from clearhead.config.schema import Config, ModelSettings
-from clearhead.ops.cross_entropy import LOGITS_AT_ONCE
+from clearhead.ops.cross_entropy import rows_at_once
 from model import GPT, ModelConfig, model_without_values
 
 USABLE = 0.92  # fraction of the memory; the rest is for fragmentation and other programs
@@ -215,18 +215,16 @@ def activations(job: Job, windows: int) -> float:
 def head(job: Job, positions: int) -> int:
     """Returns the bytes of logits and gradients of the head during the computation of the loss.
 
-    The loss is computed in chunks of n positions (ops/cross_entropy.py). The logits, c n V
-    bytes, are overwritten by their gradient. On a GPU the log-softmax needs 4 n V, compiled c n V;
-    on a CPU only a few rows exist at a time. After that, the gradient of the
-    matrix needs c V C. The input of the head and its gradient exist during the whole computation.
+    The loss is computed in chunks of n positions (ops/cross_entropy.py). The logits, c n V bytes,
+    are overwritten by their gradient. After that, the gradient of the matrix needs c V C, and with
+    several chunks their sum needs 4 V C. The input of the head, its cast and its gradient, which is
+    joined from the chunks, exist during the whole computation.
     """
     model, c = job.config.model, job.c
-    logits = min(positions, LOGITS_AT_ONCE // model.vocab_size) * model.vocab_size
-    log_softmax = 0
-    if job.device != "cpu":  # FSDP compiles blocks only
-        log_softmax = (c if job.compiled and not job.sharded else 4) * logits
-    of_matrix = c * model.vocab_size * model.emb_dim
-    return c * logits + max(log_softmax, of_matrix) + (4 + 2 * c) * positions * model.emb_dim
+    n = min(positions, rows_at_once(model.vocab_size))
+    of_matrix = c + 4 * (n < positions)  # bytes per element
+    in_chunk = c * n * model.vocab_size + of_matrix * model.vocab_size * model.emb_dim
+    return in_chunk + (4 + 3 * c) * positions * model.emb_dim
 
 
 # ----------------------------------------------------------------------------- micro-batches
