@@ -84,8 +84,8 @@ def test_clocks_are_read_after_the_work_on_mps(monkeypatch):
 
 
 class HostMemory(TorchFunctionMode):
-    """Pins and copies nothing. Records the tensors that are pinned, and whether a copy to a device is
-    of one of them and does not block."""
+    """Pins and copies nothing. Records the tensors that are pinned, and whether a copy to a device
+    is of one of them and does not block."""
 
     def __init__(self):
         super().__init__()

@@ -19,9 +19,11 @@ CGROUP = Path("/sys/fs/cgroup")  # limits of a container
 
 
 def memory_of(device: torch.device) -> float:
-    """Returns the bytes of device memory that this process may use; infinity if unknown."""
+    """Returns the bytes of device memory that this process may use; infinity if unknown. On a GPU,
+    these are the free memory and what torch has reserved: other processes may use the rest."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     machine = math.inf

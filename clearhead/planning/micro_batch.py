@@ -7,10 +7,16 @@ from collections.abc import Callable
 import torch
 
 from clearhead.config.schema import Config
-from clearhead.distributed.device_memory import memory_of
+from clearhead.distributed.device_memory import available_memory, memory_of
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import OutOfMemoryError
-from clearhead.planning.memory import Job, estimate, fits, largest_micro_batch, meta_model
+from clearhead.planning.memory import (
+    LIBRARIES,
+    Job,
+    estimate,
+    fits,
+    largest_micro_batch,
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -51,10 +57,11 @@ def _hint(config: Config, strategy: Strategy, fits: Callable[[int], bool]) -> st
 
 def check_memory(config: Config, strategy: Strategy) -> list[tuple]:
     """Returns a problem (key, value, reason, hint) if weights, gradients and moments need more
-    memory than the device has; on a CPU, also if a step does. Allocates nothing.
+    memory than the device has; on a CPU, also if a step does; on a GPU, if the copy of a checkpoint
+    needs more memory than the machine has. Allocates nothing.
 
-    Without this check, the system would kill a process on a CPU without a message. On a GPU, a step
-    that does not fit raises `out_of_memory_error`.
+    Without this check, the system would kill the process without a message. A step that does not
+    fit on a GPU raises `out_of_memory_error`.
     """
     trainer, limit = config.trainer, memory_of(strategy.device)
     # It is not known yet whether compile=auto compiles. A compiled step needs less memory.
@@ -62,11 +69,21 @@ def check_memory(config: Config, strategy: Strategy) -> list[tuple]:
     asked = trainer.micro_batch_size
     windows = 1 if asked == "auto" else min(job.windows_per_rank, asked or job.windows_per_rank)
     parts, has = estimate(job, windows), f"and {strategy.device} has {limit / 1e9:,.1f} GB"
+    if strategy.device.type == "cuda":
+        has += " of free memory"
     states, total = 2 * parts["weights"] + parts["optimizer"], sum(parts.values())
+    parameters = f"{job.parameters:,} parameters"
     if states > limit:
         reason = f"weights, gradients and moments need {states / 1e9:,.1f} GB, {has}"
-        parameters = f"{meta_model(config.model).num_parameters():,} parameters"
         return [("model", parameters, reason, "use a smaller model, such as model=gpt2-nano")]
+    # A free notebook has a GPU of 16 GB and 13 GB of main memory: GPT-2 large fits on the GPU, and
+    # its first checkpoint would end the process.
+    copy, available = 12 * job.parameters, available_memory()
+    if strategy.device.type != "cpu" and strategy.is_rank_0 and 0 < available < copy:
+        reason = f"a checkpoint needs {copy / 1e9:,.1f} GB of main memory, "
+        reason += f"and {available / 1e9:,.1f} GB are available"
+        hint = "use a machine with more main memory, or a smaller model"
+        return [("model", parameters, reason, hint)]
     # Without the slack of the allocator, which is uncertain.
     if strategy.device.type != "cpu" or total - parts["slack"] <= limit:
         return []
@@ -81,8 +98,24 @@ def find_micro_batch(config: Config, strategy: Strategy, compiled: bool) -> int:
     """Returns the value of trainer.micro_batch_size=auto: the largest divisor of the windows per
     rank whose estimate fits on all ranks; 1 if none fits."""
     job, limit = job_of(config, strategy, compiled), memory_of(strategy.device)
+    if strategy.device.type == "cuda":
+        limit += LIBRARIES["cuda"]  # in the estimate, and no longer free
     found = largest_micro_batch(job.windows_per_rank, lambda n: fits(job, n, limit)) or 1
     return -strategy.all_reduce_max(-found)
+
+
+def check_equal_sizes(config: Config, strategy: Strategy) -> list[tuple]:
+    """Returns a problem (key, value, reason, hint) if the last micro-batch on a GPU is smaller: a
+    compiled model would be compiled again, for sizes that vary, which is slower in each step."""
+    per_rank = config.trainer.batch_size // strategy.world_size
+    asked = config.trainer.micro_batch_size
+    if strategy.device.type == "cpu" or asked in (None, "auto") or per_rank % asked == 0:
+        return []
+    reason = f"does not divide the {per_rank} windows per step on a device, so that the model "
+    reason += "would be compiled for two sizes"
+    equal = largest_micro_batch(per_rank, lambda n: n <= asked)
+    hint = f"use trainer.micro_batch_size={equal} or trainer.compile=false"
+    return [("trainer.micro_batch_size", asked, reason, hint)]
 
 
 def job_of(config: Config, strategy: Strategy, compiled: bool) -> Job:

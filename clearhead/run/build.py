@@ -34,8 +34,9 @@ from clearhead.distributed import device, launch
 from clearhead.distributed.build import build_strategy
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import exit_code_of, refuse, sanitize, shorten
+from clearhead.ops.cross_entropy import LOGITS_AT_ONCE
 from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer, decay_start
-from clearhead.planning.micro_batch import check_memory, find_micro_batch
+from clearhead.planning.micro_batch import check_equal_sizes, check_memory, find_micro_batch
 from clearhead.reporting.console import LINES_OF_JOB, MAX_LINES, Console
 from clearhead.reporting.jsonl import RowFile, drop_rows_after
 from clearhead.reporting.machine import environment
@@ -117,6 +118,8 @@ class Builder:
             self.config = with_prompts(self.config, self.strategy, self.data)
             self.model = self.build_model()
             self.is_compiled = self.should_compile()
+            if self.is_compiled:
+                refuse(check_equal_sizes(self.config, self.strategy))
             trained_model = self.strategy.wrap(self.model, self.is_compiled)
             wide = device.best_wide_dtype(self.strategy.device)
             self.optimizer = build_optimizer(self.model, self.config.optimizer, wide)
@@ -167,7 +170,7 @@ class Builder:
             with self.strategy.raise_on_all_ranks():
                 check_machine(self.config)
             self.strategy = start_strategy(self.config)
-        self.limit = TimeLimit(self.config)
+        self.limit = TimeLimit(self.config, self.strategy.device)
         self.config, self.start = find_start(self.config, self.strategy, self.closing, self.notes)
 
     def decay_start(self) -> Callable[[int], int] | None:
@@ -384,8 +387,13 @@ class Builder:
         config, val, validation = self.config, self.data.val, None
         tokenizer, batch_size = get_tokenizer(config.data.tokenizer), self.micro_batch()
         if val:
-            lengths = None if config.data.synthetic else token_byte_lengths(tokenizer.name)
-            validation = Validation(val, lengths, self.strategy, batch_size)
+            lengths, size = None, batch_size
+            if config.data.synthetic:  # the accuracy needs all logits of a pass at once
+                per_window = config.data.max_length * config.model.vocab_size
+                size = min(size, max(1, LOGITS_AT_ONCE // per_window))
+            else:
+                lengths = token_byte_lengths(tokenizer.name)
+            validation = Validation(val, lengths, self.strategy, size)
         return Evaluator(config, self.strategy, validation, tokenizer, batch_size)
 
     def introduce(self, log: RunLog) -> None:

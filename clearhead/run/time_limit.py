@@ -37,10 +37,44 @@ WANDB_EXIT_SECONDS = 5.0  # more for W&B
 SLOWDOWN = 4.0  # if steps have become slower, the end of the run takes at most this much longer
 
 
+class HostClock:
+    """The time at which a CPU reaches a point of its work."""
+
+    def mark(self) -> float:
+        return time.monotonic()
+
+    def time_of(self, mark: float) -> float | None:
+        return mark
+
+
+class CudaClock:
+    """The time at which a GPU reaches a point of its work, which is later than the launch. Nothing
+    waits for the GPU."""
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.cuda.Event, float] | None = None
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        if self._last is None:  # before the first step, the GPU has nothing to do
+            self._last = event, time.monotonic()
+        return event
+
+    def time_of(self, mark: torch.cuda.Event) -> float | None:
+        """Returns the time of a mark in seconds, None if the GPU has not reached it. Call it in the
+        order of the marks."""
+        if not mark.query():
+            return None
+        last, seconds = self._last
+        self._last = mark, seconds + last.elapsed_time(mark) / 1000
+        return self._last[1]
+
+
 class TimeLimit:
     """The time limit of one start of a run. It begins with the process if that trains one run."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, device: torch.device):
         self.started = STARTED if is_single_run() else time.monotonic()
         limit = 60 * (config.trainer.max_minutes or math.inf)
         # Seconds for everything after the last validation, whose duration is measured.
@@ -52,8 +86,12 @@ class TimeLimit:
             fraction += ABLATION_FRACTION
         self.end_of_run += fraction * min(limit, 1e9)
         self.end = self.started + limit - self.end_of_run  # of the training
+        is_limited = config.trainer.max_minutes is not None
+        self._clock = CudaClock() if is_limited and device.type == "cuda" else HostClock()
+        # Steps that the device has not started: (mark at the start, seconds of evaluation before).
+        self._launched: collections.deque[tuple] = collections.deque()
         self._steps: collections.deque[float] = collections.deque(maxlen=10)  # seconds
-        self._starts = array.array("d")  # of all steps of this process, in seconds
+        self._starts = array.array("d")  # of all steps that the device has started, in seconds
         self._fastest = math.inf
         self._evaluation = self._longest_evaluation = 0.0
         self.start()
@@ -70,12 +108,15 @@ class TimeLimit:
     def is_last_step(self) -> bool:
         """Returns whether there is no time for another step after the step that starts now. Called
         at the start of each step."""
-        now = time.monotonic()
-        self._starts.append(now)
+        self._launched.append((self._clock.mark(), self._evaluation))
         self._longest_evaluation = max(self._longest_evaluation, self._evaluation)
-        self._steps.append(now - self._previous - self._evaluation)
-        self._previous, self._evaluation = now, 0.0
-        step = statistics.median(self._steps)
+        self._evaluation = 0.0
+        while self._launched and (start := self._clock.time_of(self._launched[0][0])) is not None:
+            self._starts.append(start)
+            self._steps.append(start - self._previous - self._launched.popleft()[1])
+            self._previous = start
+        step = statistics.median(self._steps) if self._steps else 0.0
+        now = time.monotonic() + len(self._launched) * step  # when the device starts this step
         if len(self._steps) == self._steps.maxlen:  # before the first step, there was none
             self._fastest = min(self._fastest, step)
         # If steps have become slower, the end of the run has too.

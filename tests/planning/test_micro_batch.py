@@ -11,6 +11,7 @@ from helpers.settings import settings
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import ConfigError, OutOfMemoryError
 from clearhead.planning import memory, micro_batch
+from clearhead.run import build
 from train import fit
 
 
@@ -93,6 +94,89 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(
         assert suggested(caught.value) == "trainer.micro_batch_size=2"
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["first"]
     make_run("name=auto", "trainer.compile=false", "trainer.micro_batch_size=auto")
+
+
+GPU = Strategy(torch.device("cuda:0"), torch.bfloat16)
+SMALL = ("model=gpt2-small", "data.max_length=1024", "trainer.batch_size=64")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(free, reserved) simulates a GPU of 80 GB: the bytes that no process uses, and those that
+    this process has reserved. The machine has 100 GB of main memory."""
+
+    def of(free, reserved=0):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80e9))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved)
+
+    monkeypatch.setattr(micro_batch, "available_memory", lambda: 100e9)
+    return of
+
+
+def test_auto_uses_the_memory_of_a_gpu_that_other_processes_leave(gpu):
+    config = settings(*SMALL)
+    found = {}
+    for others in (0, 60e9):
+        for reserved in (0, 5e9):
+            # The estimate contains the CUDA context, which is neither free nor reserved.
+            gpu(80e9 - memory.LIBRARIES["cuda"] - others - reserved, reserved)
+            found[others, reserved] = micro_batch.find_micro_batch(config, GPU, compiled=False)
+    needed = sum(memory.estimate(micro_batch.job_of(config, GPU, False), 64).values())
+    assert needed < memory.USABLE * 80e9
+    assert found[0, 0] == found[0, 5e9] == 64
+    assert found[60e9, 0] == found[60e9, 5e9] < 64
+
+
+def test_a_model_that_needs_more_than_the_free_memory_of_a_gpu_is_refused(gpu):
+    config = settings(*SMALL, "trainer.micro_batch_size=1")
+    gpu(80e9)
+    assert micro_batch.check_memory(config, GPU) == []
+    gpu(1e9)  # weights, gradients and moments need 2 GB
+    ((key, *_),) = micro_batch.check_memory(config, GPU)
+    assert key == "model"
+
+
+def test_a_checkpoint_that_does_not_fit_into_main_memory_is_refused(gpu, monkeypatch):
+    """On a GPU; GPT-2 large needs 9.3 GB. Only rank 0 copies the tensors."""
+    config = settings("model=gpt2-large", "trainer.batch_size=1")
+    other = Strategy(torch.device("cuda:0"), torch.bfloat16, rank=1, world_size=1)
+    gpu(80e9)
+    for available, keys in ((9e9, ["model"]), (10e9, []), (0, [])):  # 0: unknown
+        monkeypatch.setattr(micro_batch, "available_memory", lambda found=available: found)
+        assert [key for key, *_ in micro_batch.check_memory(config, GPU)] == keys
+        assert micro_batch.check_memory(config, other) == []
+
+
+@pytest.mark.parametrize(("size", "equal"), [(24, 16), (63, 32), (16, None), ("null", None)])
+def test_micro_batches_of_a_compiled_model_on_a_gpu_have_equal_sizes(size, equal):
+    config = settings(*SMALL, f"trainer.micro_batch_size={size}")
+    assert micro_batch.check_equal_sizes(config, Strategy(torch.device("cpu"), torch.float32)) == []
+    problems = micro_batch.check_equal_sizes(config, GPU)
+    assert len(problems) == (equal is not None)
+    for key, value, _, hint in problems:
+        assert (key, value) == ("trainer.micro_batch_size", size)
+        assert f"trainer.micro_batch_size={equal}" in hint.split()
+
+
+def test_a_run_with_unequal_micro_batches_is_refused_if_it_is_compiled(make_run, monkeypatch):
+    problem = ("trainer.micro_batch_size", 3, "a reason", "a hint")
+    monkeypatch.setattr(build, "check_equal_sizes", lambda *_: [problem])
+    make_run("name=eager", "trainer.compile=false")
+    with refused(ConfigError, "trainer.micro_batch_size", 3):
+        make_run("name=compiled", "trainer.compile=true")
+
+
+def test_the_accuracy_is_measured_with_few_logits_at_once(make_run, monkeypatch):
+    run = make_run("data=induction", "data.path=null", "trainer.eval_windows=8")
+    metrics, sizes = run.evaluate(), []
+    limit = 3 * run.config.data.max_length * run.config.model.vocab_size  # of three windows
+    monkeypatch.setattr(build, "LOGITS_AT_ONCE", limit)
+    run = make_run("data=induction", "data.path=null", "trainer.eval_windows=8")
+    run.model.register_forward_hook(
+        lambda _, inputs, output: sizes.extend(x.numel() for x in output[:1] if x is not None)
+    )
+    assert run.evaluate() == pytest.approx(metrics, rel=1e-5)
+    assert max(sizes) == limit
 
 
 def test_a_model_or_a_window_that_cannot_fit_is_refused(memory_is):

@@ -4,11 +4,13 @@ tests/distributed/test_ranks.py has a run of two ranks that is out of time."""
 
 import itertools
 import json
+import math
 import shlex
 import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import TEXT, TINY
 from helpers.ranks import check_same_bytes
 from helpers.refusals import printed_keys, refused
@@ -26,6 +28,7 @@ from train import fit
 
 AUTOMATIC = ("trainer.max_steps=null", "trainer.warmup_steps=null", "trainer.eval_every=null")
 LIMITED = ("trainer.max_minutes=100", *AUTOMATIC)
+TWO_MINUTES, CPU = settings(*TINY, "data.path=x", "trainer.max_minutes=2"), torch.device("cpu")
 
 
 @pytest.fixture
@@ -185,7 +188,7 @@ def test_the_last_step_leaves_time_for_another_step_and_two_validations(monkeypa
     """Steps of 2 s and a validation of 10 s, of which there is one before the first step."""
     now = 0.0
     monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
-    limit = time_limit.TimeLimit(settings(*TINY, "data.path=x", "trainer.max_minutes=2"))
+    limit = time_limit.TimeLimit(TWO_MINUTES, CPU)
     limit.start()
     now = 10.0
     limit.exclude(10)
@@ -196,11 +199,63 @@ def test_the_last_step_leaves_time_for_another_step_and_two_validations(monkeypa
     assert limit.end == 120 - limit.end_of_run
 
 
+class Gpu:
+    """A GPU that computes steps later than they are launched. Replaces torch.cuda.Event."""
+
+    def __init__(self):
+        self.now = self.busy_until = 0.0  # in seconds
+
+    def step(self, seconds):
+        """Launches a step, which takes no time on the host."""
+        self.busy_until = max(self.busy_until, self.now) + seconds
+
+    def synchronize(self):
+        self.now = max(self.now, self.busy_until)
+
+    def __call__(self, enable_timing):
+        return Event(self)
+
+
+class Event:
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def record(self):
+        self.at = max(self.gpu.busy_until, self.gpu.now)
+
+    def query(self):
+        return self.at <= self.gpu.now
+
+    def elapsed_time(self, later):
+        return 1000 * (later.at - self.at)
+
+
+@pytest.mark.parametrize("every", [1, 10, 10**9])
+def test_a_run_on_a_gpu_ends_in_time(monkeypatch, every):
+    """Steps of 0.4 s. The program waits every N steps, and if it is five steps ahead."""
+    gpu = Gpu()
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: gpu.now))
+    monkeypatch.setattr(torch.cuda, "Event", gpu)
+    limit = time_limit.TimeLimit(TWO_MINUTES, torch.device("cuda"))
+    limit.start()
+    steps, left = 0, math.inf
+    while not limit.is_last_step():
+        gpu.step(0.4)
+        steps += 1
+        left = min(left, limit.steps_left() + steps)
+        if steps % every == 0:
+            gpu.synchronize()
+        gpu.now = max(gpu.now, gpu.busy_until - 5 * 0.4)  # the queue of launches is full
+    gpu.step(0.4)
+    assert limit.end - 3 * 0.4 < gpu.busy_until <= limit.end
+    assert 0.95 * steps < left < 1.05 * steps + 10
+
+
 def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
     """Steps of 0.01 s, then steps of 1 s. The end of the run does not become 100 times slower."""
     now = 0.0
     monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
-    limit = time_limit.TimeLimit(settings(*TINY, "data.path=x", "trainer.max_minutes=2"))
+    limit = time_limit.TimeLimit(TWO_MINUTES, CPU)
     for seconds in [0.01] * 30 + [1.0] * 60:
         now += seconds
         assert not limit.is_last_step()
