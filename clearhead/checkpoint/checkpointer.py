@@ -34,6 +34,7 @@ class Checkpointer:
     model: GPT
     optimizer: torch.optim.Optimizer
     seconds: float = 0.0  # time for which training waited for checkpoints
+    _pins: bool | None = None  # whether copies from a GPU are pinned
     _best_before: tuple[float | None, int | None] = (None, None)
 
     def update_best(self, state: checkpoint.State, val_loss: float) -> bool:
@@ -49,12 +50,16 @@ class Checkpointer:
         """Saves a checkpoint. It is written while training continues if the host has enough memory
         for a copy of the tensors. is_last: no step follows, so no copy is needed."""
         state.scaler = self.strategy.scaler.state_dict() or None
-        # When training on the CPU, the copy must leave enough memory for a training step. Rank 0
-        # makes the copy, so it decides.
-        needed = 12 * self.model.num_parameters()
-        copy = self.strategy.device.type != "cpu" or available_memory() > 2 * needed
+        # When training on the CPU, the copy must leave enough memory for a training step. Pinned
+        # memory is kept for the next checkpoint, up to twice the size of the tensors. Rank 0 makes
+        # the copy, so it decides.
+        has_memory = available_memory() > 24 * self.model.num_parameters()
+        if self._pins is None:  # later, the pinned memory is no longer available
+            self._pins = self.strategy.device.type == "cuda" and has_memory
+        copy = self.strategy.device.type != "cpu" or has_memory
         copy, is_last = self.strategy.broadcast([copy, is_last])
-        tensors = collect(self.model, self.optimizer, self.strategy, copy and not is_last)
+        to_copy = copy and not is_last
+        tensors = collect(self.model, self.optimizer, self.strategy, to_copy, self._pins)
         if self.saver:
             self.saver.save(tensors, state)
         if not copy and not is_last:

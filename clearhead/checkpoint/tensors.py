@@ -29,19 +29,26 @@ SAVED_SETTINGS_HINT = "use the model settings of the checkpoint"
 
 
 def collect(
-    model: GPT, optimizer: torch.optim.Optimizer, strategy: "Strategy", copy: bool
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    strategy: "Strategy",
+    copy: bool,
+    pin: bool = False,
 ) -> Tensors:
     """Returns the parameters and the optimizer state on the CPU, by their names in the files.
 
     On all ranks; rank 0 gets tensors, the others None. copy: copies tensors that are already on the
-    CPU, so that training does not change them.
+    CPU, so that training does not change them. pin: copies to pinned memory, to which a GPU copies
+    several times faster. torch keeps freed pinned memory, so only the first call allocates it.
     """
 
     def whole(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = tensor.detach()
         if hasattr(tensor, "full_tensor"):  # sharded; all devices hold all of it for a moment
             tensor = tensor.full_tensor()
-        return tensor.to("cpu", copy=copy).contiguous() if strategy.is_rank_0 else None
+        if not strategy.is_rank_0:
+            return None
+        return _pinned_copy(tensor) if pin else tensor.to("cpu", copy=copy).contiguous()
 
     # Not torch.distributed.checkpoint.state_dict: it makes a step with an optimizer without state.
     model_tensors, optimizer_tensors = {}, {}
@@ -49,7 +56,19 @@ def collect(
         model_tensors[name] = whole(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             optimizer_tensors[f"{key}.{name}"] = whole(torch.as_tensor(value))
+    if pin:
+        torch.cuda.synchronize()  # waits for the copies
     return model_tensors, optimizer_tensors
+
+
+def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Starts to copy a tensor to pinned memory, to pageable memory if no more can be pinned."""
+    shape, dtype = tensor.shape, tensor.dtype
+    try:
+        copy = torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError:  # Windows' Linux (WSL) pins only a part of its memory
+        copy = torch.empty(shape, dtype=dtype)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 def load_model(folder: Path) -> tuple[GPT, State]:

@@ -24,13 +24,14 @@ from helpers.runs import (
     write_checksums,
 )
 from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
 
 import train
 from clearhead import files
+from clearhead.checkpoint import checkpointer, listing
 from clearhead.checkpoint import format as checkpoint
-from clearhead.checkpoint import listing
 from clearhead.checkpoint import saver as saving
-from clearhead.checkpoint.tensors import all_finite, load_model
+from clearhead.checkpoint.tensors import all_finite, collect, load_model
 from clearhead.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -204,6 +205,57 @@ def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
     model, state = load_model(listing.find_checkpoint(run.directory))
     assert state.step == newest == 1
     assert_same(dict(model.named_parameters()), wanted)
+
+
+class PinnedMemory(TorchFunctionMode):
+    """Memory for a number of pinned tensors."""
+
+    def __init__(self, left):
+        super().__init__()
+        self.left = left
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("pin_memory", False):
+            if self.left == 0:
+                raise torch.OutOfMemoryError("CUDA error: out of memory")
+            self.left -= 1
+        return function(*args, **kwargs)
+
+
+def test_pinned_copies_are_complete(make_run, monkeypatch):
+    """Also if only some of them fit. The GPU copies later than the program asks for it."""
+    run, waits = make_run(), []
+    train_step(run)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(True))
+    parts = run.model, run.optimizer, run.strategy
+    expected = collect(*parts, copy=True)
+    with PinnedMemory(5) as memory:
+        found = collect(*parts, copy=True, pin=True)
+    assert memory.left == 0
+    assert waits == [True]
+    for some, others in zip(found, expected, strict=True):
+        assert_same(some, others)
+    pointers = {p.data_ptr() for p in run.model.parameters()}
+    assert pointers.isdisjoint(tensor.data_ptr() for tensor in found[0].values())
+
+
+@pytest.mark.parametrize(("device", "available"), [("cpu", 1e12), ("cuda", 1e12), ("cuda", 0)])
+def test_copies_are_pinned_on_a_gpu_if_there_is_memory(make_run, monkeypatch, device, available):
+    """The first checkpoint decides: its pinned memory is kept, so that less is available later."""
+    run, pins, left = make_run(), [], [available, 0]
+
+    def collecting(model, optimizer, strategy, copy, pin):
+        pins.append(pin)
+        return collect(model, optimizer, strategy, copy)
+
+    monkeypatch.setattr(checkpointer, "collect", collecting)
+    monkeypatch.setattr(checkpointer, "available_memory", lambda: left.pop(0))
+    run.strategy.device = torch.device(device)
+    for _ in range(2):
+        run.checkpointer.save(run.state, is_last=False)
+        run.checkpointer.wait(run.state)
+    assert pins == [device == "cuda" and available > 0] * 2
 
 
 @pytest.mark.parametrize("saves", ["after", "before"])
