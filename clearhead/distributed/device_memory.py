@@ -2,6 +2,7 @@
 
 import math
 import os
+import platform
 import re
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ except ImportError:  # Windows
     resource = None
 
 CGROUP = Path("/sys/fs/cgroup")  # limits of a container
+ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of torch; both are read
 
 
 def memory_of(device: torch.device) -> float:
@@ -30,6 +32,19 @@ def memory_of(device: torch.device) -> float:
     if hasattr(os, "sysconf"):  # not on Windows
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(machine, _container_limit()) / launch.local_ranks()
+
+
+def use_expandable_segments() -> None:
+    """Makes torch extend segments of GPU memory instead of adding others, unless the user has
+    configured its allocator. Call it before CUDA is initialized, which reads the setting.
+
+    For FSDP, whose parameters and gradients of many sizes leave gaps between them. A single process
+    and DDP gain little, and they also run where torch cannot extend segments: in Linux on Windows
+    (WSL), on virtual GPUs, on boards with a GPU.
+    """
+    is_native = sys.platform == "linux" and "microsoft" not in platform.release().lower()
+    if is_native and not any(name in os.environ for name in ALLOC_CONF):
+        os.environ[ALLOC_CONF[0]] = "expandable_segments:True"
 
 
 def available_memory() -> float:

@@ -32,6 +32,7 @@ from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
 from clearhead.distributed import device, launch
 from clearhead.distributed.build import build_strategy
+from clearhead.distributed.device_memory import use_expandable_segments
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import exit_code_of, refuse, sanitize, shorten
 from clearhead.ops.cross_entropy import LOGITS_AT_ONCE
@@ -105,7 +106,9 @@ class Builder:
     def __init__(self, config: Config, closing: contextlib.ExitStack):
         self.config, self.closing = config, closing
         self.notes: list[str] = []
-        check_machine(config)
+        if config.parallel.strategy == "fsdp":
+            use_expandable_segments()
+        check_machine(config)  # may initialize CUDA
         self.strategy = start_strategy(config)
         closing.push(lambda _, error, __: self.strategy.close(exit_code_of(error)))
 

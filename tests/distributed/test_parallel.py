@@ -4,7 +4,9 @@ test_ranks.py starts real ranks."""
 
 import errno
 import os
+import platform
 import signal
+import sys
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from clearhead.distributed.ddp import DDP
 from clearhead.distributed.launch import ParallelConfig, check
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import ConfigError, RankLostError, RunDirectoryError, problems_of
+from clearhead.run import build
 from clearhead.run.build import build_run
 from clearhead.run.signals import StopSignals
 
@@ -91,6 +94,39 @@ def test_a_launcher_may_not_tell_the_ranks_of_this_machine(launched, monkeypatch
     launched(16, LOCAL_WORLD_SIZE=16)
     assert [key for key, *_ in device.check("cuda")] == ["device"]
     assert device_memory.memory_of(torch.device("cpu")) == alone / 16
+
+
+@pytest.mark.parametrize(
+    ("strategy", "system", "given", "expected"),
+    [
+        ("fsdp", "6.8.0-generic", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("ddp", "6.8.0-generic", {}, {}),
+        ("fsdp", "5.15.90.1-microsoft-standard-WSL2", {}, {}),
+        ("fsdp", "6.8.0-generic", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ("fsdp", "6.8.0-generic", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_the_gpu_allocator_is_configured_before_cuda_is_initialized(
+    monkeypatch, strategy, system, given, expected
+):
+    """expected: None: as given by the user."""
+    for name in device_memory.ALLOC_CONF:
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(platform, "release", lambda: system)
+    monkeypatch.setattr(sys, "platform", "linux")
+    found = {}
+
+    def check_machine(_):
+        found.update({n: os.environ[n] for n in device_memory.ALLOC_CONF if n in os.environ})
+        raise InterruptedError
+
+    monkeypatch.setattr(build, "check_machine", check_machine)
+    with pytest.raises(InterruptedError):
+        build_run(settings(*TINY, "data.path=x", f"parallel={strategy}"))
+    assert found == (given if expected is None else expected)
 
 
 def test_slurm_tasks_without_a_rank_are_refused(launched, monkeypatch):
