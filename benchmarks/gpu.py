@@ -138,20 +138,21 @@ class Check:
         row["seconds"] = round(time.monotonic() - started, 1)
         return row | {"commands": self.commands, "output": self.output[-8000:]}
 
-    def run(self, arguments: str) -> dict[int, float]:
-        """Runs Python. Returns the time in seconds at which its output had each size in bytes."""
+    def run(self, arguments: str, parts: int = 1) -> dict[int, float]:
+        """Runs Python, at most `parts` times ROW_SECONDS. Returns the time in seconds at which its
+        output had each size in bytes."""
         left, over = self.end - time.monotonic(), f"minutes={self.settings.minutes:g} are over"
         if left < LEAST_SECONDS:
             raise Skipped(over)
         self.commands.append(f"python {arguments}")
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "compiled")}
         environment["CHECK_DEVICE"] = self.settings.device  # for tests/campaign/gpu.py
-        limit, file = min(ROW_SECONDS, left), self.folder / "output.txt"
+        limit, file = min(parts * ROW_SECONDS, left), self.folder / "output.txt"
         done = run_python(arguments, file, limit, environment)
         self.output += done.output
         if done.exit_code is None:
             text = f"stopped after {limit:.0f} s"
-            raise RuntimeError(text) if limit == ROW_SECONDS else Skipped(f"{text}: {over}")
+            raise Skipped(f"{text}: {over}") if limit == left else RuntimeError(text)
         if done.exit_code:
             lines = [line for line in done.output.splitlines() if line.strip(" =-")]
             raise RuntimeError(f"exit code {done.exit_code}: {lines[-1] if lines else ''}")
@@ -315,7 +316,7 @@ class Check:
         out = self.folder / "out.json"
         values |= {"model": self.model, "device": self.settings.device, "out": out}
         words = [f"{key}={value}" for key, value in values.items()]
-        self.run(f"-m benchmarks.{name} {shlex.join(words)}")
+        self.run(f"-m benchmarks.{name} {shlex.join(words)}", parts=2)
         tables = read_json(out)["tables"].items()
         return {
             "figures": [r | {"name": f"{n}, {r['name']}"} for n, t in tables for r in t["rows"]]
