@@ -49,6 +49,10 @@ def test_flops_of_gpt2_small():
     matrices = L * (4 * C * C + 2 * C * 4 * C) + C * V
     causal_products = L * 2 * C * (T + 1) / 2
     assert small.flops_per_token(T) == 3 * 2 * (matrices + causal_products)
+    # nanoGPT counts both halves of attention, and the vectors of norms and biases.
+    parameters = small.num_parameters() - small.pos_emb.weight.numel()
+    of_nanogpt = 6 * parameters + 12 * L * C * T
+    assert f"{small.flops_per_token(T) / of_nanogpt:.2f}" == "0.93"  # docs/glossary.md
 
 
 def test_impossible_shapes_are_refused():

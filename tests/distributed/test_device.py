@@ -1,17 +1,24 @@
 """Choice of the device and of the precision, and GPUs that torch cannot use."""
 
-import dataclasses
+import contextlib
+import time
+from typing import ClassVar
 
 import pytest
 import torch
 from helpers import TINY
 from helpers.gpus import NVML, WHEEL, pretend_driver, pretend_gpus
-from helpers.refusals import printed_keys
+from helpers.refusals import printed_keys, refused
+from helpers.settings import settings
 
 import train
-from clearhead.distributed import device
-from clearhead.distributed.build import shared_gpus
+from clearhead.checkpoint.resume import find_start
+from clearhead.config.schema import ParallelConfig
+from clearhead.distributed import ddp, device, fsdp
+from clearhead.distributed.build import build_strategy
 from clearhead.distributed.strategy import Strategy
+from clearhead.errors import ConfigError
+from clearhead.run.time_limit import with_max_steps
 
 GPU = torch.device("cuda", 0)
 
@@ -138,29 +145,31 @@ def test_processes_that_see_one_gpu_each(monkeypatch, launched, local_rank):
     assert problems() == ["device"]
 
 
-@dataclasses.dataclass
 class Ranks(Strategy):
-    """A rank among others with these GPUs."""
+    """One of several ranks. sent: for each rank, the numbers that it adds."""
 
-    gpus: tuple[int, ...] = ()
+    sent: ClassVar[list[list[int]]] = []
 
     def all_reduce_sum(self, *values):
-        sent = [[gpu * (rank == place) for place in self.gpus_of()] for rank, gpu in self.others()]
-        return [sum(column) for column in zip(values, *sent, strict=True)]
-
-    def gpus_of(self):
-        return range(len(self.gpus))
-
-    def others(self):
-        return [(rank, gpu) for rank, gpu in enumerate(self.gpus) if rank != self.rank]
+        others = [row for rank, row in enumerate(self.sent) if rank != self.rank]
+        return [sum(column) for column in zip(values, *others, strict=True)]
 
 
-@pytest.mark.parametrize(("gpus", "is_shared"), [((5, 6, 7), False), ((5, 6, 5), True)])
-def test_ranks_on_one_gpu_are_refused(gpus, is_shared):
+@pytest.mark.parametrize(("gpus", "is_shared"), [([5, 6, 7], False), ([5, 6, 5], True)])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_ranks_on_one_gpu_are_refused(monkeypatch, launched, gpus, is_shared, rank):
     """On all ranks, so that none waits for the others."""
-    for rank, gpu in enumerate(gpus):
-        ranks = Ranks(torch.device("cpu"), torch.float32, rank, len(gpus), gpus)
-        assert [key for key, *_ in shared_gpus(ranks, gpu)] == ["LOCAL_RANK"] * is_shared
+    launched(WORLD_SIZE=3, RANK=rank)
+    sent = [[gpu * (place == n) for place in range(3)] for n, gpu in enumerate(gpus)]
+    monkeypatch.setattr(Ranks, "sent", sent)
+    monkeypatch.setattr(device, "prepare", lambda *_: GPU)
+    monkeypatch.setattr(device, "gpu_id", lambda _: gpus[rank])
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(ddp, "DDP", lambda _, dtype, timeout: Ranks(cpu, dtype, rank, 3))
+    monkeypatch.setattr(fsdp, "FSDP", None)
+    refusal = refused(ConfigError, "LOCAL_RANK") if is_shared else contextlib.nullcontext()
+    with refusal:
+        build_strategy(ParallelConfig.with_defaults(), "cuda", "fp32", seed=0)
 
 
 # --------------------------------------------------------------------------------- precision
@@ -192,3 +201,23 @@ def test_peak_flops_are_those_of_the_precision(monkeypatch):
     assert found() == [8.1e12, 65e12, 65e12]
     pretend_gpus(monkeypatch, "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     assert found() == found(torch.device("cpu")) == found(torch.device("mps")) == [None] * 3
+
+
+def test_a_run_uses_the_precision_of_its_device(make_run, monkeypatch):
+    """Muon never has fp16; the peak is that of the precision of the run."""
+    peaks = {torch.float32: 1e9, torch.bfloat16: 2e9}
+    monkeypatch.setattr(device, "peak_flops", lambda _, dtype: peaks[dtype])
+    monkeypatch.setattr(device, "best_dtype", lambda _: torch.float16)  # as on a T4
+    run = make_run("optimizer=muon", "trainer.precision=bf16")
+    assert run.metrics.peak_flops == 2e9
+    assert run.optimizer.dtype != torch.float16
+
+
+def test_rows_of_a_run_on_a_gpu():
+    """Also if a time limit decides the number of steps."""
+    config = settings(*TINY, "trainer.log_every=null", "trainer.max_steps=100")
+    for kind, expected in (("cpu", 1), ("cuda", 10), ("mps", 10)):
+        strategy = Strategy(torch.device(kind), torch.float32)
+        found, _ = find_start(config, strategy, contextlib.ExitStack(), [])
+        limited = with_max_steps(config, strategy, time.monotonic() + 100, 0.1, [])
+        assert found.trainer.log_every == limited.trainer.log_every == expected
