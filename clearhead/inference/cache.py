@@ -10,13 +10,19 @@ tokens are appended. Needs torch, model.py and attention.py.
 Shapes: B rows, T positions, S key positions, H heads, D head_dim, V vocabulary.
 """
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import causal_attn_scores, fused_attention, sdpa
 from model import GPT
+
+# Without cuDNN, PyTorch's first choice on Hopper and Blackwell: it plans its kernel again for every
+# number of keys, which takes seconds per text.
+FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class KVCache:
@@ -98,7 +104,9 @@ class KVCache:
             )
             return context_vec.to(queries.dtype)
 
-        logits, _ = model(token_ids, layer_kernel=attend, positions=self.lengths[:, None])
+        backends = contextlib.nullcontext() if self.is_static else sdpa_kernel(FOR_ANY_LENGTH)
+        with backends:
+            logits, _ = model(token_ids, layer_kernel=attend, positions=self.lengths[:, None])
         self.lengths += 1
         return logits
 

@@ -21,7 +21,7 @@ def _cross_entropy(
     target_ids,  # (n,)
     losses,  # (n,)
     vocabulary,  # V
-    num_columns,  # W
+    num_columns: tl.constexpr,  # W
     WANTS_GRAD: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):

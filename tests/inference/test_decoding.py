@@ -62,6 +62,22 @@ def test_the_cache_on_a_cpu_is_fp32_except_with_autocast(autocast):
     assert cache.keys[0].dtype == (torch.bfloat16 if autocast else torch.float32)
 
 
+def test_a_step_does_not_use_cudnn(monkeypatch):
+    """cuDNN plans its attention again for every number of keys."""
+    model, allowed = tiny().eval(), []
+    forward = model.forward
+
+    def recording(*args, **kwargs):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", recording)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    generated_ids(model, [[1, 2], [3]], 3)
+    assert allowed == [before, False, False]  # the first is of the prompts
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
 def test_a_compiled_step_is_traced_once_and_changes_no_token():
     """For prompts of any lengths. With the eager backend; the campaign uses the default backend."""
     backend = os.environ.get("CAMPAIGN_COMPILER", "eager")

@@ -1,7 +1,12 @@
 """The chunked loss, compared with the plain version in model.py."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from helpers import REPOSITORY
 
 from clearhead.ops import cross_entropy as module
 from clearhead.ops.cross_entropy import head_loss
@@ -109,3 +114,13 @@ def test_the_compiled_loss_is_the_same():
     args = inputs()
     compiled = torch.compile(head_loss, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(run(compiled, *args), run(plain, *args))
+
+
+@pytest.mark.parametrize("sizes", ["at once"], indirect=True)
+def test_the_kernel_of_a_gpu_computes_the_same():
+    """On the CPU, by Triton's interpreter, which needs a process of its own."""
+    pytest.importorskip("triton")  # not a part of torch for CPUs
+    program = REPOSITORY / "tests" / "ops" / "interpret_kernel.py"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()

@@ -162,14 +162,14 @@ def test_weights_gradients_and_moments():
 
 
 def test_logits_and_gathered_blocks():
-    logits, read = 4 * 1024 * 50257, 4 * 1024 * 1600
+    logits, matrix, read = 4 * 1024 * 50257, 50257 * 1600, 4 * 1024 * 1600
     four = (*XL, "trainer.batch_size=4")
-    assert estimate(job_of(*four), 4)["logits"] == (2 + 4) * logits + 8 * read
-    assert estimate(job_of(*four, compiled=True), 4)["logits"] == (2 + 2) * logits + 8 * read
-    # At most 2^28 logits exist at a time.
-    at_once = 2**28 // 50257 * 50257
+    for compiled in (False, True):
+        found = estimate(job_of(*four, compiled=compiled), 4)["logits"]
+        assert found == 2 * logits + 2 * matrix + 10 * read
+    # At most 2^28 logits exist at a time: those of 4 windows.
     many = memory.head(job_of(*XL, "trainer.batch_size=64"), 64 * 1024)
-    assert many == (2 + 4) * at_once + 8 * 16 * read
+    assert many == 2 * logits + (2 + 4) * matrix + 10 * 16 * read
     kept = job_of(*four, "parallel.reshard_after_forward=false", strategy="fsdp", ranks=8)
     assert estimate(kept, 4)["gathered"] >= 2 * 48 * 12 * 1600**2 + 328_211_200
 
