@@ -47,7 +47,7 @@ campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the
 	    $(VENV)/bin/python -m pytest $(PARALLEL) $(FAULTS) $(ARGS)
 	$(VENV)/bin/python tests/helpers/tally.py campaign.jsonl benchmarks/results/reliability.json
 
-gpu-check: $(VENV)/test  ## checks and measurements on one CUDA GPU in 9 minutes: one table and gpu.json; not yet run on a GPU
+gpu-check: $(VENV)/test  ## checks and measurements on one CUDA GPU in 9 minutes: one table and gpu.json
 	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
 
 # pyenv provides python3.N only for the versions in PYENV_VERSION.
