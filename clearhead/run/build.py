@@ -32,7 +32,7 @@ from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
 from clearhead.distributed import device, launch
 from clearhead.distributed.build import build_strategy
-from clearhead.distributed.device_memory import use_expandable_segments
+from clearhead.distributed.device_memory import free_pinned_memory, use_expandable_segments
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import exit_code_of, refuse, sanitize, shorten
 from clearhead.ops.cross_entropy import LOGITS_AT_ONCE
@@ -71,6 +71,7 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
         if signals is None:
             signals = closing.push(StopSignals(owns_process=False))  # run.__enter__ enters it
         closing.callback(torch.set_num_threads, torch.get_num_threads())
+        closing.callback(free_pinned_memory)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         closing.enter_context(torch.random.fork_rng(devices))
         run = Builder(config, closing).build(signals)

@@ -258,6 +258,15 @@ def test_copies_are_pinned_on_a_gpu_if_there_is_memory(make_run, monkeypatch, de
     assert pins == [device == "cuda" and available > 0] * 2
 
 
+def test_pinned_memory_is_freed_at_the_end_of_a_run(make_run, monkeypatch):
+    run, calls = make_run(), []
+    free = "empty_host_cache"  # not in torch 2.11
+    monkeypatch.setattr(torch.accelerator, free, lambda: calls.append(True), raising=False)
+    with run:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert calls == [True]
+
+
 @pytest.mark.parametrize("saves", ["after", "before"])
 def test_a_run_whose_directory_is_removed_ends_and_does_not_write_it_again(
     make_run, tmp_path, monkeypatch, saves
