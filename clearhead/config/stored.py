@@ -205,8 +205,10 @@ def without_automatic(settings: dict) -> dict:
     automatic = {}
     for key in (*AUTOMATIC, "lens.every"):
         config, _ = validate(Config, nested(settings | {key: None}))
-        if config and flat(with_automatic_values(config).model_dump())[key] == settings[key]:
-            automatic[key] = None
+        for on_gpu in (False, True) if config else ():
+            values = flat(with_automatic_values(config, on_gpu=on_gpu).model_dump())
+            if values[key] == settings[key]:
+                automatic[key] = None
     return settings | automatic
 
 

@@ -167,6 +167,10 @@ def test_a_run_with_the_settings_of_another(in_process, tmp_path, monkeypatch):
     }
     longer = with_automatic_values(compose([source, "trainer.max_steps=900"])).trainer
     assert (longer.warmup_steps, longer.eval_every) == (90, 2)  # automatic, chosen
+    text = (first / "run.json").read_text()
+    (first / "run.json").write_text(text.replace('"log_every": 1,', '"log_every": 10,'))
+    again = compose([source, "trainer.max_steps=9000"])
+    assert again.trainer.log_every is None  # automatic on a GPU
     for steps, more in ((UNLIMITED, []), (5, ["trainer.max_steps=5"])):
         assert compose([source, "trainer.max_minutes=1", *more]).trainer.max_steps == steps
     with refused(ConfigError, "model.num_heads", 5):
