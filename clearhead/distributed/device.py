@@ -34,7 +34,8 @@ def check(
 
     group: prefix of the settings, "trainer." or "".
     """
-    found, here = [], launch.local_ranks()
+    found = []
+    here = max(launch.local_ranks(), launch.local_rank() + 1)  # not every launcher tells both
     with warnings.catch_warnings(action="ignore"):  # torch's, of several lines, about these faults
         fault = unusable_gpu(here) if device in ("auto", "cuda") else None
     if fault:
@@ -90,8 +91,7 @@ def _too_few_gpus(here: int) -> tuple[str, str] | None:
     torchrun --virtual-local-rank; then build_strategy checks that no other process has the same.
     """
     gpus = torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all of them,")
-    if here <= gpus or (gpus == 1 and "," not in visible):
+    if here <= gpus or (gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
         return None
     reason = f"{here} processes were started, but the number of GPUs is {gpus}"
     return reason, f"use --nproc_per_node={gpus}"

@@ -94,6 +94,22 @@ def test_a_launcher_may_not_tell_the_ranks_of_this_machine(launched, monkeypatch
     launched(16, LOCAL_WORLD_SIZE=16)
     assert [key for key, *_ in device.check("cuda")] == ["device"]
     assert device_memory.memory_of(torch.device("cpu")) == alone / 16
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    for local_rank, keys in ((7, []), (8, ["device"])):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        assert [key for key, *_ in device.check("auto")] == keys
+
+
+def test_the_page_cache_of_a_container_is_available_memory(monkeypatch, tmp_path):
+    """Otherwise a run that has just read its checkpoint would not have the memory for the next."""
+    for name, text in {
+        "memory.max": "1000000",
+        "memory.current": "900000",
+        "memory.stat": "inactive_anon 1\nactive_file 300000\ninactive_file 200000\nfile 9",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(device_memory, "CGROUP", tmp_path)
+    assert device_memory.available_memory() == (600_000 if sys.platform == "linux" else 0)
 
 
 @pytest.mark.parametrize(
