@@ -16,6 +16,8 @@ import pytest
 # Must be set before torch or wandb is imported. One thread, because several processes run tests.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+if "CHECK_DEVICE" not in os.environ:  # of tests/campaign/gpu.py
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests need no GPU, also where torch cannot use one
 # Compiled code of tests is not cached.
 cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
@@ -102,6 +104,7 @@ def command(tmp_path):
         home = tmp_path / "home"
         home.mkdir(exist_ok=True)
         env = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home)}
+        env["CUDA_VISIBLE_DEVICES"] = ""
         env |= {"PYTHONPATH": f"{NO_NETWORK}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
         module = ["-m", script] if not script.endswith(".py") else [str(REPOSITORY / script)]
         options = {"cwd": tmp_path, "env": env | environment, "stdin": subprocess.DEVNULL}

@@ -1,7 +1,7 @@
 """Checks on a CUDA GPU that no test on a CPU can make; `make gpu-check` runs them. Without a GPU,
 they are skipped.
 
-    python -m pytest tests/campaign/gpu.py
+    CHECK_DEVICE=cuda python -m pytest tests/campaign/gpu.py
     CHECK_DEVICE=cpu python -m pytest tests/campaign/gpu.py    # checks this file without a GPU
 """
 
@@ -26,7 +26,7 @@ from clearhead.optim.optimizers import build_optimizer
 from model import head_loss as plain_loss
 from train import fit, train_step
 
-DEVICE = os.environ.get("CHECK_DEVICE", "cuda")
+DEVICE = os.environ.get("CHECK_DEVICE", "cuda")  # without it, conftest.py hides all GPUs
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
