@@ -7,7 +7,6 @@ distributed/strategy.py.
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import os
 import platform
 import re
@@ -20,6 +19,7 @@ import torch
 
 from clearhead.distributed import launch
 from clearhead.distributed.hardware import WORTH_COMPILING, peak_named
+from clearhead.ops.cross_entropy import has_triton
 
 STEPS_WORTH_COMPILING = 2_000  # decoding steps; compiling takes as long as thousands of them
 LIBRARY_MISMATCH = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH: kernel module and library differ
@@ -236,7 +236,7 @@ def compiled_step(choice: str | bool, device: torch.device, steps: int) -> Calla
 def can_compile(device: torch.device) -> bool:
     """Returns whether this machine has the compiler that torch.compile needs."""
     if device.type == "cuda":
-        return importlib.util.find_spec("triton") is not None
+        return has_triton()
     return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
 
 

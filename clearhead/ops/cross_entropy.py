@@ -15,6 +15,11 @@ of the logits: V, on a GPU rounded up to a multiple of 64.
 """
 
 import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +30,20 @@ LOGITS_AT_ONCE = 2**28  # elements per chunk: enough to keep a GPU busy; 512 MiB
 # between two matrix products. Others: their copies in fp32 take 128 MiB each.
 SOFTMAX_AT_ONCE = {"cpu": 2**19}
 SOFTMAX_AT_ONCE_ELSEWHERE = 2**25
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def has_triton() -> bool:
+    """Returns whether this machine can compile kernels with Triton. Except on Windows it needs a C
+    compiler and the headers of Python, which many containers lack."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if sys.platform == "win32":
+        return True
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+HAS_TRITON = has_triton()
 
 
 def rows_at_once(num_columns: int) -> int:
