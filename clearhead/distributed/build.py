@@ -4,6 +4,7 @@ import os
 
 from clearhead.config.schema import ParallelConfig
 from clearhead.distributed import device as devices
+from clearhead.distributed import nvidia
 from clearhead.distributed.launch import rank_count
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import refuse
@@ -36,7 +37,7 @@ def build_strategy(
         reshard = config.reshard_after_forward
         strategy = FSDP(chosen, dtype, timeout=config.timeout, reshard_after_forward=reshard)
     if chosen.type == "cuda":
-        refuse(shared_gpus(strategy, devices.gpu_id(chosen)))
+        refuse(shared_gpus(strategy, nvidia.gpu_id(chosen)))
     return strategy
 
 

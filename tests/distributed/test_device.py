@@ -14,7 +14,7 @@ from helpers.settings import settings
 import train
 from clearhead.checkpoint.resume import find_start
 from clearhead.config.schema import ParallelConfig
-from clearhead.distributed import ddp, device, fsdp
+from clearhead.distributed import ddp, device, fsdp, nvidia
 from clearhead.distributed.build import build_strategy
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import ConfigError
@@ -123,11 +123,11 @@ def test_the_launcher_chooses_the_gpu(monkeypatch, launched, name):
     pretend_gpus(monkeypatch, count=4)
     launched(**{name: 3})
     assert problems() == []
-    assert device.gpu_index() == 3
+    assert nvidia.gpu_index() == 3
     launched(LOCAL_RANK=1, SLURM_LOCALID=0)  # torchrun, which srun started
-    assert device.gpu_index() == 1
+    assert nvidia.gpu_index() == 1
     monkeypatch.delenv("RANK")  # one process of srun
-    assert device.gpu_index() == 0
+    assert nvidia.gpu_index() == 0
 
 
 @pytest.mark.parametrize("local_rank", [0, 3])
@@ -136,7 +136,7 @@ def test_processes_that_see_one_gpu_each(monkeypatch, launched, local_rank):
     pretend_gpus(monkeypatch, count=1)
     launched("2", LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=4)
     assert problems() == []
-    assert device.gpu_index() == 0
+    assert nvidia.gpu_index() == 0
     launched(None, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=4)  # a machine with one GPU
     assert problems() == ["device"]
     pretend_gpus(monkeypatch, count=2)
@@ -162,7 +162,7 @@ def test_ranks_on_one_gpu_are_refused(monkeypatch, launched, gpus, is_shared, ra
     sent = [[gpu * (place == n) for place in range(3)] for n, gpu in enumerate(gpus)]
     monkeypatch.setattr(Ranks, "sent", sent)
     monkeypatch.setattr(device, "prepare", lambda *_: GPU)
-    monkeypatch.setattr(device, "gpu_id", lambda _: gpus[rank])
+    monkeypatch.setattr(nvidia, "gpu_id", lambda _: gpus[rank])
     cpu = torch.device("cpu")
     monkeypatch.setattr(ddp, "DDP", lambda _, dtype, timeout: Ranks(cpu, dtype, rank, 3))
     monkeypatch.setattr(fsdp, "FSDP", None)
