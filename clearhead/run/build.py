@@ -258,6 +258,9 @@ class Builder:
         if trainer.compile != "auto":
             return trainer.compile
         if not device.should_compile(self.strategy.device, flops):
+            if self.strategy.device.type == "cuda" and not device.can_compile(self.strategy.device):
+                needs = "Triton, a C compiler and the headers of Python (gcc, python3-dev)"
+                self.notes.append(f"trainer.compile=auto: not compiled, which needs {needs}")
             return False
         # If the compiler fails, the model runs uncompiled.
         self.closing.enter_context(torch._dynamo.config.patch(suppress_errors=True))
