@@ -45,6 +45,9 @@ class PlanConfig(ScriptConfig):
     kind: Literal["b200", "h200", "h100", "a100", "a100-40gb", "l40s", "l4", "rtx4090", "cpu"] = (
         Field("h100", description=f"device: {', '.join(KINDS)}")
     )
+    memory: AboveZero | None = Field(
+        None, description="GB (10^9 bytes) of each device; null: of its kind"
+    )
     tokens: AboveZero | None = Field(
         None, description="tokens to train on; null: trainer.max_steps times tokens per step"
     )
@@ -77,8 +80,10 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
     precision = "bf16" if trainer.precision == "auto" else trainer.precision
     job = memory.Job(config, strategy, plan.devices, precision, device, compiled)
 
+    device_memory = kind.memory if plan.memory is None else 1e9 * plan.memory
+
     def fits(windows: int) -> bool:
-        return memory.fits(job, windows, kind.memory)
+        return memory.fits(job, windows, device_memory)
 
     largest, micro = (
         memory.largest_micro_batch(job.windows_per_rank, fits),
@@ -103,7 +108,7 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
         "micro_batches": math.ceil(job.windows_per_rank / micro),
         "largest_micro_batch": largest,
         "memory": parts | {"total": sum(parts.values())},
-        "device_memory": kind.memory,
+        "device_memory": device_memory,
         "fits": fits(micro),
         "utilisation": share,
         "utilisation_source": source,
@@ -153,7 +158,7 @@ def text_of(config: Config, plan: dict) -> str:
         how.append("activation checkpointing")
     shards = f", 1/{plan['devices']} per device" if plan["strategy"] == "fsdp" else ""
     parts = PARTS | {name: PARTS[name] + shards for name in ("weights", "optimizer")}
-    room = f"{plan['kind']} has {plan['device_memory'] / 1e9:.0f} GB"
+    room = f"{plan['device_memory'] / 1e9:.0f} GB per device"
     parts["total"] = f"{room}: {'fits' if plan['fits'] else 'does NOT fit'}"
     rows = [
         f"  {name:<13} {words:<52}{needed[name] / 1e9:>8.1f}"
@@ -203,7 +208,7 @@ def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
     except ConfigError as error:
         problems += error.problems
     for n, problem in enumerate(problems):
-        if problem.key not in known_settings() and nearest(problem.key, own):
+        if problem.key not in (*known_settings(), *own) and nearest(problem.key, own):
             problems[n] = unknown_key(problem.key, problem.value, own)
     refuse(problems)
     return config, plan

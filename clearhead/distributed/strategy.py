@@ -63,7 +63,8 @@ class Strategy:
     def describe(self) -> str:
         """Returns device, precision and number of ranks as text."""
         ranks = f", {self.world_size} ranks ({self.name})" if self.name != "single" else ""
-        return f"on {self.device} in {str(self.dtype).removeprefix('torch.')}{ranks}"
+        gpu = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""
+        return f"on {self.device}{gpu} in {str(self.dtype).removeprefix('torch.')}{ranks}"
 
     # ------------------------------------------------------------------ model and precision
 

@@ -133,6 +133,13 @@ def test_invalid_settings(in_process, tmp_path):
         figures("trainer.batch_size=512", "devices=3")
 
 
+def test_the_memory_of_a_card_can_be_given():
+    medium = ("model=gpt2-medium", "data=text", "data.path=any", "trainer.batch_size=8")
+    sizes = {memory: figures(*medium, f"memory={memory}") for memory in (6, 12, 24)}
+    assert [plan["fits"] for plan in sizes.values()] == [False, True, True]
+    assert sizes[12]["largest_micro_batch"] < sizes[24]["largest_micro_batch"] == 8
+
+
 def test_device_types():
     assert typing.get_args(plan.PlanConfig.model_fields["kind"].annotation) == tuple(KINDS)
 
