@@ -26,10 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LOGITS_AT_ONCE = 2**28  # elements per chunk: enough to keep a GPU busy; 512 MiB in bf16
-# Elements whose softmax is computed at once without the kernel. CPU: they stay in the cache
-# between two matrix products. Others: their copies in fp32 take 128 MiB each.
-SOFTMAX_AT_ONCE = {"cpu": 2**19}
-SOFTMAX_AT_ONCE_ELSEWHERE = 2**25
+# Elements whose softmax is computed at once without the kernel.
+CACHED = 2**19  # on a CPU: they stay in the cache between two matrix products
+SOFTMAX_AT_ONCE = 2**25  # elsewhere: a copy in fp32 takes 128 MiB
 
 
 def has_triton() -> bool:
@@ -110,7 +109,7 @@ def _losses(logits: Tensor, target_ids: Tensor, vocabulary: int, wants_grad: boo
         from clearhead.ops.cross_entropy_kernel import cross_entropy
 
         return cross_entropy(logits, target_ids, vocabulary, wants_grad)
-    size = max(1, SOFTMAX_AT_ONCE.get(device, SOFTMAX_AT_ONCE_ELSEWHERE) // logits.shape[1])
+    size = max(1, (CACHED if device == "cpu" else SOFTMAX_AT_ONCE) // logits.shape[1])
     parts = zip(logits.split(size), target_ids.split(size), strict=True)
     return torch.cat([_losses_at_once(*part, vocabulary, wants_grad) for part in parts])
 

@@ -1,8 +1,8 @@
 """Cross-entropy and its gradient in one Triton kernel, for ops/cross_entropy.py on a GPU.
 
 Without it, softmax and gradient of a chunk of logits read and write each value up to eight times,
-compiled three times. The kernel reads a row twice, the second time from the cache of the GPU, and
-writes it once. Like log_softmax in fp32, it computes with the maximum of the row subtracted.
+compiled three times. The kernel reads a row twice and writes it once. Like log_softmax in fp32, it
+subtracts the maximum of the row.
 
 Shapes: n positions, V vocabulary, W columns.
 """

@@ -20,7 +20,7 @@ def sizes(request, monkeypatch):
     """Sets chunks so small that all loops run several times, the last time with fewer rows."""
     if request.param == "in pieces":
         monkeypatch.setattr(module, "LOGITS_AT_ONCE", 7 * V)
-        monkeypatch.setitem(module.SOFTMAX_AT_ONCE, "cpu", 2 * V)
+        monkeypatch.setattr(module, "CACHED", 2 * V)
 
 
 def inputs(n=N):
@@ -118,7 +118,7 @@ def test_the_compiled_loss_is_the_same():
 
 @pytest.mark.parametrize("sizes", ["at once"], indirect=True)
 def test_the_kernel_of_a_gpu_computes_the_same():
-    """On the CPU, by Triton's interpreter, which needs a process of its own."""
+    """On the CPU, by Triton's interpreter, which needs a separate process."""
     pytest.importorskip("triton")  # not a part of torch for CPUs
     program = REPOSITORY / "tests" / "ops" / "interpret_kernel.py"
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPOSITORY)}
