@@ -26,14 +26,14 @@ from torch.utils.data import DataLoader
 
 from clearhead.config.schema import DataConfig
 from clearhead.errors import ConfigError, DataError, sanitize
-from clearhead.tokens.encoding import StreamEncoder, Tokenizer, concatenate, encode_text
+from clearhead.tokens.encoding import AnyTokenizer, StreamEncoder, concatenate, encode_text
 from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.readers import FilePart, encode_part
 from clearhead.tokens.sampler import WindowOrder, integer_weights
 from clearhead.tokens.shards import files_by_name, is_shards, open_shards
 from clearhead.tokens.stream import Checksums, TokenStream
 from clearhead.tokens.synthetic import CycleWalks, RepeatedSequences
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.tokenizers import Tokenizer, get_tokenizer
 from clearhead.tokens.windows import (
     IGNORED,
     MixedDataset,
@@ -48,14 +48,14 @@ __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get
 
 
 def load_streams(
-    config: DataConfig, path: str | list[str], notes: list[str]
+    config: DataConfig, path: str | list[str], tokenizer: Tokenizer, notes: list[str]
 ) -> dict[str, TokenStream]:
     """Returns {"train": stream}; also "val" if some, not all, token files are named val. Appends
     notes about skipped files and texts."""
     if is_shards(path):
-        return open_shards(path, config.tokenizer, config.verify, config.token_dtype)
+        return open_shards(path, tokenizer, config.verify, config.token_dtype)
     files = find_files(path, notes)
-    encoder = StreamEncoder(config.tokenizer, config.endoftext)
+    encoder = StreamEncoder(tokenizer, config.endoftext)
     options = {"text_key": config.text_key, "encoding": config.encoding}
     parts = [FilePart(file, **options) for file in files]
     tokens = concatenate(itertools.chain.from_iterable(encode_part(p, encoder) for p in parts))
@@ -63,7 +63,6 @@ def load_streams(
         raise DataError("data.path", path, "the files contain no text", "use other files")
     if encoder.empty_documents:
         notes.append(f"data.path: {encoder.empty_documents:,} empty texts skipped")
-    tokenizer = encoder.tokenizer
     return {"train": TokenStream([tokens], tokenizer.n_vocab, tokenizer.eot_token)}
 
 
@@ -83,7 +82,7 @@ class GPTDatasetV1(WindowDataset):
     def __init__(
         self,
         txt: str | TokenStream,
-        tokenizer: Tokenizer | None,
+        tokenizer: AnyTokenizer | None,
         max_length: int,
         stride: int,
     ):
@@ -143,7 +142,9 @@ class DocumentWindows(GPTDatasetV1):
     targets. So every token of every document is predicted. Needs 16 bytes of memory per document.
     """
 
-    def __init__(self, txt: TokenStream, tokenizer: Tokenizer | None, max_length: int, stride: int):
+    def __init__(
+        self, txt: TokenStream, tokenizer: AnyTokenizer | None, max_length: int, stride: int
+    ):
         super().__init__(txt, tokenizer, max_length, stride)
         # Document i has the tokens from bounds[i] to bounds[i + 1], both included.
         self.bounds = np.append(txt.document_starts(), len(txt) - 1)
@@ -261,28 +262,27 @@ class LoadedData:
     notes: list[str]  # messages for the user
 
 
-def load_datasets(config: DataConfig) -> LoadedData:
+def load_datasets(config: DataConfig, tokenizer: Tokenizer) -> LoadedData:
     """Builds the training and the validation dataset. No token is in both.
 
     Without data.val_path or token files named val, the last part of the text (about
     data.val_fraction of it) is the validation data. It starts at a document boundary or, if the
-    documents are too long, inside a document. Validation windows do not overlap. `val` is None if
-    val_fraction is 0 and val_path is null. With data.synthetic, generated sequences replace the
-    text (clearhead/tokens/synthetic.py).
+    documents are too long, inside a document. Validation windows do not overlap. `val` is None if val_fraction is 0 and val_path is null. With
+    data.synthetic, generated sequences replace the text (clearhead/tokens/synthetic.py).
     """
     if config.synthetic:
         length = config.max_length
         return LoadedData(CycleWalks(length), RepeatedSequences(length), [], [])
     if config.weights and not isinstance(config.path, str):
-        loaded = _load_mixture(config, config.path)
+        loaded = _load_mixture(config, config.path, tokenizer)
     else:
-        loaded = _load_source(config, config.path)
+        loaded = _load_source(config, config.path, tokenizer)
     train, val = (files_by_name(path) if path else {} for path in (config.path, config.val_path))
     loaded.notes += notes_about_repeated(train["train"], val.get("val") or val.get("train", []))
     return loaded
 
 
-def _load_mixture(config: DataConfig, path: list[str]) -> LoadedData:
+def _load_mixture(config: DataConfig, path: list[str], tokenizer: Tokenizer) -> LoadedData:
     """Builds the datasets of all entries of data.path, mixed with data.weights."""
     try:
         integer_weights(config.weights)
@@ -291,7 +291,8 @@ def _load_mixture(config: DataConfig, path: list[str]) -> LoadedData:
         raise ConfigError([("data.weights", config.weights, reason, hint)]) from error
     without_val = {"val_path": None, "val_fraction": 0.0}
     others = config.model_copy(update=without_val) if config.val_path else config
-    sources = [_load_source(others if n else config, entry) for n, entry in enumerate(path)]
+    configs = [config, *[others] * (len(path) - 1)]
+    sources = [_load_source(c, entry, tokenizer) for c, entry in zip(configs, path, strict=True)]
     val_set = sources[0].val  # with data.val_path, only the first source loads it
     if val_set is not None and not config.val_path:
         val_set = MixedDataset([source.val for source in sources], config.weights)
@@ -303,15 +304,15 @@ def _load_mixture(config: DataConfig, path: list[str]) -> LoadedData:
     )
 
 
-def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:
+def _load_source(config: DataConfig, path: str | list[str], tokenizer: Tokenizer) -> LoadedData:
     """Builds the datasets of one entry of data.path."""
     notes: list[str] = []
-    streams = load_streams(config, path, notes)
+    streams = load_streams(config, path, tokenizer, notes)
     train, val = streams["train"], streams.get("val")
     checksums = [pair for stream in streams.values() for pair in stream.checksums()]
     if config.val_path:
         try:
-            val_streams = load_streams(config, config.val_path, notes)
+            val_streams = load_streams(config, config.val_path, tokenizer, notes)
         except DataError as error:
             if error.key == "data.path":
                 error.key = "data.val_path"
@@ -325,7 +326,7 @@ def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:
         reason = f"validation uses the files named val ({names}) and ignores data.val_fraction"
         notes.append(sanitize(f"data.path={path}: {reason}", keep=""))
     else:
-        train, val = split_tokens(config, train, notes)
+        train, val = split_tokens(config, train, tokenizer, notes)
     if val is not None and len(val) <= config.max_length:
         key, value = ("val_path", config.val_path) if config.val_path else ("path", path)
         reason = f"{len(val)} validation tokens, but a window needs {config.max_length + 1}"
@@ -335,19 +336,19 @@ def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:
             hint = f"a larger data.val_fraction, {hint}"
         raise DataError(f"data.{key}", value, reason, f"use {hint}")
     windows = DocumentWindows if config.within_documents else GPTDatasetV1
-    tokenizer, length = get_tokenizer(config.tokenizer), config.max_length
+    length = config.max_length
     train_set = windows(train, tokenizer, length, config.stride or length)
     val_set = None if val is None else windows(val, tokenizer, length, length)
     return LoadedData(train_set, val_set, checksums, notes)
 
 
 def split_tokens(
-    config: DataConfig, tokens: TokenStream, notes: list[str]
+    config: DataConfig, tokens: TokenStream, tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[TokenStream, TokenStream]:
-    """Splits a stream into training tokens and validation tokens."""
-    num_val = int(len(tokens) * config.val_fraction)
-    target = len(tokens) - num_val
-    position = tokens.nearest_document_start(target, num_val // 2)
+    """Splits a stream into training tokens and validation tokens. The fraction is one of bytes, so
+    the validation text is the same with every tokenizer."""
+    target = tokens.position_of_end(config.val_fraction, tokenizer.byte_lengths)
+    position = tokens.nearest_document_start(target, (len(tokens) - target) // 2)
     if position is None:
         position = target
         if tokens.nearest_document_start(target, 10**8) is not None:

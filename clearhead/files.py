@@ -129,7 +129,11 @@ def read_bounded(path: Path, limit: int) -> bytes:
 def read_json(path: Path, limit: int = 2**24) -> object:
     """Reads a JSON file of at most `limit` bytes, MAX_NESTING levels and MAX_ITEMS items. Raises
     OSError or ValueError."""
-    content = read_bounded(path, limit)
+    return parse_json(read_bounded(path, limit))
+
+
+def parse_json(content: bytes) -> object:
+    """Parses JSON of at most MAX_NESTING levels and MAX_ITEMS items. Raises ValueError."""
     if content.count(b",") > MAX_ITEMS:
         raise ValueError(f"has more than {MAX_ITEMS:,} items")
     with contextlib.suppress(RecursionError):

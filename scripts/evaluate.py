@@ -40,7 +40,6 @@ from clearhead.config.schema import (
 )
 from clearhead.errors import CheckpointError, DataError, Problem, refuse, sanitize
 from clearhead.reporting.machine import machine
-from clearhead.tokens.tokenizers import token_byte_lengths
 
 if TYPE_CHECKING:
     from clearhead.interop.pretrained import PretrainedModel
@@ -115,7 +114,7 @@ def main(settings: EvaluateConfig) -> None:
     strategy = build.build_strategy(single, *chosen)
     model = pretrained.model.to(strategy.device)
     specialize(model, strategy.device)
-    lengths = token_byte_lengths(pretrained.tokenizer_name)
+    lengths = pretrained.tokenizer.byte_lengths
     with strategy.inference(model), progress("evaluated windows") as report:
         results = evaluate(model, windows, lengths, settings.batch_size, report)
     if not math.isfinite(results["loss"]):
@@ -132,7 +131,7 @@ def main(settings: EvaluateConfig) -> None:
             "checkpoint": settings.checkpoint,
             "step": step,
             "parameters": model.num_parameters(),
-            "tokenizer": pretrained.tokenizer_name,
+            "tokenizer": pretrained.tokenizer.name,
             "path": settings.data.path,
             "part": what,
             "rule": {
@@ -175,16 +174,17 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
     own = pretrained.state.settings["data"] if pretrained.state else {}
     values = {key: own[key] for key in FROM_RUN if key in own}
     values |= settings.data.model_dump(exclude_none=True, exclude={"within_documents"})
-    values |= {"tokenizer": pretrained.tokenizer_name, "max_length": 1}
+    values |= {"max_length": 1}
     config, notes = DataConfig.with_defaults(**values), []
-    streams, split = load_streams(config, config.path, notes), settings.split
+    tokenizer, split = pretrained.tokenizer, settings.split
+    streams = load_streams(config, config.path, tokenizer, notes)
     if "val" in streams:
         split = "val" if split == "auto" else split
         tokens, what = streams[split], f"the {split} files"
     elif split == "auto":
         tokens, what = streams["train"], "all of the text"
     else:
-        tokens = split_tokens(config, streams["train"], notes)[split == "val"]
+        tokens = split_tokens(config, streams["train"], tokenizer, notes)[split == "val"]
         what = f"the {split} split, data.val_fraction={config.val_fraction:g}"
     for note in notes:
         print(sanitize(f"note: {note}"), file=sys.stderr)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from clearhead.interop.pretrained import PretrainedModel
     from clearhead.lens.snapshot_data import SnapshotData
     from clearhead.lens.snapshots import Lens
+    from clearhead.tokens.tokenizers import Tokenizer
     from clearhead.tokens.windows import WindowDataset
 
 
@@ -143,8 +144,8 @@ def main(settings: InspectConfig) -> None:
         if path := getattr(settings, key):
             trained = load_pretrained(path, key)
             settled = settled or prompts_of(trained, settings)
-            config, vocabulary, tokenizer_name = settled
-            if trained.tokenizer_name != tokenizer_name:
+            config, vocabulary, tokenizer = settled
+            if trained.tokenizer.name != tokenizer.name:
                 vocabulary = range(trained.tokenizer.n_vocab)
             lens = lens_of(config, trained.tokenizer, trained.window, vocabulary)
             if not lens.prompts:
@@ -172,7 +173,7 @@ def main(settings: InspectConfig) -> None:
 
 def prompts_of(
     trained: "PretrainedModel", settings: InspectConfig
-) -> tuple[LensConfig, Sequence[int], str]:
+) -> tuple[LensConfig, Sequence[int], "Tokenizer"]:
     """Returns the prompts, those of the run unless settings replace them; the tokens of which the
     repeated sequence consists; and their tokenizer."""
     from data import load_datasets
@@ -188,10 +189,11 @@ def prompts_of(
     vocabulary: Sequence[int] = range(trained.tokenizer.n_vocab)
     if trained.state and config.repeat_length:
         try:
-            vocabulary = load_datasets(data_config(trained)).train.common_tokens().tolist()
+            loaded = load_datasets(data_config(trained), trained.tokenizer)
+            vocabulary = loaded.train.common_tokens().tolist()
         except ClearheadError:
             print("repeated sequence: of all tokens, as the data of the run cannot be read")
-    return config, vocabulary, trained.tokenizer_name
+    return config, vocabulary, trained.tokenizer
 
 
 def check_figure(settings: InspectConfig, lens: "Lens", trained: "PretrainedModel") -> None:
@@ -274,14 +276,14 @@ def ablation_data(trained: "PretrainedModel", settings: InspectConfig) -> "Windo
     elif not trained.state:
         reason = "a model without a run needs a text for ablation"
         refuse([Problem("data.path", None, reason, "set data.path=FILE")])
-    loaded = load_datasets(data_config(trained, **changes))
+    loaded = load_datasets(data_config(trained, **changes), trained.tokenizer)
     return loaded.val or loaded.train
 
 
 def data_config(trained: "PretrainedModel", **changes: object) -> DataConfig:
     """Returns the data settings of a run, or default settings. Raises ConfigError."""
     values = dict(trained.state.settings["data"]) if trained.state else {}
-    values |= changes | {"tokenizer": trained.tokenizer_name, "max_length": trained.window}
+    values |= changes | {"max_length": trained.window}
     return DataConfig.with_defaults(**values)
 
 

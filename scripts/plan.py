@@ -11,6 +11,7 @@ fraction of the peak FLOP/s that training reaches. The utilisation is measured f
 
 import contextlib
 import math
+import os
 from datetime import timedelta
 from typing import Annotated, Literal
 
@@ -27,7 +28,14 @@ from clearhead.config.command_line import (
     write_out,
 )
 from clearhead.config.other_names import nearest, unknown_key
-from clearhead.config.schema import UNLIMITED, AboveZero, NonNegative, Positive, known_settings
+from clearhead.config.schema import (
+    UNLIMITED,
+    AboveZero,
+    DataConfig,
+    NonNegative,
+    Positive,
+    known_settings,
+)
 from clearhead.distributed.hardware import (
     ASSUMED_UTILISATION,
     KINDS,
@@ -36,6 +44,10 @@ from clearhead.distributed.hardware import (
 )
 from clearhead.distributed.launch import check_ranks
 from clearhead.errors import ConfigError, DataError, refuse
+from clearhead.tokens import TRAINED
+from clearhead.tokens.paths import find_files
+from clearhead.tokens.tokenizer_json import load_tokenizer
+from clearhead.tokens.training import default_vocab_size
 
 
 class PlanConfig(ScriptConfig):
@@ -64,6 +76,8 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
     """Returns the estimate (bytes, seconds, US dollars). Raises ConfigError as train.py does."""
     from clearhead.planning import memory  # imports torch
 
+    if config.model.vocab_size is None:
+        config = config.with_values({"model.vocab_size": vocab_size(config.data)})
     trainer, kind, strategy = config.trainer, KINDS[plan.kind], config.parallel.strategy
     if strategy == "auto":
         strategy = "ddp" if plan.devices > 1 else "single"
@@ -121,6 +135,13 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
     }
 
 
+def vocab_size(data: DataConfig) -> int:
+    """Returns the size of the vocabulary; for one that is not trained yet, the planned size."""
+    if data.tokenizer != TRAINED:
+        return load_tokenizer(data.tokenizer).n_vocab
+    return data.vocab_size or default_vocab_size(sum(map(os.path.getsize, find_files(data.path))))
+
+
 def tokens_of_data(config: Config) -> int | None:
     """Returns the number of training tokens in the token files of data.path. None for texts, which
     have to be tokenized first, and for files that are not on this machine."""
@@ -129,7 +150,8 @@ def tokens_of_data(config: Config) -> int | None:
     data = config.data
     with contextlib.suppress(DataError):
         if is_shards(data.path):
-            streams = open_shards(data.path, data.tokenizer, False, data.token_dtype)
+            tokenizer = load_tokenizer(data.tokenizer)
+            streams = open_shards(data.path, tokenizer, False, data.token_dtype)
             is_split = not data.val_path and "val" not in streams
             return round(len(streams["train"]) * (1 - data.val_fraction * is_split))
     return None

@@ -23,7 +23,6 @@ from clearhead.config.schema import Count, Encoding, Name, Names, Paths, Positiv
 from clearhead.errors import ConfigError, sanitize
 from clearhead.files import script_path
 from clearhead.reporting.console import progress
-from clearhead.tokens import TokenizerName
 from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.prepare import Preparation, PrepareSettings
 
@@ -34,7 +33,9 @@ class SourceConfig(ScriptGroup):
     path: Paths = Field(
         description="file, folder, glob pattern, a list of these, or hub:NAME:CONFIG:SPLIT"
     )
-    tokenizer: TokenizerName = Field("gpt2", description="gpt2 | byte")
+    tokenizer: Name = Field(
+        "gpt2", description="gpt2 | byte | a directory with tokenizer.json (scripts.train_tokenizer)"
+    )
     text_key: Names = Field(
         "text", description="JSON field or Parquet column that has the text, or a list of several"
     )
@@ -116,7 +117,7 @@ def report(manifest: dict, settings: PrepareConfig) -> None:
     skipped = f"; {empty:,} empty texts skipped" if empty else ""
     print(sanitize(f"{counted} in {settings.out}{skipped}", keep=""))
     name = settings.data.tokenizer
-    tokenizer = "" if name == "gpt2" else f" data.tokenizer={name}"
+    tokenizer = "" if name == "gpt2" else f" {shlex.quote(f'data.tokenizer={name}')}"
     path = shlex.quote(f"data.path={settings.out}")
     command = f"python {shlex.quote(script_path('train.py'))} data=shards {path}{tokenizer}"
     print(sanitize(f"train on them: {command}", keep=""))

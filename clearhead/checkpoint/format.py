@@ -4,7 +4,8 @@
         model.safetensors                     parameters
         optimizer.safetensors                 optimizer state
         state.json                            step, settings, losses, counters: class `State`
-        SHA256SUMS                            checksums of the three files: sha256sum -c SHA256SUMS
+        tokenizer.json                        the tokenizer, unless it is gpt2 or byte
+        SHA256SUMS                            checksums of these files: sha256sum -c SHA256SUMS
     runs/NAME/checkpoints/last, best          relative links to the newest checkpoint and to the one
                                               with the lowest validation loss
 
@@ -44,12 +45,13 @@ from clearhead.checkpoint.loss_spikes import LossSpikes, Number, StoredCount
 from clearhead.checkpoint.run_directory import OPTIMIZER
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
 from clearhead.files import atomic_write, fsync, open_regular, read_bounded, read_json
+from clearhead.tokens.tokenizer_json import TOKENIZER
 
 FORMAT = 3  # increased when the files change; other formats are refused
 MODEL, STATE = "model.safetensors", "state.json"
 FILES, WITHOUT_OPTIMIZER = (MODEL, OPTIMIZER, STATE), (MODEL, STATE)
 CHECKSUMS = "SHA256SUMS"
-MODEL_FILES = (MODEL, STATE, CHECKSUMS)  # enough for inference
+MODEL_FILES = (MODEL, STATE, TOKENIZER, CHECKSUMS)  # enough for inference; TOKENIZER is optional
 MAX_STATE_BYTES, MAX_CHECKSUMS_BYTES = 2**28, 2**12  # larger files are refused
 CHECKPOINT_NAME = re.compile(r"step_(\d{8,})")  # directory name of a complete checkpoint
 
@@ -130,7 +132,7 @@ class State:
             raise ValueError(f"{name}: {first['msg']}") from None
 
 
-def write(folder: Path, tensors: Tensors, state: dict) -> None:
+def write(folder: Path, tensors: Tensors, state: dict, tokenizer: bytes | None = None) -> None:
     """Writes the files of a checkpoint into an empty directory and flushes them to disk."""
     model_tensors, optimizer_tensors = tensors
     save_file(model_tensors, folder / MODEL, {"format": "pt"})
@@ -138,8 +140,12 @@ def write(folder: Path, tensors: Tensors, state: dict) -> None:
     (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     for name in (MODEL, OPTIMIZER):  # save_file makes files readable by the owner only
         (folder / name).chmod((folder / STATE).stat().st_mode)
-    (folder / CHECKSUMS).write_bytes("".join(_checksum_line(folder / n) for n in FILES).encode())
-    for name in (*FILES, CHECKSUMS):
+    names = FILES
+    if tokenizer:
+        (folder / TOKENIZER).write_bytes(tokenizer)
+        names += (TOKENIZER,)
+    (folder / CHECKSUMS).write_bytes("".join(_checksum_line(folder / n) for n in names).encode())
+    for name in (*names, CHECKSUMS):
         fsync(folder / name)
     fsync(folder)
 
@@ -164,15 +170,17 @@ def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
     try:
         content = read_bounded(file, MAX_CHECKSUMS_BYTES)
         expected = content.splitlines(keepends=True)
-        listed = tuple(line.decode("ascii", "replace")[66:-1] for line in expected)
-        if OPTIMIZER in names and listed == WITHOUT_OPTIMIZER:
+        listed = [line.decode("ascii", "replace")[66:-1] for line in expected]
+        optional = {TOKENIZER} & {*listed}
+        names += tuple(optional)
+        is_valid = sorted(listed) in (sorted({*of, *optional}) for of in (FILES, WITHOUT_OPTIMIZER))
+        if OPTIMIZER in names and is_valid and OPTIMIZER not in listed:
             hint = f"to train a new run from its weights: trainer.init_from={folder}"
             raise CheckpointError("checkpoint", folder, "its optimizer state was removed", hint)
         with ThreadPoolExecutor(len(names)) as threads:  # hashing releases the GIL
             lines = list(threads.map(lambda name: _checksum_line(folder / name), names))
     except OSError as error:
         raise read_error(Path(error.filename or folder), error) from error
-    is_valid = listed in (FILES, WITHOUT_OPTIMIZER)
     for name, line in zip(names, lines, strict=True):
         if not is_valid or line.encode() != expected[listed.index(name)]:
             raise DamagedCheckpointError(folder / name, f"checksum mismatch with {CHECKSUMS}")

@@ -3,6 +3,7 @@
 runs/NAME/.lock            locked while a process writes here; has the process id and host name
           run.json         all settings, read by programs
           config.yaml      all settings, for users; programs do not parse it
+          tokenizer.json   the tokenizer, unless it is gpt2 or byte
           validation.json  the validation after the last step
           summary.json     the result; written last, when everything else of a run is done
 """
@@ -33,6 +34,7 @@ from clearhead.files import (
     temporary_name,
 )
 from clearhead.tokens.stream import Checksums, checksum_of_all
+from clearhead.tokens.tokenizer_json import TOKENIZER
 
 LOCK, CONFIG_YAML = ".lock", "config.yaml"
 SUMMARY_JSON, VALIDATION_JSON = "summary.json", "validation.json"
@@ -141,12 +143,17 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def write_settings(run: Path, settings: dict, checksums: Checksums) -> None:
-    """Writes all settings of a run to run.json and config.yaml. run.json also has a checksum of the
-    tokens, because the text at a path may change."""
+def write_settings(
+    run: Path, settings: dict, checksums: Checksums, tokenizer: str, stored: bytes | None
+) -> None:
+    """Writes all settings of a run to run.json and config.yaml, and a tokenizer that is not built
+    in to tokenizer.json. run.json also has a checksum of the tokens, because the text at a path may
+    change, and the name of the tokenizer."""
     import yaml
 
-    content = {"settings": settings, "data": checksum_of_all(checksums)}
+    if stored:
+        atomic_write(run / TOKENIZER, stored)
+    content = {"settings": settings, "data": checksum_of_all(checksums), "tokenizer": tokenizer}
     atomic_write(run / SETTINGS_JSON, as_json(content))
     # Not with OmegaConf, which interprets "${" in a prompt as an interpolation.
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
@@ -169,7 +176,7 @@ def has_other_files(folder: Path) -> bool:
     """Returns whether a directory contains files but is not a run: it has no valid run.json."""
     if not folder.is_dir() or settings_of(folder) is not None:
         return False
-    ours = {LOCK, SETTINGS_JSON, CONFIG_YAML}  # also as NAME.part-..., before they are complete
+    ours = {LOCK, SETTINGS_JSON, CONFIG_YAML, TOKENIZER}  # also as NAME.part-..., before they are complete
     return any(entry.name.partition(".part")[0] not in ours for entry in folder.iterdir())
 
 

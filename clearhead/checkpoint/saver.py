@@ -33,11 +33,15 @@ class Saver:
     """Writes the checkpoints of a run, one at a time.
 
     run: the run directory, locked by this process. keep: number of newest checkpoints to keep; the
-    best one is kept too. resumed: the state of the checkpoint from which the run resumes, if any.
+    best one is kept too. tokenizer: the content of tokenizer.json, None for a built-in tokenizer.
+    resumed: the state of the checkpoint from which the run resumes, if any.
     """
 
-    def __init__(self, run: Path, keep: int, resumed: State | None = None):
+    def __init__(
+        self, run: Path, keep: int, tokenizer: bytes | None = None, resumed: State | None = None
+    ):
         self.run, self.folder, self.keep = run, run / "checkpoints", keep
+        self.tokenizer = tokenizer
         self.saved = resumed.step if resumed else 0  # the last step that is known to be on disk
         self._links_work = True
         self._pending: tuple[int, Future] | None = None
@@ -132,7 +136,7 @@ class Saver:
         fsync(self.run)
         part.mkdir()
         try:
-            checkpoint.write(part, tensors, state)
+            checkpoint.write(part, tensors, state, self.tokenizer)
             rename(part, folder)
         except (OSError, SafetensorError):
             shutil.rmtree(part, ignore_errors=True)  # free the space on a full disk

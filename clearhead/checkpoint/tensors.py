@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from clearhead.checkpoint.format import MODEL, State, Tensors, load_state, read_error
 from clearhead.config.schema import ModelSettings
 from clearhead.config.validation import validate
-from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
+from clearhead.errors import CheckpointError, DamagedCheckpointError, Problem, message_of
 from clearhead.files import open_regular
 from clearhead.optim.optimizers import STATE as OPTIMIZER_STATE
 from clearhead.optim.optimizers import state_keys
@@ -75,8 +75,9 @@ def load_model(folder: Path) -> tuple[GPT, State]:
     """Returns the model, in eval mode, and the state of a checkpoint from `find_checkpoint`."""
     state = load_state(folder)
     settings, problems = validate(ModelSettings, state.settings["model"])
-    if problems:
-        reason = f"invalid model settings ({problems[0].key}: {problems[0].reason})"
+    if problems or settings.vocab_size is None:
+        key, _, reason, _ = [*problems, Problem("vocab_size", None, "must be a number", "")][0]
+        reason = f"invalid model settings ({key}: {reason})"
         raise _checkpoint_error(folder, reason)
     file, config = folder / MODEL, ModelConfig(**settings.model_dump())
     return model_from_tensors(config, read_tensors(file), file), state

@@ -30,7 +30,7 @@ from clearhead.config.validation import (
 )
 from clearhead.config.yaml_files import default_values, nested
 from clearhead.errors import refuse
-from clearhead.tokens import VOCABULARIES, TokenizerName
+from clearhead.tokens import MAX_VOCABULARY, TRAINED, VOCABULARIES
 
 UNLIMITED = 10**15  # trainer.max_steps if only trainer.max_minutes limits a run
 MAX_PROMPTS = 20  # every page of a snapshot contains all prompts
@@ -118,7 +118,7 @@ KernelName = Literal[KERNEL_NAMES]  # pyrefly: ignore
 class ModelSettings(Settings):
     """Architecture of the model; model.ModelConfig has the same fields."""
 
-    vocab_size: Positive
+    vocab_size: Positive | None
     context_length: Positive
     emb_dim: Positive
     num_layers: Positive
@@ -163,11 +163,23 @@ def _one_per_path(weights: list[float] | None, others: dict) -> None:
         raise rejected(reason, "give one weight per entry, such as [0.7,0.3]")
 
 
+@rule
+def _of_trained(vocab_size: int | None, others: dict) -> None:
+    name = others.get("tokenizer")
+    if vocab_size is not None and name not in (None, TRAINED):
+        reason = f"data.tokenizer={name} has its own vocabulary"
+        raise rejected(reason, f"remove it, or use data.tokenizer={TRAINED}")
+
+
+VocabSize = Annotated[Positive, Field(ge=258, le=MAX_VOCABULARY)]
+
+
 class DataConfig(Settings):
     """Text files or token files, and how they are split into windows."""
 
     synthetic: Literal["induction"] | None
-    tokenizer: TokenizerName
+    tokenizer: Name
+    vocab_size: Annotated[VocabSize | None, _of_trained]
     max_length: Positive
     path: Annotated[Paths | None, _one_source]
     weights: Annotated[list[AboveZero] | None, _one_per_path]
@@ -351,9 +363,10 @@ def _fits_model(data: DataConfig, others: dict) -> None:
     if data.max_length > (most := model.context_length):
         reason = f"must be at most model.context_length={most}"
         raise rejected(reason, f"use data.max_length={most} or less", "data.max_length")
-    if model.vocab_size < (needed := VOCABULARIES[data.tokenizer]):
+    needed = data.vocab_size or VOCABULARIES.get(data.tokenizer, 0)
+    if model.vocab_size is not None and model.vocab_size < needed:
         reason = f"data.tokenizer={data.tokenizer} has {needed} token ids"
-        raise rejected(reason, f"use {needed} or more", "model.vocab_size")
+        raise rejected(reason, f"use null, or {needed} or more", "model.vocab_size")
 
 
 class Config(Settings):

@@ -23,6 +23,7 @@ from clearhead.errors import (
 )
 from clearhead.files import REPOSITORY, read_object
 from clearhead.lens.config import LensConfig
+from clearhead.tokens import TRAINED, VOCABULARIES
 from clearhead.tokens.paths import HUB
 
 SETTINGS_JSON = "run.json"  # in a run directory
@@ -34,6 +35,7 @@ OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "runs_dir", "trainer.resume", "trainer
 OF_THE_LAUNCH += ("wandb.id",)
 # If these are null, `with_automatic_values` sets them. A resumed run keeps their values.
 AUTOMATIC = (
+    "model.vocab_size",
     "trainer.warmup_steps",
     "trainer.eval_every",
     "trainer.eval_windows",
@@ -65,10 +67,12 @@ def with_automatic_values(
         if keeps or max_steps == UNLIMITED:
             max_steps = values["trainer.max_steps"] = min(max_steps, planned)
 
-    def complete(key: str, automatic: int) -> int:
+    def complete(key: str, automatic: int | None) -> int:
         if given[key] is None:
             values[key] = known[key] if type(known.get(key)) is int else automatic
         return values.get(key, given[key])
+
+    complete("model.vocab_size", None)  # that of the tokenizer, which is not known here
 
     steps = trainer.schedule_steps or max_steps
     complete("trainer.warmup_steps", automatic_warmup(steps))
@@ -107,10 +111,19 @@ def config_from(values: dict, overrides: Sequence[str]) -> Config:
     is_path = source is not None or names_run(flat(values).get("trainer.resume"))
     config, problems = validate(Config, values, rules=not is_path)
     refuse(problems)
+    name = config.data.tokenizer
+    if name not in (*VOCABULARIES, TRAINED) and not os.path.exists(os.path.expanduser(name)):
+        reason, hint = "no such tokenizer or directory", "use gpt2, byte, bpe or a directory"
+        refuse([Problem("data.tokenizer", name, reason, hint)])
     if is_path:
         keys = (text.partition("=")[0] for text in overrides)
         config._given = [key.lstrip("+~").partition("@")[0] for key in keys]
-    return config if source is None else _with_settings_of(str(source), config)
+        if source is None:
+            return config
+        config = _with_settings_of(str(source), config)
+    if config.model.vocab_size is None and config.data.tokenizer in VOCABULARIES:
+        return config.with_values({"model.vocab_size": VOCABULARIES[config.data.tokenizer]})
+    return config
 
 
 def _with_settings_of(source: str, config: Config) -> Config:
@@ -202,7 +215,9 @@ def complete(
 def without_automatic(settings: dict) -> dict:
     """Returns settings by dotted key, with null for those that have their automatic value: a run
     with another number of steps has others."""
-    automatic = {}
+    automatic, size = {}, settings["model.vocab_size"]
+    if VOCABULARIES.get(settings["data.tokenizer"], size) == size:
+        automatic["model.vocab_size"] = None
     for key in (*AUTOMATIC, "lens.every"):
         config, _ = validate(Config, nested(settings | {key: None}))
         for on_gpu in (False, True) if config else ():

@@ -2,7 +2,7 @@
 
     config.json, model.safetensors    written by interop/huggingface.py
     generation_config.json            ids of the start, end and padding tokens
-    vocab.json, merges.txt, tokenizer_config.json    a tokenizer with the same ids
+    tokenizer.json, tokenizer_config.json    the tokenizer
     README.md                         the model card: size, training and loss of the model
 
 The files contain no pickle and no text of the run.
@@ -10,9 +10,10 @@ The files contain no pickle and no text of the run.
 
 from pathlib import Path
 
-from clearhead.interop.huggingface import to_hf, vocabulary, write_json
+from clearhead.interop.huggingface import to_hf, write_json
 from clearhead.interop.pretrained import PretrainedModel
 from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens.tokenizer_json import TOKENIZER, to_json
 
 CARD = """---
 library_name: transformers
@@ -47,7 +48,7 @@ TOKENIZER_DESCRIPTIONS = {
 def write(pretrained: PretrainedModel, folder: Path) -> None:
     """Writes all files into an empty folder."""
     end_of_text = pretrained.tokenizer.eot_token
-    to_hf(pretrained.model, folder, pretrained.tokenizer_name, pretrained.window)
+    to_hf(pretrained.model, folder, pretrained.tokenizer, pretrained.window)
     ends = {f"{name}_token_id": end_of_text for name in ("bos", "eos", "pad")}
     write_json(folder / "generation_config.json", ends)
     write_tokenizer(pretrained, folder)
@@ -57,17 +58,13 @@ def write(pretrained: PretrainedModel, folder: Path) -> None:
 def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
     """Writes files from which AutoTokenizer loads a tokenizer with the same ids.
 
-    The byte tokenizer is exported as GPT-2's tokenizer without merges. The exported tokenizers
-    encode the characters <|endoftext|> as the end-of-text token, as data.endoftext=token does.
+    The exported tokenizers encode the characters <|endoftext|> as the end-of-text token, as
+    data.endoftext=token does.
     """
-    ids, merges = vocabulary(pretrained.tokenizer_name)
-    write_json(folder / "vocab.json", ids)
-    lines = "".join(f"{line}\n" for line in ["#version: 0.2", *merges])
-    (folder / "merges.txt").write_text(lines, encoding="utf-8")
+    (folder / TOKENIZER).write_bytes(to_json(pretrained.tokenizer))
     settings = {
-        "tokenizer_class": "GPT2Tokenizer",
+        "tokenizer_class": "PreTrainedTokenizerFast",  # GPT2Tokenizer has GPT-2's pattern only
         "model_max_length": pretrained.window,
-        "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
     }
@@ -83,7 +80,9 @@ def model_card(pretrained: PretrainedModel) -> str:
     return CARD.format(
         new=max(1, min(40, pretrained.window - 8)),
         window=pretrained.window,
-        tokenizer=TOKENIZER_DESCRIPTIONS[pretrained.tokenizer_name],
+        tokenizer=TOKENIZER_DESCRIPTIONS.get(
+            pretrained.tokenizer.name, f"byte-level BPE with {pretrained.tokenizer.n_vocab:,} ids"
+        ),
         rows="\n".join(
             f"| {key} | {value:{',' if type(value) is int else '.4g'}} |"
             for key, value in values.items()

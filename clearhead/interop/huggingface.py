@@ -22,10 +22,9 @@ from clearhead.checkpoint.tensors import model_from_tensors, pickle_error, read_
 from clearhead.config.schema import ModelSettings
 from clearhead.config.validation import validate
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
-from clearhead.files import read_bounded, read_json
-from clearhead.interop.hub import CONFIG, TOKENIZER_FILES
-from clearhead.tokens import END_OF_TEXT
-from clearhead.tokens.tokenizers import get_tokenizer, vocabulary_files
+from clearhead.files import read_json
+from clearhead.interop.hub import CONFIG
+from clearhead.tokens.tokenizers import Tokenizer
 from model import GPT, ModelConfig
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -101,11 +100,11 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
 
 
 def to_hf(
-    model: GPT, folder: str | Path, tokenizer: str | None = None, window: int | None = None
+    model: GPT, folder: str | Path, tokenizer: Tokenizer | None = None, window: int | None = None
 ) -> None:
     """Writes config.json and model.safetensors, from which transformers loads the same model.
 
-    tokenizer, window: the tokenizer's name and the number of trained positions.
+    window: the number of trained positions.
     """
     if (kernel := model.config.attention) in SCORES:
         reason = "the kernel has other attention scores than GPT-2 in transformers"
@@ -116,7 +115,7 @@ def to_hf(
     theirs = {name: value.contiguous() for name, value in hf_tensors(model).items()}
     save_file(theirs, folder / SINGLE_FILE, {"format": "pt"})
     c = model.config
-    end_of_text = get_tokenizer(tokenizer).eot_token if tokenizer else None
+    end_of_text = tokenizer.eot_token if tokenizer else None
     settings = REQUIRED | {name: getattr(c, key) for key, name in SIZES.items()}
     settings["n_ctx"] = c.context_length  # llama.cpp reads it to convert the directory to GGUF
     settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), c.dropout)
@@ -124,7 +123,8 @@ def to_hf(
     settings["architectures"] = ["GPT2LMHeadModel"]
     if tokenizer:
         window = window or c.context_length
-        settings[CLEARHEAD] = {"tokenizer": tokenizer, "window": window, "qkv_bias": c.qkv_bias}
+        ours = {"tokenizer": tokenizer.name, "window": window, "qkv_bias": c.qkv_bias}
+        settings[CLEARHEAD] = ours
     write_json(folder / CONFIG, settings)
     # save_file makes files readable by the owner only.
     (folder / SINGLE_FILE).chmod((folder / CONFIG).stat().st_mode)
@@ -164,55 +164,6 @@ def _names(num_layers: int) -> Iterator[tuple[str, str, bool]]:
         for kind in ("weight", "bias"):
             transposed = kind == "weight" and "norm" not in key
             yield f"blocks.{layer}.{key}.{kind}", f"h.{layer}.{name}.{kind}", transposed
-
-
-def vocabulary(name: str) -> tuple[dict[str, int], list[str]]:
-    """Returns the ids and the merges ("a b") of a tokenizer, as in vocab.json and merges.txt.
-
-    The byte tokenizer is GPT-2's without merges. GPT-2's files have a character for each byte:
-    printable Latin-1 characters stay, the other bytes get characters from U+0100 on.
-    """
-    if name == "gpt2":
-        merges, ids = (file.read_text(encoding="utf-8") for file in vocabulary_files())
-        return json.loads(ids), merges.split("\n")[1:-1]
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = (chr(256 + number) for number in range(256))
-    bytes_ = {chr(byte) if byte in visible else next(others): byte for byte in range(256)}
-    return bytes_ | {END_OF_TEXT: 256}, []
-
-
-def check_tokenizer(folder: Path, name: str) -> None:
-    """Raises CheckpointError if the tokenizer files of a directory, if any, have other ids, merges
-    or added tokens than the tokenizer `name`. Their other settings do not change the ids."""
-    ids, merges = vocabulary(name)
-    for file in (folder / name for name in TOKENIZER_FILES if (folder / name).is_file()):
-        try:
-            found, found_merges = _read_tokenizer(file)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise gpt2_error(file, f"cannot be read ({message_of(error)})") from error
-        other = [f"{t!r:.40} has the id {i!r:.20}" for t, i in found.items() if i != ids.get(t)]
-        if file.name in ("tokenizer.json", "vocab.json") and len(found) < len(ids):
-            other.append(f"{len(found):,} tokens instead of {len(ids):,}")
-        if found_merges not in (None, merges):
-            other.append("the merges differ")
-        if other:
-            raise gpt2_error(file, f"the tokenizer is not {name} ({other[0]})")
-
-
-def _read_tokenizer(file: Path) -> tuple[dict[str, int], list[str] | None]:
-    """Returns the ids of the tokens that a tokenizer file lists, and its merges, if it has any."""
-    if file.name == "merges.txt":
-        lines = read_bounded(file, 2**24).decode().splitlines()
-        return {}, [line for line in lines if line and not line.startswith("#version")]
-    content = read_json(file)
-    if file.name == "tokenizer.json":  # older versions of tokenizers wrote each merge as one string
-        added = {token["content"]: token["id"] for token in content["added_tokens"]}
-        merges = [m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]]
-        return content["model"]["vocab"] | added, merges
-    if file.name == "tokenizer_config.json":
-        added = content.get("added_tokens_decoder", {})
-        return {token["content"]: int(number) for number, token in added.items()}, None
-    return dict(content), None
 
 
 def read_config(file: Path) -> dict:

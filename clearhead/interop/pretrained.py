@@ -8,27 +8,24 @@ logits, _ = pretrained.model(torch.tensor([ids]))
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clearhead.checkpoint.format import State
 from clearhead.checkpoint.listing import find_checkpoint, read_found, similar_run
 from clearhead.checkpoint.tensors import load_model
-from clearhead.errors import CheckpointError
+from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
 from clearhead.interop import hub
 from clearhead.interop.huggingface import (
     CLEARHEAD,
     CONFIG,
-    check_tokenizer,
     from_hf,
+    gpt2_error,
     model_config,
     read_config,
 )
 from clearhead.tokens import VOCABULARIES
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.tokenizer_json import TOKENIZER, read_tokenizer
+from clearhead.tokens.tokenizers import Tokenizer, get_tokenizer
 from model import GPT
-
-if TYPE_CHECKING:
-    import tiktoken
 
 
 @dataclass
@@ -36,8 +33,7 @@ class PretrainedModel:
     """A trained model with its tokenizer and information about its training."""
 
     model: GPT  # in eval mode
-    tokenizer_name: str
-    tokenizer: "tiktoken.Encoding"
+    tokenizer: Tokenizer
     window: int  # the number of trained positions; the model may have more
     state: State | None  # None for a Hugging Face directory
     folder: Path  # the checkpoint or the Hugging Face directory
@@ -46,31 +42,37 @@ class PretrainedModel:
 def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedModel:
     """Loads a trained model from a run, a checkpoint, a Hugging Face directory or hub:NAME.
 
-    A Hugging Face directory that was exported from a run contains the tokenizer's name and the
-    window. Otherwise the tokenizer is GPT-2's, or the byte tokenizer if there are 257 ids, and all
-    positions count as trained; tokenizer files of another tokenizer are refused. Raises
-    CheckpointError, naming the setting `key`.
+    The tokenizer is the one in the directory. Without one it is GPT-2's, or the byte tokenizer if
+    there are 257 ids. A Hugging Face directory that was exported from a run contains the window;
+    otherwise all positions count as trained. Raises CheckpointError, naming the setting `key`.
     """
     folder, (model, state) = read_found(lambda: _folder(path, key), _load)
     vocab_size, context = model.config.vocab_size, model.config.context_length
+    window = context
+    name = "byte" if vocab_size == VOCABULARIES["byte"] else "gpt2"
     if state:
-        data = state.settings["data"]
-        name, window = data.get("tokenizer"), data.get("max_length")
-    else:
-        usual = "byte" if vocab_size == VOCABULARIES["byte"] else "gpt2"
-        ours = read_config(folder / CONFIG).get(CLEARHEAD, {"tokenizer": usual, "window": context})
-        ours = ours if isinstance(ours, dict) else {}
+        name, window = (state.settings["data"].get(key) for key in ("tokenizer", "max_length"))
+    elif isinstance(ours := read_config(folder / CONFIG).get(CLEARHEAD), dict):
         name, window = ours.get("tokenizer"), ours.get("window")
-    fits = type(window) is int and 1 <= window <= context
-    if not isinstance(name, str) or name not in VOCABULARIES or not fits:
+    if not isinstance(name, str) or type(window) is not int or not 1 <= window <= context:
         reason = f"invalid tokenizer {name!r:.40} or window of {window!r:.40} tokens"
         raise CheckpointError(key, path, reason, "use another checkpoint")
-    if not state:
-        check_tokenizer(folder, name)
-    if vocab_size < (needed := VOCABULARIES[name]):
-        reason = f"the model has {vocab_size} token ids, its tokenizer {name} has {needed}"
+    tokenizer = _tokenizer(folder, name)
+    if vocab_size < (needed := tokenizer.n_vocab):
+        reason = f"the model has {vocab_size} token ids, its tokenizer {tokenizer.name} has {needed}"
         raise CheckpointError(key, path, reason, "use a model with at least as many ids")
-    return PretrainedModel(model, name, get_tokenizer(name), window, state, folder)
+    return PretrainedModel(model, tokenizer, window, state, folder)
+
+
+def _tokenizer(folder: Path, name: str) -> Tokenizer:
+    """Returns the tokenizer in a directory; without one, the built-in one with this name."""
+    try:
+        found = read_tokenizer(folder)
+    except (OSError, ValueError) as error:
+        raise gpt2_error(folder, f"its tokenizer {message_of(error)}") from error
+    if found is None and name not in VOCABULARIES:
+        raise DamagedCheckpointError(folder / TOKENIZER, "file not found")
+    return found or get_tokenizer(name)
 
 
 def _load(folder: Path) -> tuple[GPT, State | None]:

@@ -122,7 +122,11 @@ def read(folder: Path, metric: str) -> ComparedRun:
     """Reads a run directory. Raises ValueError for any other directory, and for files with values
     of a wrong type."""
     settings = flat(settings_of(folder) or {})
-    settings[CHECKSUM] = read_object(folder / SETTINGS_JSON).get("data")
+    stored = read_object(folder / SETTINGS_JSON)
+    settings[CHECKSUM] = stored.get("data")
+    # The name of a trained tokenizer has a checksum. It has the size of the vocabulary.
+    if isinstance(name := stored.get("tokenizer"), str):
+        settings["data.tokenizer"] = name
     max_steps, scheduled = (settings.get(f"trainer.{n}_steps") for n in ("max", "schedule"))
     if type(max_steps) is not int or type(scheduled) not in (int, NoneType):
         raise ValueError("run.json is missing or damaged")

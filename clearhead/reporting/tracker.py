@@ -215,9 +215,8 @@ class Tracker:
         )
         metadata = {key: getattr(state, key) for key in ("step", "tokens", "val_loss")}
         metadata |= {"settings": {key: state.settings[key] for key in ("model", "data")}}
-        files = [found[step] / name for name in checkpoint.MODEL_FILES] + [
-            self.folder / CONFIG_YAML
-        ]
+        files = [found[step] / name for name in checkpoint.MODEL_FILES]
+        files = [file for file in files if file.exists()] + [self.folder / CONFIG_YAML]
         return self.upload(files, aliases, metadata)
 
     def upload(self, files: list[Path], aliases: list[str], metadata: dict) -> str | None:

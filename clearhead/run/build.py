@@ -7,6 +7,7 @@ its state and receives its inputs as arguments; none has a reference to the run.
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -54,9 +55,11 @@ from clearhead.run.run import Run
 from clearhead.run.signals import StopSignals
 from clearhead.run.stop import Stop
 from clearhead.run.time_limit import TimeLimit, measure_steps, with_max_steps
+from clearhead.run.tokenizer import find_tokenizer, with_vocabulary
 from clearhead.run.translate_errors import translate_errors
+from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.stream import check_checksums
-from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
+from clearhead.tokens.tokenizer_json import to_json
 from data import LoadedData, load_datasets, split_batch, training_batches
 from model import GPT, ModelConfig
 
@@ -105,7 +108,7 @@ class Builder:
     """
 
     def __init__(self, config: Config, closing: contextlib.ExitStack):
-        self.config, self.closing = config, closing
+        self.config, self.closing, self.started = config, closing, time.monotonic()
         self.notes: list[str] = []
         if config.parallel.strategy == "fsdp":
             use_expandable_segments()
@@ -119,7 +122,7 @@ class Builder:
             with self.strategy.raise_on_all_ranks():  # other machines may have less memory
                 refuse(check_memory(self.config, self.strategy))
             self.data = self.load_data()
-            self.config = with_prompts(self.config, self.strategy, self.data)
+            self.config = with_prompts(self.config, self.strategy, self.data, self.tokenizer)
             self.model = self.build_model()
             self.is_compiled = self.should_compile()
             if self.is_compiled:
@@ -145,7 +148,9 @@ class Builder:
                 optimizer=self.optimizer,
                 metrics=self.build_metrics(log),
                 evaluator=self.evaluator,
-                lens=build_lens(config, strategy, self.data, log.directory, self.notes),
+                lens=build_lens(
+                    config, strategy, self.data, self.tokenizer, log.directory, self.notes
+                ),
                 checkpointer=Checkpointer(
                     log.directory, saver, strategy, self.model, self.optimizer
                 ),
@@ -165,8 +170,8 @@ class Builder:
             return run
 
     def complete_config(self) -> None:
-        """Adds the settings of the checkpoint to resume, if there is one, and decides how the run
-        starts."""
+        """Adds the settings of the checkpoint to resume, if there is one, decides how the run
+        starts, and loads or trains the tokenizer."""
         is_new = self.config.given is None
         self.config = complete_settings(self.config, self.strategy, self.notes)
         check_same_settings(self.config, self.strategy)
@@ -174,8 +179,11 @@ class Builder:
             with self.strategy.raise_on_all_ranks():
                 check_machine(self.config)
             self.strategy = start_strategy(self.config)
-        self.limit = TimeLimit(self.config, self.strategy.device)
         self.config, self.start = find_start(self.config, self.strategy, self.closing, self.notes)
+        checkpoint = self.start.checkpoint
+        self.tokenizer = find_tokenizer(self.config, self.strategy, checkpoint, self.notes)
+        self.config = with_vocabulary(self.config, self.tokenizer)
+        self.limit = TimeLimit(self.config, self.strategy.device, self.started)
 
     def decay_start(self) -> Callable[[int], int] | None:
         """Returns (number of steps) -> the last step before the decay of the learning rate; None if
@@ -191,7 +199,7 @@ class Builder:
         """Opens the datasets. Raises DataError if they differ from the checkpoint or rank 0."""
         config, strategy, path = self.config, self.strategy, self.config.data.path
         with strategy.raise_on_all_ranks():  # other machines may not have the files
-            data = load_datasets(config.data)
+            data = load_datasets(config.data, self.tokenizer)
             if self.start.state and (
                 error := changed_data(config, self.start.state, data.checksums)
             ):
@@ -203,11 +211,6 @@ class Builder:
         with strategy.raise_on_all_ranks():
             hint = "give every machine the same data"
             check_checksums(of_rank_0, data.checksums, path, "rank 0", hint)
-        ids = get_tokenizer(config.data.tokenizer).n_vocab
-        if config.model.vocab_size >= 2 * ids and not config.data.synthetic:
-            reason = f"data.tokenizer={config.data.tokenizer} has {ids:,} ids"
-            hint = f"model.vocab_size={ids} is enough"
-            self.notes.append(f"model.vocab_size={config.model.vocab_size}: {reason}; {hint}")
         return data
 
     def build_batches(self, first_step: int) -> Iterator[list[tuple[Sequence[torch.Tensor], int]]]:
@@ -242,7 +245,7 @@ class Builder:
                 return model_from_tensors(shape, model_tensors, self.start.checkpoint / MODEL)
             if not self.config.trainer.init_from:
                 return GPT(shape)
-            return initial_weights(self.config, self.notes)
+            return initial_weights(self.config, self.tokenizer, self.notes)
 
         model = self.strategy.prepare_model(shape, build)
         model.activation_checkpointing = self.config.trainer.activation_checkpointing
@@ -327,13 +330,17 @@ class Builder:
         config, state = self.config, self.state
         with run_directory.writable(Path(config.runs_dir)):
             directory = self.create_directory()
-            saver = Saver(directory, config.trainer.keep, state if self.start.in_place else None)
+            stored = None if self.tokenizer.name in VOCABULARIES else to_json(self.tokenizer)
+            resumed = state if self.start.in_place else None
+            saver = Saver(directory, config.trainer.keep, stored, resumed)
             self.closing.callback(saver.close)
             if self.start.was_finished:
                 return directory, saver, NoTracker()
             parameters = self.model.num_parameters()
             self.notes.extend(saver.disk_space_notes(12 * parameters))
-            run_directory.write_settings(directory, state.settings, state.data)
+            run_directory.write_settings(
+                directory, state.settings, state.data, self.tokenizer.name, stored
+            )
             drop_rows_after(directory, state.step if self.start.state else -1)
             started = environment(str(self.strategy.device), self.strategy.world_size)
             starts = RowFile(directory / "starts.jsonl")
@@ -392,14 +399,14 @@ class Builder:
 
     def build_evaluator(self) -> Evaluator:
         config, val, validation = self.config, self.data.val, None
-        tokenizer, batch_size = get_tokenizer(config.data.tokenizer), self.micro_batch()
+        tokenizer, batch_size = self.tokenizer, self.micro_batch()
         if val:
             lengths, size = None, batch_size
             if config.data.synthetic:  # the accuracy needs all logits of a pass at once
                 per_window = config.data.max_length * config.model.vocab_size
                 size = min(size, max(1, LOGITS_AT_ONCE // per_window))
             else:
-                lengths = token_byte_lengths(tokenizer.name)
+                lengths = tokenizer.byte_lengths
             validation = Validation(val, lengths, self.strategy, size)
         return Evaluator(config, self.strategy, validation, tokenizer, batch_size)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import tiktoken
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from clearhead.inference.perplexity import text_metrics
 from clearhead.lens.rounding import rounded
 from clearhead.reporting.comparison import standard_error
 from clearhead.reporting.console import Report
+from clearhead.tokens.tokenizers import Tokenizer
 from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
 from model import GPT
 
@@ -125,7 +125,7 @@ class Evaluator:
     config: Config
     strategy: Strategy
     validation: Validation | None  # None without validation data
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
     batch_size: int  # windows per forward pass on this rank
     final: dict | None = None  # content of validation.json: the metrics after the last step
 

@@ -6,13 +6,15 @@ from attention import SCORES
 from clearhead.config.schema import Config
 from clearhead.errors import Problem, as_yaml, refuse
 from clearhead.interop.pretrained import load_pretrained
+from clearhead.tokens import VOCABULARIES
+from clearhead.tokens.tokenizers import Tokenizer
 from model import GPT, ModelConfig, model_without_values
 
 # Settings that must equal those of the weights. For the context length see `positions`.
 SHAPE = ("vocab_size", "emb_dim", "num_heads", "num_layers", "qkv_bias")
 
 
-def initial_weights(config: Config, notes: list[str]) -> GPT:
+def initial_weights(config: Config, tokenizer: Tokenizer, notes: list[str]) -> GPT:
     """Returns a model with the weights of trainer.init_from. Raises ConfigError if they do not fit.
 
     Dropout may differ, and the attention kernel if both have the same scores. Missing biases of
@@ -24,8 +26,8 @@ def initial_weights(config: Config, notes: list[str]) -> GPT:
     wanted = ModelConfig(**config.model.model_dump())
     pretrained = load_pretrained(source, "trainer.init_from")
     given, theirs = pretrained.model.config, f"the weights of trainer.init_from={source}"
-    problems = []
-    for key in SHAPE:
+    problems, same_tokens = [], tokenizer.name == pretrained.tokenizer.name
+    for key in SHAPE if same_tokens else SHAPE[1:]:
         have, want = getattr(given, key), getattr(wanted, key)
         if have != want and not (key == "qkv_bias" and want):
             hint = f"use model.{key}={as_yaml(have)}"
@@ -33,9 +35,11 @@ def initial_weights(config: Config, notes: list[str]) -> GPT:
     if SCORES.get(given.attention) is not SCORES.get(wanted.attention):
         reason, hint = f"{theirs} were trained with another formula", f"use {given.attention}"
         problems.append(Problem("model.attention", wanted.attention, reason, hint))
-    if (name := config.data.tokenizer) != (needed := pretrained.tokenizer_name):
+    if not same_tokens:
+        needed = pretrained.tokenizer.name
         reason = f"{theirs} were trained with {needed}"
-        problems.append(Problem("data.tokenizer", name, reason, f"use data.tokenizer={needed}"))
+        hint = f"use data.tokenizer={needed if needed in VOCABULARIES else pretrained.folder}"
+        problems.append(Problem("data.tokenizer", config.data.tokenizer, reason, hint))
     refuse(problems)
     weights = pretrained.model.state_dict()
     sizes = (pretrained.window, wanted.context_length, config.data.max_length)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tiktoken
 import torch
 
 from clearhead.checkpoint.resume import resume_command
@@ -24,7 +23,7 @@ from clearhead.lens.config import LensConfig
 from clearhead.lens.heads import heads_by_name
 from clearhead.lens.snapshots import Lens, Snapshot
 from clearhead.reporting.charts import SMOOTH_FROM, Points, finite, points_of, smooth, thin
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.tokenizers import Tokenizer
 from clearhead.tokens.windows import WindowDataset
 from data import LoadedData
 from model import GPT
@@ -136,7 +135,7 @@ def curves(rows: list[dict]) -> dict[str, Points]:
 
 
 def lens_of(
-    config: LensConfig, tokenizer: tiktoken.Encoding, context_length: int, vocabulary: Sequence[int]
+    config: LensConfig, tokenizer: Tokenizer, context_length: int, vocabulary: Sequence[int]
 ) -> Lens:
     """Returns the lens of a model. vocabulary: the tokens of the repeated sequence."""
     return Lens(
@@ -150,10 +149,15 @@ def lens_of(
 
 
 def build_lens(
-    config: Config, strategy: Strategy, data: LoadedData, directory: Path, notes: list[str]
+    config: Config,
+    strategy: Strategy,
+    data: LoadedData,
+    tokenizer: Tokenizer,
+    directory: Path,
+    notes: list[str],
 ) -> LensRunner:
     """Builds the lens. An error on any rank turns it off, as during training."""
-    lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
+    lens = None
     if config.lens.every:
         with best_effort(OFF, config.debug, strategy.label):
             settings = LensConfig(**config.lens.model_dump())

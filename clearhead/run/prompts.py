@@ -8,7 +8,6 @@ keeps them.
 import re
 
 import numpy as np
-import tiktoken
 
 from clearhead.config.schema import Config
 from clearhead.config.stored import PROMPTS
@@ -16,7 +15,7 @@ from clearhead.config.yaml_files import flat
 from clearhead.distributed.strategy import Strategy
 from clearhead.lens.config import DEFAULT_PROMPTS
 from clearhead.tokens.passages import beginning, passages
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.tokenizers import Tokenizer
 from clearhead.tokens.windows import MixedDataset, WindowDataset
 from data import GPTDatasetV1, LoadedData
 
@@ -25,7 +24,9 @@ NUM_PROMPTS = 3
 MOST_EXCERPTS, EXCERPT = 8, 4096
 
 
-def with_prompts(config: Config, strategy: Strategy, data: LoadedData) -> Config:
+def with_prompts(
+    config: Config, strategy: Strategy, data: LoadedData, tokenizer: Tokenizer
+) -> Config:
     """Returns the config with prompts, the same on all ranks; rank 0 chooses them.
 
     Without validation data they come from the training data. If these contain no text, the lens
@@ -36,14 +37,14 @@ def with_prompts(config: Config, strategy: Strategy, data: LoadedData) -> Config
     if not (missing := [key for key in PROMPTS if given[key] is None]):
         return config
     most = min(config.lens.max_tokens, config.data.max_length)
-    tokenizer, dataset = get_tokenizer(config.data.tokenizer), data.val or data.train
+    dataset = data.val or data.train
     chosen = strategy.on_rank_0(lambda: choose_prompts(dataset, tokenizer, most))
     chosen = strategy.broadcast(chosen)
     return config.with_values({key: chosen[key] for key in missing})
 
 
 def choose_prompts(
-    dataset: WindowDataset, tokenizer: tiktoken.Encoding, most: int
+    dataset: WindowDataset, tokenizer: Tokenizer, most: int
 ) -> dict[str, object]:
     """Returns prompts of at most `most` tokens for the lens, and a prompt for text samples."""
 
@@ -60,7 +61,7 @@ def choose_prompts(
     }
 
 
-def excerpts(dataset: WindowDataset, tokenizer: tiktoken.Encoding) -> list[str]:
+def excerpts(dataset: WindowDataset, tokenizer: Tokenizer) -> list[str]:
     """Returns parts of the text of a dataset, each of one document."""
     texts = []
     for ids in _tokens_of(dataset, MOST_EXCERPTS):

@@ -72,10 +72,11 @@ class CudaClock:
 
 
 class TimeLimit:
-    """The time limit of one start of a run. It begins with the process if that trains one run."""
+    """The time limit of one start of a run. It begins with the process if that trains one run,
+    otherwise at `started` (time.monotonic())."""
 
-    def __init__(self, config: Config, device: torch.device):
-        self.started = STARTED if is_single_run() else time.monotonic()
+    def __init__(self, config: Config, device: torch.device, started: float):
+        self.started = STARTED if is_single_run() else started
         limit = 60 * (config.trainer.max_minutes or math.inf)
         # Seconds for everything after the last validation, whose duration is measured.
         checkpoint_bytes = 12 * meta_model(config.model).num_parameters()

@@ -1,6 +1,8 @@
 """Tokenizers, file readers, token files, datasets of windows, and the sampler.
 
-    tokenizers.py        GPT-2's tokenizer and a byte tokenizer
+    tokenizers.py        byte-level BPE: GPT-2's tokenizer, bytes
+    tokenizer_json.py    stored tokenizers: tokenizer.json
+    training.py          trains a tokenizer on a text
     encoding.py          tokenizes texts of any length; gigatoken_engine.py: its fast engine
     paths.py             finds the files of data.path
     readers.py           reads documents from text, JSON lines, Parquet and Hugging Face datasets
@@ -15,8 +17,7 @@ In a stream of tokens every document starts with the end-of-text token, as in th
 modded-nanogpt. So the end-of-text tokens are the document boundaries in every format.
 """
 
-from typing import Literal
-
 END_OF_TEXT = "<|endoftext|>"
-TokenizerName = Literal["gpt2", "byte"]
-VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
+VOCABULARIES = {"gpt2": 50257, "byte": 257}  # number of ids of the built-in tokenizers
+TRAINED = "bpe"  # data.tokenizer: byte-level BPE, trained on the training text
+MAX_VOCABULARY = 2**16  # token files have 16 bits for each id

@@ -1,20 +1,23 @@
 """Encodes texts of any length; the ids are the same as those of one tokenizer call for the text.
 
-    for ids in StreamEncoder("gpt2").encode(blocks):  # uint16 arrays
+    for ids in StreamEncoder(get_tokenizer("gpt2")).encode(blocks):  # uint16 arrays
         ...
 
 A long text is encoded in chunks, so that only a few chunks are in memory. A chunk ends only where a
-match of GPT-2's pre-tokenization pattern always ends, so the ids do not change. The pattern
+match of the tokenizer's pattern always ends, so the ids do not change. GPT-2's pattern
 (Radford et al. 2019; `r50k_pat_str` in tiktoken) matches, from left to right,
 
     's 't 're 've 'm 'll 'd | ?letters | ?digits | ?other characters | white space
 
 where ? is an optional space. The last white-space character before a visible one is in the next
-match. The pattern has no lookbehind, so two adjacent characters are never in one match if
+match. The other of tokenizers.PATTERNS is similar. Neither has a lookbehind, so two adjacent
+characters are never in one match if
 
-- the left one is visible and the right one is white space, or
-- they are of different kinds (letter, digit, other), and the left one is not an apostrophe, which
-  starts a contraction.
+- the left one is visible, and the right one is a space or a tab,
+- the left one is a line break, and the right one is visible, or
+- one is a letter and the other a digit, or the left one is a letter or a digit and the right one
+  another visible character, or the left one is such a character, but not an apostrophe, which
+  starts a contraction, and the right one is a digit.
 
 Text in which BOUNDARY finds no such position, for example a gigabyte of one letter, is also
 encoded in chunks, based on a property of byte-pair encoding; see `StreamEncoder`.
@@ -34,41 +37,40 @@ import numpy as np
 import tiktoken
 
 from clearhead.errors import DataError
-from clearhead.tokens import END_OF_TEXT, VOCABULARIES
+from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.gigatoken_engine import gigatoken
-from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
+from clearhead.tokens.tokenizers import Tokenizer
 
 CHUNK_BYTES = 2**18  # gigatoken is fastest with chunks of 0.25 to 1 MB
 CHECK_EVERY = 128  # tiktoken checks the start of chunks 0, 128, 256, ...
 CHECKED_BYTES = 2**15  # length of such a start
 
-# Finds boundaries between two matches of the pattern, in UTF-8, but only those that do not need a
-# table of all Unicode characters: white space after a visible character, and a change of kind
-# between ASCII characters. "|" is in none of these sets, so <|endoftext|> is never split.
-_BEFORE_WHITE_SPACE = (
-    rb"(?=[\t-\r ])(?<![\t-\r\x1c-\x20])(?<!\xc2\x85)(?<!\xc2\xa0)(?<!\xe1\x9a\x80)"
-    rb"(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)"
-)
+# Finds boundaries between two matches of every pattern, in UTF-8, but only those that do not need a
+# table of all Unicode characters. "|" is in none of these sets, so <|endoftext|> is never split.
+_SPACES = (rb"[\t-\r\x1c-\x20]", rb"\xc2[\x85\xa0]", rb"\xe1\x9a\x80")
+_SPACES += (rb"\xe2\x80[\x80-\x8a\xa8\xa9\xaf]", rb"\xe2\x81\x9f", rb"\xe3\x80\x80")
 _OTHER = rb"\x00-\x08\x0e-\x1b\x7f!-/:-@\[-`{}~"
 BOUNDARY = re.compile(
     rb"|".join(
         (
-            _BEFORE_WHITE_SPACE,
+            rb"(?=[\t ])" + b"".join(rb"(?<!%s)" % space for space in _SPACES),
+            rb"(?<=\n)(?!%s)" % b"|".join(_SPACES),
             rb"(?<=[A-Za-z])(?=[0-9%s])" % _OTHER,
             rb"(?<=[0-9])(?=[A-Za-z%s])" % _OTHER,
-            rb"(?<=[%s])(?<!')(?=[A-Za-z0-9])" % _OTHER,
+            rb"(?<=[%s])(?<!')(?=[0-9])" % _OTHER,
         )
     )
 )
 
 
-# gigatoken 0.10 uses Unicode 17, tiktoken an older version: 4,657 characters are letters or digits
-# for gigatoken and other characters for tiktoken. This matters before a contraction: gigatoken
-# splits "\u088f's" into "\u088f" and "'s", tiktoken into "\u088f'" and "s". No other difference was
-# found (docs/data.md). tiktoken encodes chunks that have one of them or a nearby code point.
+# gigatoken 0.10 uses Unicode 17, tiktoken an older version: 4,699 characters are letters, marks or
+# digits for gigatoken and other characters for tiktoken. With GPT-2's pattern this matters before a
+# contraction: gigatoken splits "\u088f's" into "\u088f" and "'s", tiktoken into "\u088f'" and "s".
+# No other difference was found (docs/data.md). tiktoken encodes chunks that have one of them or a
+# nearby code point.
 UNICODE_DIFFERENCES = re.compile(
-    rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)|\xea\x9f[\x8e\x8f\x92\x94\xb1]"
-    rb"|\xf0(?:\x90[\xa5\xbb]|\x91[\xb6\xb7]|\x96[\xba\xbb\xbf]|\x98[\x9f\xb4\xb6\xb7]"
+    rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)|\xe1\xab|\xea\x9f[\x8e\x8f\x92\x94\xb1]"
+    rb"|\xf0(?:\x90[\xa5\xbb]|\x91[\xad\xb6\xb7]|\x96[\xba\xbb\xbf]|\x98[\x9f\xb4\xb6\xb7]"
     rb"|\x9e\x9b|\xab\x9c|\xac\xba|[\xb2\xb3])"
 )
 
@@ -85,8 +87,8 @@ def find_boundary(text: bytes | bytearray | mmap.mmap, start: int, stop: int) ->
 class StreamEncoder:
     """Encodes texts of any length, chunk by chunk, with a few megabytes of memory.
 
-    tokenizer: gpt2 | byte. endoftext: token | text, the meaning of "<|endoftext|>" in the text.
-    engine: gigatoken | tiktoken; ignored by the byte tokenizer.
+    endoftext: token | text, the meaning of "<|endoftext|>" in the text. engine: gigatoken |
+    tiktoken; ignored by the byte tokenizer.
 
     Text without a boundary. Byte-pair encoding has this property: a sequence of tokens is the
     encoding of its text if and only if each pair of neighbours is the encoding of the pair's text
@@ -98,13 +100,13 @@ class StreamEncoder:
 
     def __init__(
         self,
-        tokenizer: str,
+        tokenizer: Tokenizer,
         endoftext: str = "token",
         engine: str = "gigatoken",
         chunk_bytes: int = CHUNK_BYTES,
         check_every: int = CHECK_EVERY,
     ):
-        self.tokenizer = get_tokenizer(tokenizer)
+        self.tokenizer = tokenizer
         self.chunk_bytes = max(chunk_bytes, 32)  # several times the longest character
         self.check_every = check_every
         self.chunks = self.text_bytes = self.empty_documents = 0  # until now
@@ -112,11 +114,11 @@ class StreamEncoder:
         self._reference = functools.partial(
             self.tokenizer.encode_to_numpy, allowed_special=special, disallowed_special=()
         )
-        if tokenizer == "byte":
+        if tokenizer.name == "byte":
             engine = "numpy"
             self._encode = functools.partial(_encode_bytes, special=bool(special))
         elif engine == "gigatoken":
-            self._gigatoken = gigatoken(bool(special))
+            self._gigatoken = gigatoken(tokenizer, bool(special))
             self._encode = self._encode_with_gigatoken
         else:
             self._encode = lambda text: self._reference(text.decode())
@@ -154,7 +156,7 @@ class StreamEncoder:
                         limit *= 2
                         continue
                     next_id, ids = int(ids[count]), ids[:count]
-                    end = int(token_byte_lengths(self.tokenizer.name)[ids].sum())
+                    end = int(self.tokenizer.byte_lengths[ids].sum())
                 else:
                     next_id, limit = None, 2 * self.chunk_bytes
                 self.text_bytes += end
@@ -169,7 +171,7 @@ class StreamEncoder:
         ids[:count] end at the end of a character, and the text after them, encoded separately,
         starts with the id ids[count]. Returns None if there is none.
         """
-        ends = np.cumsum(token_byte_lengths(self.tokenizer.name)[ids])
+        ends = np.cumsum(self.tokenizer.byte_lengths[ids])
         last = int(np.searchsorted(ends, len(text) - max(512, self.chunk_bytes // 16)))
         for count in range(last, max(0, last - 100), -1):
             start = int(ends[count - 1])
@@ -179,7 +181,7 @@ class StreamEncoder:
 
     def _encode_with_gigatoken(self, text: bytes) -> np.ndarray:
         # These two tests are a hundred times as fast as the search.
-        possible = not text.isascii() and any(byte in text for byte in (b"\xe0", b"\xea", b"\xf0"))
+        possible = not text.isascii() and any(byte in text for byte in (b"\xe0", b"\xe1", b"\xea", b"\xf0"))
         if possible and UNICODE_DIFFERENCES.search(text):
             return self._reference(text.decode())
         return self._gigatoken.encode(text)
@@ -199,17 +201,17 @@ class StreamEncoder:
         return ids
 
 
-class Tokenizer(Protocol):
+class AnyTokenizer(Protocol):
     """An object that can be the tokenizer of GPTDatasetV1, as tiktoken's encodings."""
 
     def encode(self, text: str, *, allowed_special: set[str]) -> Sequence[int]: ...
 
 
-def encode_text(txt: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Returns the ids of a text. GPT-2's tiktoken encoding is the fastest tokenizer."""
+def encode_text(txt: str, tokenizer: AnyTokenizer) -> np.ndarray:
+    """Returns the ids of a text. A `Tokenizer` is fastest."""
+    if isinstance(tokenizer, Tokenizer):
+        return concatenate(StreamEncoder(tokenizer).encode(utf8_blocks(txt)))
     is_tiktoken = isinstance(tokenizer, tiktoken.Encoding)
-    if is_tiktoken and tokenizer.name in VOCABULARIES:
-        return concatenate(StreamEncoder(tokenizer.name).encode(utf8_blocks(txt)))
     txt = b"".join(utf8_blocks(txt)).decode()  # without lone surrogates
     options = {"disallowed_special": ()} if is_tiktoken else {}
     ids = np.array(tokenizer.encode(txt, allowed_special={END_OF_TEXT}, **options), np.uint32)

@@ -1,4 +1,4 @@
-"""Encodes text as GPT-2 tokens with gigatoken, a fast tokenizer, whose memory is limited here."""
+"""Encodes text with gigatoken, a fast tokenizer, whose memory is limited here."""
 
 import base64
 import contextlib
@@ -10,11 +10,11 @@ import tempfile
 import numpy as np
 
 from clearhead.tokens import END_OF_TEXT
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.tokenizers import Tokenizer
 
 
 class Gigatoken:
-    """gigatoken's GPT-2 tokenizer, built from the vocabulary that tiktoken has loaded.
+    """A tokenizer in gigatoken.
 
     special: whether "<|endoftext|>" in the text becomes the end-of-text token. gigatoken caches
     every word, which would need gigabytes for a long text. So a new tokenizer replaces the old one
@@ -25,12 +25,11 @@ class Gigatoken:
     CHECK_EVERY = 2**20  # bytes of text
     RELOAD_EVERY = 2**26  # bytes of text, on systems that do not report the process's memory
 
-    def __init__(self, special: bool):
-        tokenizer = get_tokenizer("gpt2")
+    def __init__(self, tokenizer: Tokenizer, special: bool):
         self._specials = {END_OF_TEXT: tokenizer.eot_token} if special else {}
-        words = map(tokenizer.decode_single_token_bytes, range(tokenizer.eot_token))
-        lines = [b"%s %d\n" % (base64.b64encode(word), rank) for rank, word in enumerate(words)]
-        self._ranks = b"".join(lines)
+        self._pattern = tokenizer.pattern
+        words = sorted(tokenizer.ranks.items(), key=lambda item: item[1])
+        self._ranks = b"".join(b"%s %d\n" % (base64.b64encode(word), n) for word, n in words)
         self._reload()
 
     def _reload(self) -> None:
@@ -38,10 +37,10 @@ class Gigatoken:
 
         self._tokenizer = None  # free the old tokenizer first
         with tempfile.TemporaryDirectory() as folder:  # Windows does not open a file twice
-            file = os.path.join(folder, "gpt2.tiktoken")
+            file = os.path.join(folder, "ranks.tiktoken")
             with open(file, "wb") as opened:
                 opened.write(self._ranks)
-            self._tokenizer = BPETokenizer.from_tiktoken(file, "gpt2", self._specials)
+            self._tokenizer = BPETokenizer.from_tiktoken(file, self._pattern, self._specials)
         release_freed_memory()
         self._resident, self._read, self._checked = resident_bytes(), 0, 0
 
@@ -62,7 +61,7 @@ class Gigatoken:
         return resident_bytes() - self._resident > self.MAX_GROWTH
 
 
-gigatoken = functools.cache(Gigatoken)  # one object per process for each value of `special`
+gigatoken = functools.lru_cache(maxsize=4)(Gigatoken)  # loading takes longer than a short text
 
 
 def release_freed_memory() -> None:

@@ -7,6 +7,7 @@ When all tasks have a record, the manifest is written.
 
     DIR/shard_00000_00.bin, ...        the shards (tokens/shards.py), named by task and number
     DIR/preparing/00000.json, ...      the record of each finished task
+    DIR/tokenizer.json                 a copy, if the tokenizer is a trained one
     DIR/manifest.json                  written last
 """
 
@@ -30,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from clearhead.errors import DataError, PreparationError
 from clearhead.files import atomic_write, read_json, remove_temporary_files
+from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.encoding import StreamEncoder
 from clearhead.tokens.paths import HUB, translate_read_errors
 from clearhead.tokens.readers import FilePart, documents, encode_part, split_file
@@ -41,6 +43,7 @@ from clearhead.tokens.shards import (
     ShardWriter,
     write_manifest,
 )
+from clearhead.tokens.tokenizer_json import TOKENIZER, load_tokenizer, to_json
 
 MIN_TASK_BYTES = 2**24  # of text
 MIN_TASKS = 32  # for a large text, so that all workers are busy until the end
@@ -50,7 +53,7 @@ MIN_TASKS = 32  # for a large text, so that all workers are busy until the end
 class PrepareSettings:
     """The settings of a preparation; see scripts/prepare_data.py."""
 
-    tokenizer: str
+    tokenizer: str  # gpt2 | byte | the path of a stored one
     endoftext: str
     engine: str
     shard_tokens: int
@@ -133,7 +136,8 @@ class Preparation:
         self.assigned = [task for task in self.tasks if task.number % self.parts == self.part - 1]
         # Identifies a preparation by file names and settings. Changed files are detected per task.
         names = [os.path.basename(file) for file in files]
-        values = [settings.tokenizer, settings.endoftext, settings.shard_tokens, *options.values()]
+        self.tokenizer = load_tokenizer(settings.tokenizer)
+        values = [self.tokenizer.name, settings.endoftext, settings.shard_tokens, *options.values()]
         self.plan = hash_of([names, values])
 
     def start(self) -> None:
@@ -155,6 +159,8 @@ class Preparation:
                 for blocks in itertools.islice(documents(part), 1):
                     next(iter(blocks), None)
         preparing.mkdir(parents=True, exist_ok=True)
+        if self.tokenizer.name not in VOCABULARIES:
+            atomic_write(self.folder / TOKENIZER, to_json(self.tokenizer))
 
     def _records(self) -> dict[int, TaskRecord]:
         """Returns valid records by task number. A record's shards must exist and be complete."""
@@ -220,7 +226,7 @@ class Preparation:
             return write_manifest(
                 self.folder,
                 shards,
-                self.settings.tokenizer,
+                self.tokenizer,
                 endoftext=self.settings.endoftext,
                 text_bytes=sum(record.text_bytes for record in records),
                 empty_documents=sum(record.empty_documents for record in records),
@@ -266,7 +272,8 @@ def _init_worker() -> None:
 
 def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> None:
     """Writes the shards of a task, then its record."""
-    encoder = StreamEncoder(settings.tokenizer, settings.endoftext, settings.engine)
+    tokenizer = load_tokenizer(settings.tokenizer)
+    encoder = StreamEncoder(tokenizer, settings.endoftext, settings.engine)
     record_file = folder / "preparing" / f"{task.number:05d}.json"
     record_file.unlink(missing_ok=True)  # an old record would describe the old shards
     for path in folder.glob(f"shard_{task.number:05d}_*.bin*"):
@@ -278,7 +285,7 @@ def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> 
             while len(ids):
                 if writer is None:
                     name = f"shard_{task.number:05d}_{len(shards):02d}.bin"
-                    writer = ShardWriter(folder / name, encoder.tokenizer.eot_token)
+                    writer = ShardWriter(folder / name, tokenizer.eot_token)
                 room = settings.shard_tokens - writer.tokens
                 writer.append(ids[:room])
                 ids = ids[room:]

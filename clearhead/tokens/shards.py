@@ -6,11 +6,11 @@ A shard in the format of llm.c and modded-nanogpt, little-endian:
     n x uint16    token ids
 
 nanoGPT's train.bin and val.bin are the ids without a header. `scripts/prepare_data.py` writes
-shards and manifest.json. The manifest contains the tokenizer, the numbers of tokens and documents,
-and the SHA-256 of each block of 4 MiB, so that an error message can name the damaged block.
+shards, manifest.json and, of a trained tokenizer, tokenizer.json. The manifest contains the name of
+the tokenizer, the numbers of tokens and documents, and the SHA-256 of each block of 4 MiB, so that an error message can name the damaged block.
 
-    streams = open_shards("fineweb/", "gpt2")     # memory-maps the files
-    streams["train"].gather(np.array([5]), 1024)  # ids 5 to 1028 (tokens/stream.py)
+    streams = open_shards("fineweb/", get_tokenizer("gpt2"))  # memory-maps the files
+    streams["train"].gather(np.array([5]), 1024)              # ids 5 to 1028 (tokens/stream.py)
 """
 
 import contextlib
@@ -30,9 +30,10 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validat
 
 from clearhead.errors import DataError, hint_of, message_of
 from clearhead.files import atomic_write, open_regular, read_json, rename, temporary_name
-from clearhead.tokens import VOCABULARIES, TokenizerName
+from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.paths import find_files, translate_read_errors
 from clearhead.tokens.stream import BLOCK_BYTES, TokenStream, invalid_id
+from clearhead.tokens.tokenizers import Tokenizer
 
 try:
     import resource
@@ -72,7 +73,7 @@ class Manifest(BaseModel):
 
     format: Literal["clearhead-shards"]
     version: Literal[1]
-    tokenizer: TokenizerName
+    tokenizer: str = Field(pattern=r"^[a-z0-9-]{1,64}$")
     tokens: int
     block_bytes: int
     shards: list[ShardEntry] = Field(min_length=1)
@@ -87,15 +88,15 @@ class Manifest(BaseModel):
 
 
 def write_manifest(
-    folder: Path, shards: list[ShardEntry], tokenizer: str, **extra: str | int
+    folder: Path, shards: list[ShardEntry], tokenizer: Tokenizer, **extra: str | int
 ) -> dict:
     """Writes the manifest of the shards in a folder and returns it. extra: additional entries."""
     manifest = {
         "format": "clearhead-shards",
         "version": 1,
-        "tokenizer": tokenizer,
+        "tokenizer": tokenizer.name,
         **extra,
-        "vocab_size": VOCABULARIES[tokenizer],
+        "vocab_size": tokenizer.n_vocab,
         "tokens": sum(shard.tokens for shard in shards),
         "documents": sum(shard.documents for shard in shards),
         "block_bytes": BLOCK_BYTES,
@@ -193,7 +194,7 @@ def _shard_files(entry: str) -> list[Path]:
 
 
 def open_shards(
-    path: str | list[str], tokenizer: str, verify: str | bool = "auto", dtype: str = "uint16"
+    path: str | list[str], tokenizer: Tokenizer, verify: str | bool = "auto", dtype: str = "uint16"
 ) -> dict[str, TokenStream]:
     """Memory-maps the token files of data.path: {"train": ..., "val": ...}.
 
@@ -215,10 +216,11 @@ def open_shards(
     folders = {file.parent for file in files}
     manifests = {f: read_manifest(f) for f in folders if os.path.lexists(f / MANIFEST)}
     for folder, manifest in manifests.items():
-        if manifest.tokenizer != tokenizer:
+        if manifest.tokenizer != tokenizer.name:
             reason = f"{folder} was tokenized with {manifest.tokenizer}"
-            hint = f"set data.tokenizer={manifest.tokenizer}, or prepare the data with {tokenizer}"
-            raise DataError("data.tokenizer", tokenizer, reason, hint)
+            name = manifest.tokenizer if manifest.tokenizer in VOCABULARIES else folder
+            hint = f"set data.tokenizer={name}, or prepare the data with {tokenizer.name}"
+            raise DataError("data.tokenizer", tokenizer.name, reason, hint)
     if resource:
         _raise_file_limit(len(files) + 256)  # each memory-mapped file needs a file descriptor
     shards = [_open_shard(f, manifests.get(f.parent), tokenizer, dtype) for f in files]
@@ -231,7 +233,10 @@ def open_shards(
             shard.verify(blocks)
     opened = {shard.path: shard for shard in shards}
     parts = split_by_name(files)
-    return {name: _stream([opened[path] for path in part]) for name, part in parts.items()}
+    end_of_text = tokenizer.eot_token
+    return {
+        name: _stream([opened[path] for path in part], end_of_text) for name, part in parts.items()
+    }
 
 
 def split_by_name(files: list[Path]) -> dict[str, list[Path]]:
@@ -252,11 +257,11 @@ def _raise_file_limit(wanted: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _stream(shards: list["_Shard"]) -> TokenStream:
+def _stream(shards: list["_Shard"], end_of_text: int) -> TokenStream:
     return TokenStream(
         [shard.ids for shard in shards],
         shards[0].vocab_size,
-        shards[0].vocab_size - 1,
+        end_of_text,
         [(str(shard.path), shard.first_byte) for shard in shards],
         [(shard.path.name, shard.checksums) for shard in shards],
     )
@@ -298,11 +303,13 @@ def _bad_file(path: Path, reason: str, hint: str = "prepare or copy it again") -
     return DataError("data.path", path, reason, hint)
 
 
-def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str, dtype: str) -> _Shard:
+def _open_shard(
+    path: Path, manifest: Manifest | None, tokenizer: Tokenizer, dtype: str
+) -> _Shard:
     """Checks a token file's header against its size and the manifest, and memory-maps it."""
     with translate_read_errors(str(path), OSError), open_regular(path) as file:
         header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
-    vocab_size = VOCABULARIES[tokenizer]
+    vocab_size = tokenizer.n_vocab
     entry = manifest and next((e for e in manifest.shards if e.file == path.name), None)
     if int.from_bytes(header[:4], "little") == MAGIC:
         first_byte, count = HEADER_BYTES, _count_in_header(path, header, size)

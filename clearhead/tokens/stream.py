@@ -19,6 +19,7 @@ from clearhead.errors import DataError, shorten
 
 BLOCK_BYTES = 2**22  # each checksum is of one block of this size
 SEARCH_BLOCK = 2**20  # number of ids searched at once
+MAX_MEASURED = 2**27  # larger streams, which are token files, are not read completely at the start
 Checksums = list[tuple[str, list[str]]]  # of each file: (name, checksums of its blocks)
 
 
@@ -101,6 +102,22 @@ class TokenStream:
         index = position - int(self.array_starts[number])
         byte = first_byte + index * self.arrays[number].itemsize
         raise invalid_id(name, token, byte, self.vocab_size)
+
+    def position_of_end(self, fraction: float, byte_lengths: np.ndarray) -> int:
+        """Returns the position after which a fraction of the text is. byte_lengths: of each id. The
+        text is measured in bytes, if it has more than MAX_MEASURED tokens in tokens."""
+        if len(self) > MAX_MEASURED:
+            return len(self) - int(len(self) * fraction)
+        starts = range(0, len(self), SEARCH_BLOCK)
+        blocks = (self._slices(start, start + SEARCH_BLOCK) for start in starts)
+        sizes = [sum(int(byte_lengths[ids].sum()) for *_, ids in block) for block in blocks]
+        ends = np.cumsum(sizes)
+        wanted = ends[-1] - int(ends[-1] * fraction)  # bytes before the position
+        block = int(np.searchsorted(ends, wanted))
+        slices = self._slices(starts[block], starts[block] + SEARCH_BLOCK)
+        ids = np.concatenate([ids for *_, ids in slices])
+        within = ends[block] - sizes[block] + np.cumsum(byte_lengths[ids])
+        return starts[block] + int(np.searchsorted(within, wanted)) + 1
 
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
         """Splits the stream before a position, without copying."""

@@ -1,39 +1,86 @@
-"""GPT-2's tokenizer and a byte tokenizer, as tiktoken encodings. Needs no network.
+"""Byte-level BPE tokenizers, as tiktoken encodings: GPT-2's, bytes, and those of a user's text.
 
-tiktoken is the reference for all token ids. encoding.py returns the same ids faster.
+    tokenizer = get_tokenizer("gpt2")                  # or "byte"; needs no network
+    tokenizer = load_tokenizer("runs/NAME")            # a stored one, tokenizer_json.py
+    tokenizer = train_tokenizer(texts, vocab_size)     # a new one, training.py
+
+A token is a sequence of bytes. To encode a text, a pattern splits it into pieces. Each piece starts
+as single bytes, and the pair of neighbours that forms the token with the smallest id is merged,
+until no pair forms a token (Sennrich et al. 2016; Radford et al. 2019). tiktoken is the reference
+for all ids; encoding.py returns the same ids faster.
 """
 
 import functools
 import hashlib
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str
 
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT, VOCABULARIES
 
+# How a text is split, by gigatoken's names. GPT-2's pattern separates letters from combining marks:
+# it splits a word of Hindi or Thai at almost every vowel. The pattern of Qwen 3.5 keeps them
+# together. It also joins a space or another sign with the letters after it, line breaks with the
+# punctuation before them, and splits numbers into digits.
+PATTERNS = {
+    "gpt2": r50k_pat_str,
+    "qwen35": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+class Tokenizer(tiktoken.Encoding):
+    """A tiktoken encoding, with what it was built from.
+
+    ranks: the id of each token of text; a token with a smaller id is merged first. pattern: a key
+    of PATTERNS. special: ids of other tokens, which never result from text, except END_OF_TEXT.
+    name: of a built-in tokenizer; otherwise "bpe-" and a checksum of the arguments.
+    """
+
+    def __init__(
+        self, ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], name: str = ""
+    ):
+        self.ranks, self.pattern, self.special = dict(ranks), pattern, dict(special)
+        super().__init__(
+            name or f"bpe-{self.checksum}",
+            pat_str=PATTERNS[pattern],
+            mergeable_ranks=self.ranks,
+            special_tokens=self.special,
+            explicit_n_vocab=len(self.ranks) + len(self.special),
+        )
+
+    @functools.cached_property
+    def checksum(self) -> str:
+        """12 hexadecimal digits that are equal if and only if all ids are."""
+        content = repr((self.pattern, sorted(self.special.items()), sorted(self.ranks.items())))
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+    @functools.cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """The bytes of text of each token, by id, (V,). A special token has 0 bytes."""
+        lengths = np.zeros(self.n_vocab, np.int64)
+        lengths[list(self.ranks.values())] = [len(word) for word in self.ranks]
+        return lengths
+
 
 @functools.cache
-def get_tokenizer(name: str) -> tiktoken.Encoding:
-    """Returns the tokenizer with this name.
+def get_tokenizer(name: str) -> Tokenizer:
+    """Returns the built-in tokenizer with this name.
 
     "gpt2": GPT-2's byte-pair encoding, 50,257 ids. "byte": one id for each of the 256 bytes, and
     256 for <|endoftext|>. Raises ValueError for another name.
     """
     if name == "gpt2":
-        return _gpt2_encoding()
+        return Tokenizer(_gpt2_ranks(), "gpt2", {END_OF_TEXT: 50256}, name)
     if name == "byte":
         ranks = {bytes([byte]): byte for byte in range(256)}
-        return tiktoken.Encoding(
-            "byte",
-            pat_str=r"(?s:.)",
-            mergeable_ranks=ranks,
-            special_tokens={END_OF_TEXT: 256},
-            explicit_n_vocab=257,
-        )
+        return Tokenizer(ranks, "gpt2", {END_OF_TEXT: 256}, name)
     raise ValueError(f"tokenizer={name!r} must be one of {', '.join(VOCABULARIES)}")
 
 
@@ -64,34 +111,16 @@ def vocabulary_files() -> tuple[Path, Path]:
     return folder / "vocab.bpe", folder / "encoder.json"
 
 
-def _gpt2_encoding() -> tiktoken.Encoding:
-    """Builds GPT-2's encoding from local files; tiktoken.get_encoding would download them."""
+def _gpt2_ranks() -> dict[bytes, int]:
+    """Reads GPT-2's ids from local files; tiktoken.get_encoding would download them."""
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str
 
     merges, ids = vocabulary_files()
     cache = os.environ.get("TIKTOKEN_CACHE_DIR")
     os.environ["TIKTOKEN_CACHE_DIR"] = ""  # otherwise tiktoken would copy the files
     try:
-        ranks = data_gym_to_mergeable_bpe_ranks(str(merges), str(ids))
+        return data_gym_to_mergeable_bpe_ranks(str(merges), str(ids))
     finally:
         del os.environ["TIKTOKEN_CACHE_DIR"]
         if cache is not None:
             os.environ["TIKTOKEN_CACHE_DIR"] = cache
-    return tiktoken.Encoding(
-        "gpt2",
-        pat_str=r50k_pat_str,
-        mergeable_ranks=ranks,
-        special_tokens={END_OF_TEXT: 50256},
-        explicit_n_vocab=50257,
-    )
-
-
-@functools.cache
-def token_byte_lengths(tokenizer: str) -> np.ndarray:
-    """Returns the bytes of text of each token, by id. An end-of-text token has 0 bytes."""
-    encoding = get_tokenizer(tokenizer)
-    words = encoding.decode_tokens_bytes(range(encoding.n_vocab))
-    lengths = np.array([len(word) for word in words])
-    lengths[encoding.eot_token] = 0
-    return lengths

@@ -1,0 +1,94 @@
+"""The tokenizer of a run: data.tokenizer. Rank 0 reads or trains it and gives it to the others."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from clearhead.config.schema import Config
+from clearhead.distributed.strategy import Strategy
+from clearhead.errors import DataError, Problem, message_of, refuse
+from clearhead.tokens import TRAINED, VOCABULARIES
+from clearhead.tokens.shards import is_shards
+from clearhead.tokens.tokenizer_json import from_json, load_tokenizer, read_tokenizer, to_json
+from clearhead.tokens.tokenizers import Tokenizer, get_tokenizer
+from clearhead.tokens.training import BLOCK, Sample, train_tokenizer
+from clearhead.tokens.windows import MixedDataset
+from data import load_datasets
+
+
+def find_tokenizer(
+    config: Config, strategy: Strategy, checkpoint: Path | None, notes: list[str]
+) -> Tokenizer:
+    """Returns the tokenizer, the same on all ranks. checkpoint: that the run starts from; its
+    tokenizer is used. Raises DataError."""
+    if config.data.tokenizer in VOCABULARIES:
+        return get_tokenizer(config.data.tokenizer)
+
+    def find() -> tuple[bytes, str]:
+        if checkpoint:
+            return to_json(of_checkpoint(config.data.tokenizer, checkpoint)), ""
+        if config.data.tokenizer != TRAINED:
+            return to_json(load_tokenizer(config.data.tokenizer)), ""
+        started = time.perf_counter()
+        trained, num_bytes = train_on_text(config)
+        seconds = time.perf_counter() - started
+        note = f"{trained.n_vocab:,} ids, trained on {num_bytes:,} bytes in {seconds:.1f} s"
+        return to_json(trained), f"data.tokenizer=bpe: {note}"
+
+    content, note = strategy.broadcast(strategy.on_rank_0(find))
+    notes += [note] if note else []
+    return from_json(content)
+
+
+def of_checkpoint(name: str, checkpoint: Path) -> Tokenizer:
+    """Returns the tokenizer in a checkpoint. Raises DataError if there is none, or if data.tokenizer
+    names a directory that has another one now."""
+    try:
+        found = read_tokenizer(checkpoint)
+    except (OSError, ValueError) as error:
+        hint = "use another checkpoint"
+        raise DataError("checkpoint", checkpoint, message_of(error), hint) from error
+    if found is None:
+        raise DataError("checkpoint", checkpoint, "has no tokenizer.json", "use another checkpoint")
+    if name != TRAINED and Path(name).expanduser().exists():
+        if (now := load_tokenizer(name)).name != found.name:
+            reason = f"is now {now.name}, but the run was trained with {found.name}"
+            hint = "start a new run with another name, or restore the file"
+            raise DataError("data.tokenizer", name, reason, hint)
+    return found
+
+
+def train_on_text(config: Config) -> tuple[Tokenizer, int]:
+    """Trains a tokenizer on the training part of the text. Returns it and the bytes of that part."""
+    for key, path in (("data.path", config.data.path), ("data.val_path", config.data.val_path)):
+        if is_shards(path):
+            hint = "give the tokenizer that they were made with: data.tokenizer=DIR"
+            raise DataError(key, path, "token files are tokenized already", hint)
+    as_bytes = get_tokenizer("byte")
+    # Windows are not needed, so a text may be shorter than one.
+    short = config.data.model_copy(update={"max_length": 1, "stride": None})
+    train = load_datasets(short, as_bytes).train
+    sample = Sample()
+    for dataset in train.datasets if isinstance(train, MixedDataset) else [train]:
+        for ids in dataset.tokens.arrays:
+            for start in range(0, len(ids), BLOCK):
+                block = ids[start : start + BLOCK]
+                # No byte of UTF-8 is 0xFF, so it can stand for the end of a text.
+                raw = np.where(block == as_bytes.eot_token, 0xFF, block).astype(np.uint8).tobytes()
+                for text in raw.split(b"\xff"):
+                    sample.add(text)
+    return train_tokenizer(sample, config.data.vocab_size), sample.text_bytes
+
+
+def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    """Returns the config with model.vocab_size, that of the tokenizer unless it is given. Raises
+    ConfigError if it is smaller."""
+    size, needed = config.model.vocab_size, tokenizer.n_vocab
+    if size is None:
+        return config.with_values({"model.vocab_size": needed})
+    if size < needed:
+        reason = f"data.tokenizer={config.data.tokenizer} has {needed} token ids"
+        hint = f"use null, or {needed} or more"
+        refuse([Problem("model.vocab_size", size, reason, hint)])
+    return config
