@@ -267,8 +267,9 @@ def load_datasets(config: DataConfig, tokenizer: Tokenizer) -> LoadedData:
 
     Without data.val_path or token files named val, the last part of the text (about
     data.val_fraction of it) is the validation data. It starts at a document boundary or, if the
-    documents are too long, inside a document. Validation windows do not overlap. `val` is None if val_fraction is 0 and val_path is null. With
-    data.synthetic, generated sequences replace the text (clearhead/tokens/synthetic.py).
+    documents are too long, inside a document. Validation windows do not overlap. `val` is None if
+    val_fraction is 0 and val_path is null. With data.synthetic, generated sequences replace the
+    text (clearhead/tokens/synthetic.py).
     """
     if config.synthetic:
         length = config.max_length

@@ -85,7 +85,9 @@ def loader(folder: Path) -> dict:
         writer.append(random.integers(0, 50256, 1_000_000, np.uint16))
     writer.close()
     config = DataConfig.with_defaults(path=str(shard), max_length=LENGTH, val_fraction=0.0)
-    dataset = load_datasets(config).train  # reads it into the page cache to verify it
+    dataset = load_datasets(
+        config, get_tokenizer("gpt2")
+    ).train  # reads it into the page cache to verify it
     batches = training_batches(dataset, BATCH, seed=0)
     started = time.perf_counter()
     for _ in range(BATCHES):

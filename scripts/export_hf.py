@@ -6,34 +6,21 @@
 may still be training. The folder is written atomically: under a temporary name, then renamed.
 """
 
-import os
-import shutil
 import signal
 import sys
-from pathlib import Path
 
-from pydantic import Field, field_validator
 from safetensors import SafetensorError
 
-from clearhead.config.command_line import ScriptConfig, settings_command
-from clearhead.config.schema import Checkpoint, Name, rejected
-from clearhead.errors import message_of, refuse, sanitize
-from clearhead.files import fsync, make_folder, rename, temporary_name
+from clearhead.config.command_line import OutFolder, ScriptConfig, new_folder, settings_command
+from clearhead.config.schema import Checkpoint
+from clearhead.errors import message_of, sanitize
 
 
 class ExportConfig(ScriptConfig):
     """python -m scripts.export_hf checkpoint=runs/NAME out=DIR"""
 
     checkpoint: Checkpoint
-    out: Name = Field(description="folder to write; must be empty or not exist")
-
-    @field_validator("out")
-    @classmethod
-    def _is_free(cls, out: str) -> str:
-        path = Path(out)
-        if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
-            raise rejected("already exists", "use a folder that does not exist")
-        return out
+    out: OutFolder
 
 
 @settings_command(ExportConfig)
@@ -42,19 +29,11 @@ def main(settings: ExportConfig) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # to remove the temporary folder
     model = pretrained.load_pretrained(settings.checkpoint)
-    out = Path(os.path.abspath(settings.out))
-    part = temporary_name(out)
-    try:
-        make_folder(part)
-        export.write(model, part)
-        for file in (*part.iterdir(), part):
-            fsync(file)
-        rename(part, out)
-    except (OSError, SafetensorError) as error:
-        reason = f"cannot be written ({getattr(error, 'strerror', None) or message_of(error)})"
-        refuse([("out", settings.out, reason, "free disk space, or use another folder")])
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with new_folder(settings.out) as folder:
+        try:
+            export.write(model, folder)
+        except SafetensorError as error:  # also for a full disk
+            raise OSError(message_of(error)) from error
     load = f"transformers.pipeline('text-generation', model={settings.out!r})"
     print(sanitize(f"exported {model.folder} to {settings.out}; load with: {load}"))
 

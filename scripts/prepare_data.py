@@ -19,10 +19,20 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from clearhead.config.command_line import ScriptConfig, ScriptGroup, settings_command
-from clearhead.config.schema import Count, Encoding, Name, Names, Paths, Positive, rejected
+from clearhead.config.schema import (
+    Count,
+    Encoding,
+    Name,
+    Names,
+    Paths,
+    Positive,
+    is_tokenizer,
+    rejected,
+)
 from clearhead.errors import ConfigError, sanitize
 from clearhead.files import script_path
 from clearhead.reporting.console import progress
+from clearhead.tokens import TRAINED
 from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.prepare import Preparation, PrepareSettings
 
@@ -34,7 +44,8 @@ class SourceConfig(ScriptGroup):
         description="file, folder, glob pattern, a list of these, or hub:NAME:CONFIG:SPLIT"
     )
     tokenizer: Name = Field(
-        "gpt2", description="gpt2 | byte | a directory with tokenizer.json (scripts.train_tokenizer)"
+        "gpt2",
+        description="gpt2 | byte | a directory with tokenizer.json (scripts.train_tokenizer)",
     )
     text_key: Names = Field(
         "text", description="JSON field or Parquet column that has the text, or a list of several"
@@ -43,6 +54,16 @@ class SourceConfig(ScriptGroup):
     endoftext: Literal["token", "text"] = Field(
         "token", description="read <|endoftext|> in the text as: token | text"
     )
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _is_stored(cls, name: str) -> str:
+        if name == TRAINED or not is_tokenizer(name):
+            raise rejected(
+                "no such tokenizer or directory",
+                "use gpt2, byte, or the directory that python -m scripts.train_tokenizer writes",
+            )
+        return name
 
 
 class PrepareConfig(ScriptConfig):

@@ -43,7 +43,7 @@ def load(path: object, **changes) -> data.LoadedData:
     path = [str(p) for p in path] if isinstance(path, list) else str(path)
     values = {"tokenizer": "byte", "max_length": 4, "val_fraction": 0.0} | changes
     config = DataConfig.with_defaults(path=path, **values)
-    return load_datasets(config)
+    return load_datasets(config, get_tokenizer(config.tokenizer))
 
 
 def stream_of(ids, cuts=(), dtype=np.uint16, vocab_size: int = 257) -> TokenStream:
@@ -219,8 +219,11 @@ def test_evenly_spread_windows_of_a_mixture():
 def split_of(ids: list[int], val_fraction: float) -> tuple[int, int]:
     """The plain definition: (first position of the validation data, number of notes). There is a
     note if it is inside a document and the text has several documents."""
-    target = len(ids) - int(len(ids) * val_fraction)
-    max_distance = int(len(ids) * val_fraction) // 2
+    num_bytes = len([number for number in ids if number != 256])
+    wanted = num_bytes - int(num_bytes * val_fraction)
+    sizes = enumerate(itertools.accumulate(number != 256 for number in ids), 1)
+    target = next(place for place, size in sizes if size >= wanted)
+    max_distance = (len(ids) - target) // 2
     starts = [place for place in range(1, len(ids)) if ids[place] == 256]
     near = [(abs(place - target), place) for place in starts if abs(place - target) <= max_distance]
     if near:
@@ -389,7 +392,7 @@ def test_rules_between_settings():
     two = {"path": ["a", "b"]}
     for weights in ([1.0, 0.333333], [1.0, 100_000.0]):  # the period is too long
         with refused(ConfigError, "data.weights", exit_code=2):
-            load_datasets(DataConfig.with_defaults(**two, weights=weights))
+            load_datasets(DataConfig.with_defaults(**two, weights=weights), get_tokenizer("gpt2"))
     for weights in ([0.7, 0.3], [1, 2], [1.0, 99_999.0]):
         DataConfig.with_defaults(**two, weights=weights)
     for weights in ([], [0.0, 1.0], [1.0, -0.5], [float("nan"), 1.0]):

@@ -22,7 +22,7 @@ from clearhead.run.evaluation import Validation
 from clearhead.tokens.sampler import WindowOrder
 from clearhead.tokens.stream import TokenStream
 from clearhead.tokens.synthetic import CycleWalks
-from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
+from clearhead.tokens.tokenizers import get_tokenizer
 from clearhead.tokens.windows import IGNORED, MixedDataset, window_order
 from data import DocumentWindows, GPTDatasetV1, read_ahead, split_batch, training_batches
 
@@ -30,7 +30,7 @@ some = trials(8, 100)
 
 CPU = Strategy(torch.device("cpu"), torch.float32)
 END = 256  # the byte tokenizer's end-of-text token
-LENGTHS = token_byte_lengths("byte")
+LENGTHS = get_tokenizer("byte").byte_lengths
 
 
 class Numbers:

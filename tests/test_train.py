@@ -93,7 +93,7 @@ def test_two_windows_are_memorized(make_run, tmp_path):
     small = ("data.val_fraction=0", "trainer.batch_size=2", "trainer.sample_tokens=0")
     fast = ("trainer.max_steps=80", "optimizer.lr=1e-2", "optimizer.weight_decay=0")
     run = make_run(f"data.path={text}", *small, *fast, "model.emb_dim=64", "model.dropout=0")
-    assert len(load_datasets(run.config.data).train) == 2
+    assert len(load_datasets(run.config.data, run.evaluator.tokenizer).train) == 2
     fit(run)
     first, *_, last = rows(run.directory)
     assert first["train/loss"] > 2

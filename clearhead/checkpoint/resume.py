@@ -29,6 +29,7 @@ from clearhead.config.job import is_in_sweep
 from clearhead.config.overrides import override
 from clearhead.config.schema import Config
 from clearhead.config.stored import (
+    AUTOMATIC,
     OF_THE_MACHINE,
     complete,
     different_settings,
@@ -300,9 +301,8 @@ def check_directory(run: Path, config: Config) -> None:
         refuse([Problem("name", run.name, reason, "use another name")])
     if (before := settings_of(run)) is None:
         return
-    now = config.model_dump()
-    if config.trainer.warmup_steps is None:  # automatic
-        del now["trainer"]["warmup_steps"]
+    now = flat(config.model_dump())
+    now = {key: value for key, value in now.items() if value is not None or key not in AUTOMATIC}
     hint = f"use another name, or remove {run}"
     problems = changed_settings(before, now, run)
     refuse([p._replace(reason=f"{p.reason}, and has no checkpoint", hint=hint) for p in problems])
@@ -310,7 +310,7 @@ def check_directory(run: Path, config: Config) -> None:
 
 def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     """Returns a problem for each setting that must not differ from the saved one."""
-    saved, now = flat(saved), flat(now)
+    saved, now = flat(saved), flat(now)  # flat also accepts flat settings
     free = free_to_change({saved.get("model.attention"), now.get("model.attention")})
     # A setting that is not in the checkpoint was added later; it is not compared.
     changed = {key: value for key, value in now.items() if value != saved.get(key, value)}

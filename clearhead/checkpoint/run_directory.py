@@ -34,7 +34,8 @@ from clearhead.files import (
     temporary_name,
 )
 from clearhead.tokens.stream import Checksums, checksum_of_all
-from clearhead.tokens.tokenizer_json import TOKENIZER
+from clearhead.tokens.tokenizer_json import TOKENIZER, stored
+from clearhead.tokens.tokenizers import Tokenizer
 
 LOCK, CONFIG_YAML = ".lock", "config.yaml"
 SUMMARY_JSON, VALIDATION_JSON = "summary.json", "validation.json"
@@ -143,17 +144,16 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def write_settings(
-    run: Path, settings: dict, checksums: Checksums, tokenizer: str, stored: bytes | None
-) -> None:
+def write_settings(run: Path, settings: dict, checksums: Checksums, tokenizer: Tokenizer) -> None:
     """Writes all settings of a run to run.json and config.yaml, and a tokenizer that is not built
     in to tokenizer.json. run.json also has a checksum of the tokens, because the text at a path may
     change, and the name of the tokenizer."""
     import yaml
 
-    if stored:
-        atomic_write(run / TOKENIZER, stored)
-    content = {"settings": settings, "data": checksum_of_all(checksums), "tokenizer": tokenizer}
+    if content := stored(tokenizer):
+        atomic_write(run / TOKENIZER, content)
+    content = {"settings": settings, "data": checksum_of_all(checksums)}
+    content["tokenizer"] = tokenizer.name
     atomic_write(run / SETTINGS_JSON, as_json(content))
     # Not with OmegaConf, which interprets "${" in a prompt as an interpolation.
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
@@ -176,7 +176,12 @@ def has_other_files(folder: Path) -> bool:
     """Returns whether a directory contains files but is not a run: it has no valid run.json."""
     if not folder.is_dir() or settings_of(folder) is not None:
         return False
-    ours = {LOCK, SETTINGS_JSON, CONFIG_YAML, TOKENIZER}  # also as NAME.part-..., before they are complete
+    ours = {
+        LOCK,
+        SETTINGS_JSON,
+        CONFIG_YAML,
+        TOKENIZER,
+    }  # also as NAME.part-..., before they are complete
     return any(entry.name.partition(".part")[0] not in ours for entry in folder.iterdir())
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 import traceback
@@ -31,7 +32,7 @@ from pydantic import (
 )
 
 from clearhead.config.other_names import unknown_key
-from clearhead.config.schema import rejected
+from clearhead.config.schema import Name, rejected
 from clearhead.config.validation import flat_fields, groups_of, validate
 from clearhead.config.yaml_files import nested, table
 from clearhead.errors import (
@@ -42,9 +43,10 @@ from clearhead.errors import (
     as_yaml,
     exit_code_of,
     format_error,
+    message_of,
     refuse,
 )
-from clearhead.files import atomic_write
+from clearhead.files import atomic_write, fsync, make_folder, rename, temporary_name
 
 WAIT_FOR_RANK_0 = 10  # seconds
 
@@ -88,7 +90,38 @@ def _writable_file(path: str) -> str:
     return path
 
 
+def _new_folder(path: str) -> str:
+    """Raises `rejected` for anything but an empty folder or a path that does not exist."""
+    folder = Path(path)
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.is_symlink() or (folder.exists() and not is_empty):
+        raise rejected("already exists", "use a folder that does not exist")
+    return path
+
+
+@contextlib.contextmanager
+def new_folder(out: str) -> Iterator[Path]:
+    """Yields a folder for the files of `out`, which exists afterwards, completely or not at all.
+    Raises ConfigError for an OSError inside the context."""
+    path = Path(os.path.abspath(out))
+    part = temporary_name(path)
+    try:
+        make_folder(part)
+        yield part
+        for file in (*part.iterdir(), part):
+            fsync(file)
+        rename(part, path)
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror or message_of(error)})"
+        refuse([("out", out, reason, "free disk space, or use another folder")])
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
 OutFile = Annotated[str, AfterValidator(_writable_file)]  # "": no file
+OutFolder = Annotated[
+    Name, AfterValidator(_new_folder), Field(description="folder to write; must not exist")
+]
 Schema = TypeVar("Schema", bound=ScriptConfig)
 
 

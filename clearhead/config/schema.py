@@ -171,6 +171,12 @@ def _of_trained(vocab_size: int | None, others: dict) -> None:
         raise rejected(reason, f"remove it, or use data.tokenizer={TRAINED}")
 
 
+def is_tokenizer(name: str) -> bool:
+    """Returns whether data.tokenizer can have this value: a name, or a path that exists. A run that
+    is resumed needs no path, because its tokenizer is in the checkpoint."""
+    return name in (*VOCABULARIES, TRAINED) or os.path.exists(os.path.expanduser(name))
+
+
 VocabSize = Annotated[Positive, Field(ge=258, le=MAX_VOCABULARY)]
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from clearhead.config.schema import GROUPS, UNLIMITED, Config, WandbConfig
+from clearhead.config.schema import GROUPS, UNLIMITED, Config, WandbConfig, is_tokenizer
 from clearhead.config.validation import validate
 from clearhead.config.yaml_files import flat, nested
 from clearhead.errors import (
@@ -23,7 +23,7 @@ from clearhead.errors import (
 )
 from clearhead.files import REPOSITORY, read_object
 from clearhead.lens.config import LensConfig
-from clearhead.tokens import TRAINED, VOCABULARIES
+from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.paths import HUB
 
 SETTINGS_JSON = "run.json"  # in a run directory
@@ -111,8 +111,7 @@ def config_from(values: dict, overrides: Sequence[str]) -> Config:
     is_path = source is not None or names_run(flat(values).get("trainer.resume"))
     config, problems = validate(Config, values, rules=not is_path)
     refuse(problems)
-    name = config.data.tokenizer
-    if name not in (*VOCABULARIES, TRAINED) and not os.path.exists(os.path.expanduser(name)):
+    if not is_tokenizer(name := config.data.tokenizer):
         reason, hint = "no such tokenizer or directory", "use gpt2, byte, bpe or a directory"
         refuse([Problem("data.tokenizer", name, reason, hint)])
     if is_path:

@@ -14,6 +14,7 @@ from clearhead.interop.huggingface import to_hf, write_json
 from clearhead.interop.pretrained import PretrainedModel
 from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.tokenizer_json import TOKENIZER, to_json
+from clearhead.tokens.tokenizers import Tokenizer
 
 CARD = """---
 library_name: transformers
@@ -51,20 +52,20 @@ def write(pretrained: PretrainedModel, folder: Path) -> None:
     to_hf(pretrained.model, folder, pretrained.tokenizer, pretrained.window)
     ends = {f"{name}_token_id": end_of_text for name in ("bos", "eos", "pad")}
     write_json(folder / "generation_config.json", ends)
-    write_tokenizer(pretrained, folder)
+    write_tokenizer(pretrained.tokenizer, folder, pretrained.window)
     (folder / "README.md").write_text(model_card(pretrained), encoding="utf-8")
 
 
-def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, window: int | None = None) -> None:
     """Writes files from which AutoTokenizer loads a tokenizer with the same ids.
 
-    The exported tokenizers encode the characters <|endoftext|> as the end-of-text token, as
-    data.endoftext=token does.
+    window: number of tokens that a model with it can read. The exported tokenizers encode the
+    characters <|endoftext|> as the end-of-text token, as data.endoftext=token does.
     """
-    (folder / TOKENIZER).write_bytes(to_json(pretrained.tokenizer))
+    (folder / TOKENIZER).write_bytes(to_json(tokenizer))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # GPT2Tokenizer has GPT-2's pattern only
-        "model_max_length": pretrained.window,
+        "model_max_length": window,
         "clean_up_tokenization_spaces": False,
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
     }

@@ -12,13 +12,12 @@ from pathlib import Path
 from clearhead.checkpoint.format import State
 from clearhead.checkpoint.listing import find_checkpoint, read_found, similar_run
 from clearhead.checkpoint.tensors import load_model
-from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
+from clearhead.errors import CheckpointError, message_of
 from clearhead.interop import hub
 from clearhead.interop.huggingface import (
     CLEARHEAD,
     CONFIG,
     from_hf,
-    gpt2_error,
     model_config,
     read_config,
 )
@@ -57,21 +56,25 @@ def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedMode
     if not isinstance(name, str) or type(window) is not int or not 1 <= window <= context:
         reason = f"invalid tokenizer {name!r:.40} or window of {window!r:.40} tokens"
         raise CheckpointError(key, path, reason, "use another checkpoint")
-    tokenizer = _tokenizer(folder, name)
+    tokenizer = _tokenizer(folder, name, key)
     if vocab_size < (needed := tokenizer.n_vocab):
-        reason = f"the model has {vocab_size} token ids, its tokenizer {tokenizer.name} has {needed}"
+        reason = (
+            f"the model has {vocab_size} token ids, its tokenizer {tokenizer.name} has {needed}"
+        )
         raise CheckpointError(key, path, reason, "use a model with at least as many ids")
     return PretrainedModel(model, tokenizer, window, state, folder)
 
 
-def _tokenizer(folder: Path, name: str) -> Tokenizer:
+def _tokenizer(folder: Path, name: str, key: str) -> Tokenizer:
     """Returns the tokenizer in a directory; without one, the built-in one with this name."""
     try:
         found = read_tokenizer(folder)
     except (OSError, ValueError) as error:
-        raise gpt2_error(folder, f"its tokenizer {message_of(error)}") from error
+        hint = "use a model with byte-level BPE, as GPT-2's"
+        raise CheckpointError(key, folder, f"its tokenizer {message_of(error)}", hint) from error
     if found is None and name not in VOCABULARIES:
-        raise DamagedCheckpointError(folder / TOKENIZER, "file not found")
+        reason = f"has no {TOKENIZER}, but was trained with {name:.40}"
+        raise CheckpointError(key, folder, reason, "use another checkpoint")
     return found or get_tokenizer(name)
 
 

@@ -57,9 +57,8 @@ from clearhead.run.stop import Stop
 from clearhead.run.time_limit import TimeLimit, measure_steps, with_max_steps
 from clearhead.run.tokenizer import find_tokenizer, with_vocabulary
 from clearhead.run.translate_errors import translate_errors
-from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.stream import check_checksums
-from clearhead.tokens.tokenizer_json import to_json
+from clearhead.tokens.tokenizer_json import stored
 from data import LoadedData, load_datasets, split_batch, training_batches
 from model import GPT, ModelConfig
 
@@ -330,17 +329,14 @@ class Builder:
         config, state = self.config, self.state
         with run_directory.writable(Path(config.runs_dir)):
             directory = self.create_directory()
-            stored = None if self.tokenizer.name in VOCABULARIES else to_json(self.tokenizer)
             resumed = state if self.start.in_place else None
-            saver = Saver(directory, config.trainer.keep, stored, resumed)
+            saver = Saver(directory, config.trainer.keep, stored(self.tokenizer), resumed)
             self.closing.callback(saver.close)
             if self.start.was_finished:
                 return directory, saver, NoTracker()
             parameters = self.model.num_parameters()
             self.notes.extend(saver.disk_space_notes(12 * parameters))
-            run_directory.write_settings(
-                directory, state.settings, state.data, self.tokenizer.name, stored
-            )
+            run_directory.write_settings(directory, state.settings, state.data, self.tokenizer)
             drop_rows_after(directory, state.step if self.start.state else -1)
             started = environment(str(self.strategy.device), self.strategy.world_size)
             starts = RowFile(directory / "starts.jsonl")

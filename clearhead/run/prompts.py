@@ -43,9 +43,7 @@ def with_prompts(
     return config.with_values({key: chosen[key] for key in missing})
 
 
-def choose_prompts(
-    dataset: WindowDataset, tokenizer: Tokenizer, most: int
-) -> dict[str, object]:
+def choose_prompts(dataset: WindowDataset, tokenizer: Tokenizer, most: int) -> dict[str, object]:
     """Returns prompts of at most `most` tokens for the lens, and a prompt for text samples."""
 
     def fit(text: str) -> int:

@@ -117,7 +117,8 @@ class Run:
             self.state.settings = self.config.model_dump()  # a resumed run has the same schedule
             if self.strategy.is_rank_0:
                 with best_effort("run.json: cannot be written"):
-                    write_settings(self.directory, self.state.settings, self.state.data)
+                    tokenizer = self.evaluator.tokenizer
+                    write_settings(self.directory, self.state.settings, self.state.data, tokenizer)
             self.log.console.max_steps = fewer
             text = f"steps became slower; the learning rate decays from step {step} to step {fewer}"
         elif self.stop.is_out_of_time(step):

@@ -42,8 +42,8 @@ def find_tokenizer(
 
 
 def of_checkpoint(name: str, checkpoint: Path) -> Tokenizer:
-    """Returns the tokenizer in a checkpoint. Raises DataError if there is none, or if data.tokenizer
-    names a directory that has another one now."""
+    """Returns the tokenizer in a checkpoint. Raises DataError if there is none, or if the directory
+    that data.tokenizer names has another one now."""
     try:
         found = read_tokenizer(checkpoint)
     except (OSError, ValueError) as error:
@@ -51,16 +51,16 @@ def of_checkpoint(name: str, checkpoint: Path) -> Tokenizer:
         raise DataError("checkpoint", checkpoint, message_of(error), hint) from error
     if found is None:
         raise DataError("checkpoint", checkpoint, "has no tokenizer.json", "use another checkpoint")
-    if name != TRAINED and Path(name).expanduser().exists():
-        if (now := load_tokenizer(name)).name != found.name:
-            reason = f"is now {now.name}, but the run was trained with {found.name}"
-            hint = "start a new run with another name, or restore the file"
-            raise DataError("data.tokenizer", name, reason, hint)
+    is_here = name != TRAINED and Path(name).expanduser().exists()
+    if is_here and (now := load_tokenizer(name).name) != found.name:
+        reason = f"is now {now}, but the run was trained with {found.name}"
+        hint = "start a new run with another name, or restore the file"
+        raise DataError("data.tokenizer", name, reason, hint)
     return found
 
 
 def train_on_text(config: Config) -> tuple[Tokenizer, int]:
-    """Trains a tokenizer on the training part of the text. Returns it and the bytes of that part."""
+    """Returns a tokenizer, trained on the training part of the text, and the bytes of that part."""
     for key, path in (("data.path", config.data.path), ("data.val_path", config.data.val_path)):
         if is_shards(path):
             hint = "give the tokenizer that they were made with: data.tokenizer=DIR"

@@ -10,11 +10,11 @@ match of the tokenizer's pattern always ends, so the ids do not change. GPT-2's 
     's 't 're 've 'm 'll 'd | ?letters | ?digits | ?other characters | white space
 
 where ? is an optional space. The last white-space character before a visible one is in the next
-match. The other of tokenizers.PATTERNS is similar. Neither has a lookbehind, so two adjacent
-characters are never in one match if
+match. The other of tokenizers.PATTERNS is similar. Neither has a lookbehind, and only the match of
+white space depends on what follows it, so a chunk can end between two characters if
 
 - the left one is visible, and the right one is a space or a tab,
-- the left one is a line break, and the right one is visible, or
+- the left one is a line break between visible characters, or
 - one is a letter and the other a digit, or the left one is a letter or a digit and the right one
   another visible character, or the left one is such a character, but not an apostrophe, which
   starts a contraction, and the right one is a digit.
@@ -54,7 +54,8 @@ BOUNDARY = re.compile(
     rb"|".join(
         (
             rb"(?=[\t ])" + b"".join(rb"(?<!%s)" % space for space in _SPACES),
-            rb"(?<=\n)(?!%s)" % b"|".join(_SPACES),
+            rb"(?<=\n)(?=[^\t-\r\x1c-\x20])(?!%s)" % b"|".join(_SPACES)
+            + b"".join(rb"(?<!%s\n)" % space for space in _SPACES),
             rb"(?<=[A-Za-z])(?=[0-9%s])" % _OTHER,
             rb"(?<=[0-9])(?=[A-Za-z%s])" % _OTHER,
             rb"(?<=[%s])(?<!')(?=[0-9])" % _OTHER,
@@ -77,7 +78,8 @@ UNICODE_DIFFERENCES = re.compile(
 
 def find_boundary(text: bytes | bytearray | mmap.mmap, start: int, stop: int) -> int | None:
     """Returns the first boundary at a position p with 0 < start <= p < stop, or None."""
-    found = BOUNDARY.search(text, start, min(len(text), stop + 1))  # + 1: it reads the next byte
+    # + 3: it reads the next character, up to three bytes of it.
+    found = BOUNDARY.search(text, start, min(len(text), stop + 3))
     return found.start() if found and found.start() < stop else None
 
 
@@ -181,7 +183,9 @@ class StreamEncoder:
 
     def _encode_with_gigatoken(self, text: bytes) -> np.ndarray:
         # These two tests are a hundred times as fast as the search.
-        possible = not text.isascii() and any(byte in text for byte in (b"\xe0", b"\xe1", b"\xea", b"\xf0"))
+        possible = not text.isascii() and any(
+            byte in text for byte in (b"\xe0", b"\xe1", b"\xea", b"\xf0")
+        )
         if possible and UNICODE_DIFFERENCES.search(text):
             return self._reference(text.decode())
         return self._gigatoken.encode(text)

@@ -31,7 +31,6 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from clearhead.errors import DataError, PreparationError
 from clearhead.files import atomic_write, read_json, remove_temporary_files
-from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.encoding import StreamEncoder
 from clearhead.tokens.paths import HUB, translate_read_errors
 from clearhead.tokens.readers import FilePart, documents, encode_part, split_file
@@ -43,7 +42,7 @@ from clearhead.tokens.shards import (
     ShardWriter,
     write_manifest,
 )
-from clearhead.tokens.tokenizer_json import TOKENIZER, load_tokenizer, to_json
+from clearhead.tokens.tokenizer_json import TOKENIZER, load_tokenizer, stored
 
 MIN_TASK_BYTES = 2**24  # of text
 MIN_TASKS = 32  # for a large text, so that all workers are busy until the end
@@ -159,8 +158,8 @@ class Preparation:
                 for blocks in itertools.islice(documents(part), 1):
                     next(iter(blocks), None)
         preparing.mkdir(parents=True, exist_ok=True)
-        if self.tokenizer.name not in VOCABULARIES:
-            atomic_write(self.folder / TOKENIZER, to_json(self.tokenizer))
+        if content := stored(self.tokenizer):
+            atomic_write(self.folder / TOKENIZER, content)
 
     def _records(self) -> dict[int, TaskRecord]:
         """Returns valid records by task number. A record's shards must exist and be complete."""

@@ -7,7 +7,8 @@ A shard in the format of llm.c and modded-nanogpt, little-endian:
 
 nanoGPT's train.bin and val.bin are the ids without a header. `scripts/prepare_data.py` writes
 shards, manifest.json and, of a trained tokenizer, tokenizer.json. The manifest contains the name of
-the tokenizer, the numbers of tokens and documents, and the SHA-256 of each block of 4 MiB, so that an error message can name the damaged block.
+the tokenizer, the numbers of tokens and documents, and the SHA-256 of each block of 4 MiB, so that
+an error message can name the damaged block.
 
     streams = open_shards("fineweb/", get_tokenizer("gpt2"))  # memory-maps the files
     streams["train"].gather(np.array([5]), 1024)              # ids 5 to 1028 (tokens/stream.py)
@@ -73,7 +74,7 @@ class Manifest(BaseModel):
 
     format: Literal["clearhead-shards"]
     version: Literal[1]
-    tokenizer: str = Field(pattern=r"^[a-z0-9-]{1,64}$")
+    tokenizer: str = Field(pattern=r"^(gpt2|byte|bpe-[0-9a-f]{12})$")
     tokens: int
     block_bytes: int
     shards: list[ShardEntry] = Field(min_length=1)
@@ -303,9 +304,7 @@ def _bad_file(path: Path, reason: str, hint: str = "prepare or copy it again") -
     return DataError("data.path", path, reason, hint)
 
 
-def _open_shard(
-    path: Path, manifest: Manifest | None, tokenizer: Tokenizer, dtype: str
-) -> _Shard:
+def _open_shard(path: Path, manifest: Manifest | None, tokenizer: Tokenizer, dtype: str) -> _Shard:
     """Checks a token file's header against its size and the manifest, and memory-maps it."""
     with translate_read_errors(str(path), OSError), open_regular(path) as file:
         header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size

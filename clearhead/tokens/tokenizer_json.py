@@ -39,13 +39,23 @@ Merges = list[tuple[bytes, bytes]]
 # ---------------------------------------------------------------------------------------- writing
 
 
+def stored(tokenizer: Tokenizer) -> bytes | None:
+    """Returns the content of the tokenizer.json of a run; None for a built-in tokenizer, which is
+    not stored."""
+    return None if tokenizer.name in VOCABULARIES else to_json(tokenizer)
+
+
+@functools.lru_cache(maxsize=4)
 def to_json(tokenizer: Tokenizer) -> bytes:
     """Returns the content of tokenizer.json. The same tokenizer has the same file everywhere."""
     of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     is_gpt2 = tokenizer.pattern == "gpt2"  # ByteLevel has this pattern
     pre_tokenizer = of_bytes | {"use_regex": is_gpt2}
     if not is_gpt2:
-        pre_tokenizer = {"type": "Sequence", "pretokenizers": [_split(tokenizer.pattern), pre_tokenizer]}
+        pre_tokenizer = {
+            "type": "Sequence",
+            "pretokenizers": [_split(tokenizer.pattern), pre_tokenizer],
+        }
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = sorted(tokenizer.special.items(), key=lambda item: item[1])
     ids = sorted(tokenizer.ranks.items(), key=lambda item: item[1])
@@ -126,27 +136,41 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     """Returns the tokenizer of a directory, None if it has no files of one. Raises OSError, and
     ValueError if they are damaged or not those of byte-level BPE."""
     file, ids, merges = (folder / name for name in (TOKENIZER, "vocab.json", "merges.txt"))
-    eos = read_object(folder / "tokenizer_config.json").get("eos_token")
-    eos = eos.get("content") if isinstance(eos, dict) else eos
     if file.is_file():
-        return from_json(read_bounded(file, MAX_BYTES), eos)
+        return from_json(read_bounded(file, MAX_BYTES), *_added_tokens(folder))
     if not ids.is_file() or not merges.is_file():
         return None
     lines = read_bounded(merges, MAX_BYTES).decode().splitlines()
     pairs = [line for line in lines if line and not line.startswith("#version")]
-    return _checked({"model": {"vocab": read_json(ids, MAX_BYTES), "merges": pairs}}, eos)
+    content = {"model": {"vocab": read_json(ids, MAX_BYTES), "merges": pairs}}
+    return _from_values(content, *_added_tokens(folder))
+
+
+def _added_tokens(folder: Path) -> tuple[tuple, str | None]:
+    """Returns the tokens that other files add to a vocabulary, as (text, id, whether it is special)
+    each, and the end-of-text token."""
+    settings = read_object(folder / "tokenizer_config.json")
+    added = [(*pair, False) for pair in read_object(folder / "added_tokens.json").items()]
+    decoder, eos = (settings.get(key) for key in ("added_tokens_decoder", "eos_token"))
+    for number, token in (decoder if isinstance(decoder, dict) else {}).items():
+        if isinstance(token, dict) and number.isdecimal():
+            added.append((token.get("content"), int(number), bool(token.get("special"))))
+    return tuple(added), eos.get("content") if isinstance(eos, dict) else eos
 
 
 @functools.lru_cache(maxsize=4)
-def from_json(content: bytes, eos: str | None = None) -> Tokenizer:
-    """Returns the tokenizer for the content of a tokenizer.json. eos: its end-of-text token, if it
-    is not <|endoftext|>. Raises ValueError."""
-    return _checked(parse_json(content), eos)
+def from_json(content: bytes, others: tuple = (), eos: str | None = None) -> Tokenizer:
+    """Returns the tokenizer for the content of a tokenizer.json. others: more added tokens, as
+    _added_tokens returns them. eos: its end-of-text token, if it is not <|endoftext|>. Raises
+    ValueError."""
+    return _from_values(parse_json(content), others, eos)
 
 
-def _checked(content: object, eos: str | None) -> Tokenizer:
+def _from_values(content: object, others: tuple, eos: str | None) -> Tokenizer:
     try:
         model, added = content["model"], content.get("added_tokens") or []
+        added = [(token["content"], token["id"], token.get("special")) for token in added]
+        added += others
         if (kind := model.get("type", "BPE")) != "BPE":
             raise ValueError(f"is a {kind:.40} tokenizer, not byte-level BPE")
         if normalizer := content.get("normalizer"):
@@ -154,11 +178,11 @@ def _checked(content: object, eos: str | None) -> Tokenizer:
         affixes = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
         if any(model.get(key) for key in affixes):
             raise ValueError("is not byte-level BPE")
-        for token in added:
-            if not token.get("special") and token["content"] not in (END_OF_TEXT, eos):
-                raise ValueError(f"has an added token for text, {token['content']!r:.40}")
+        for token, _, is_special in added:
+            if not is_special and token not in (END_OF_TEXT, eos):
+                raise ValueError(f"has an added token for text, {token!r:.40}")
         pattern = _pattern(content.get("pre_tokenizer"))
-        ids = model["vocab"] | {token["content"]: token["id"] for token in added}
+        ids = model["vocab"] | {token: number for token, number, _ in added}
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         return build_tokenizer(ids, [(left, right) for left, right in pairs], pattern, eos)
     except (KeyError, TypeError, AttributeError, IndexError) as error:

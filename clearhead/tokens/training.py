@@ -19,7 +19,7 @@ from clearhead.tokens.tokenizer_json import CHARACTERS, build_tokenizer
 from clearhead.tokens.tokenizers import PATTERNS, Tokenizer
 
 PATTERN = "qwen35"  # fewer tokens than with GPT-2's pattern in all measured languages
-SAMPLE_BYTES = 2**25
+SAMPLE_BYTES = 32_000_000
 BLOCK = 2**16  # bytes
 LEAST, MOST = 512, 2**15  # ids of a vocabulary whose size is not given
 LONGEST_TOKEN = 64  # bytes; a longer one is a phrase that the text repeats
@@ -27,17 +27,17 @@ MIN_FREQUENCY = 2  # of a pair that becomes a token
 
 
 class Sample:
-    """Evenly spaced blocks of a text of any length, `limit` bytes at most.
+    """Evenly spaced blocks of a text of any length, about `limit` bytes at most.
 
-    Every block is kept until they are too many. Then every second one is removed, and of the
+    At first every block is kept. When they are too many, every second one is removed, and of the
     following ones every second is kept, and so on.
     """
 
     def __init__(self, limit: int = SAMPLE_BYTES):
-        self.limit = max(limit, BLOCK)
-        self.text_bytes = 0  # of all blocks
+        self.limit = limit
         self.blocks: list[bytes] = []
-        self._every, self._count = 1, 0
+        self.size = self.text_bytes = 0  # bytes of the kept blocks, and of all
+        self._count, self._every = 0, 1
 
     def add(self, text: bytes) -> None:
         """Adds a part of the text, UTF-8. A character that is divided between blocks is lost."""
@@ -46,10 +46,12 @@ class Sample:
             self.text_bytes += len(block)
             if self._count % self._every == 0:
                 self.blocks.append(block)
-                while len(self.blocks) > 1 and sum(map(len, self.blocks)) > self.limit:
-                    self.blocks = self.blocks[::2]
-                    self._every *= 2
+                self.size += len(block)
             self._count += 1
+            if self.size > self.limit and len(self.blocks) > 1:
+                self.blocks = self.blocks[::2]
+                self.size = sum(map(len, self.blocks))
+                self._every *= 2
 
 
 def default_vocab_size(text_bytes: int) -> int:
@@ -76,7 +78,11 @@ def train_tokenizer(sample: Sample, vocab_size: int | None = None) -> Tokenizer:
         initial_alphabet=CHARACTERS,
         show_progress=False,
     )
-    texts = (block.decode("utf-8", "ignore") for block in sample.blocks)
+    texts = (
+        text.decode("utf-8", "ignore")
+        for block in sample.blocks
+        for text in block.split(END_OF_TEXT.encode())
+    )
     model.train_from_iterator(texts, trainer)
     pairs = json.loads(model.to_str())["model"]["merges"]
     found = 257 + len(pairs)

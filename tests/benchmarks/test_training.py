@@ -159,7 +159,7 @@ def test_each_timed_row_is_checked(bench, nanogpt, monkeypatch):
 
 def test_our_step_is_that_of_training_bit_for_bit(make_run):
     run = make_run("optimizer.schedule=constant", "trainer.warmup_steps=0", "model.dropout=0")
-    config, train_set = run.config, load_datasets(run.config.data).train
+    config, train_set = run.config, load_datasets(run.config.data, run.evaluator.tokenizer).train
     order = window_order(train_set, config.trainer.batch_size, config.seed)
     variant = Variant("ours", "ours", torch.float32)
     ours = Ours(variant, run.model, config.optimizer, run.strategy)

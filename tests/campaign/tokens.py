@@ -50,7 +50,7 @@ def test_streamed_tokens_are_those_of_one_call(engine):
             break  # ten times slower
         expected = tokenizer.encode_to_numpy(text, allowed_special="all")
         chunk_bytes = draw.choice([2**10, 2**14, 2**18])
-        encoder = StreamEncoder("gpt2", engine=engine, chunk_bytes=chunk_bytes)
+        encoder = StreamEncoder(get_tokenizer("gpt2"), engine=engine, chunk_bytes=chunk_bytes)
         blocks, start = [], 0
         while start < len(text):
             end = start + draw.randint(1, 2**20)

@@ -26,6 +26,7 @@ from clearhead.config import compose
 from clearhead.config.command_line import parse
 from clearhead.errors import CheckpointError, ConfigError, DataError
 from clearhead.tokens.shards import ShardWriter, open_shards, write_manifest
+from clearhead.tokens.tokenizers import get_tokenizer
 from generate import GenerateConfig
 
 INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "400"))
@@ -83,7 +84,7 @@ def shard(folder: Path):
         if chance.random() < 0.7:  # most of a header is zeros that mean nothing
             raw = mutated(raw[:16], chance).ljust(16, b"\0")[:16] + raw[16:]
         (folder / "b.bin").write_bytes(mutated(raw, chance) if chance.random() < 0.5 else raw)
-        for stream in open_shards(str(folder / "b.bin"), "byte").values():
+        for stream in open_shards(str(folder / "b.bin"), get_tokenizer("byte")).values():
             stream.gather(np.array([0]), min(8, len(stream)))
 
     return read
@@ -93,7 +94,7 @@ def manifest(folder: Path):
     """manifest.json of a shard and its documents."""
     writer = ShardWriter(folder / "a.bin", 256)
     writer.append(np.array([256, 1, 2, 256, 3] * 9, np.uint16))
-    values = write_manifest(folder, [writer.close()], "byte")
+    values = write_manifest(folder, [writer.close()], get_tokenizer("byte"))
     seed = (folder / "manifest.json").read_bytes()
 
     def read(chance: random.Random) -> None:
@@ -101,7 +102,7 @@ def manifest(folder: Path):
         if chance.random() < 0.5:
             raw = json.dumps(odd_json(values, chance)).encode()
         (folder / "manifest.json").write_bytes(raw)
-        for stream in open_shards(str(folder), "byte").values():
+        for stream in open_shards(str(folder), get_tokenizer("byte")).values():
             stream.gather(np.array([0]), min(8, len(stream)))
 
     return read

@@ -16,7 +16,7 @@ import pyarrow.parquet
 from hypothesis import strategies as st
 
 from clearhead.errors import ClearheadError
-from clearhead.tokens import END_OF_TEXT, VOCABULARIES
+from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.prepare import Preparation, PrepareSettings
 from clearhead.tokens.shards import HEADER_BYTES, open_shards
@@ -147,9 +147,9 @@ def ids_of(folder: Path) -> list[int]:
 def check_manifest(folder: Path, manifest: dict, tokenizer: str, shard_tokens: int) -> None:
     """Checks that the manifest matches the shards, and that there are no other files."""
     assert json.loads((folder / "manifest.json").read_text()) == manifest
-    end_of_text = VOCABULARIES[tokenizer] - 1
+    end_of_text = get_tokenizer(tokenizer).eot_token
     assert (manifest["tokenizer"], manifest["vocab_size"]) == (tokenizer, end_of_text + 1)
-    stream = open_shards(str(folder), tokenizer, verify=True)["train"]
+    stream = open_shards(str(folder), get_tokenizer(tokenizer), verify=True)["train"]
     assert manifest["tokens"] == len(stream) == sum(s["tokens"] for s in manifest["shards"])
     starts = np.flatnonzero(np.array(ids_of(folder)) == end_of_text)
     assert stream.document_starts().tolist() == starts.tolist()

@@ -26,7 +26,7 @@ from clearhead.interop.pretrained import load_pretrained
 from scripts.export_hf import main
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
-FILES |= {"vocab.json", "merges.txt", "tokenizer_config.json"}
+FILES |= {"tokenizer.json", "tokenizer_config.json"}
 SOURCES = {"words": "gpt2", "bytes": "runs/one"}  # name of the export -> the exported model
 
 
@@ -100,7 +100,7 @@ def test_files_and_what_we_read_back(home):
     weights = [home / name / "model.safetensors" for name in ("gpt2", "words")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     theirs, ours = load_pretrained(home / "bytes"), load_pretrained(home / "runs" / "one")
-    assert (theirs.tokenizer_name, theirs.window) == (ours.tokenizer_name, ours.window)
+    assert (theirs.tokenizer.name, theirs.window) == (ours.tokenizer.name, ours.window)
     assert (theirs.window, theirs.model.config.context_length) == (32, 64)
     assert theirs.model.config.qkv_bias  # zeros, as GPT-2 always has some
     config = json.loads((home / "bytes" / "config.json").read_text())

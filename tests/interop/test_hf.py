@@ -200,7 +200,7 @@ def test_tokenizer_and_window_of_a_directory(folder, tmp_path):
     pretrained = load_pretrained(
         tmp_path
     )  # by its vocabulary size the byte tokenizer, with all positions
-    assert (pretrained.tokenizer_name, pretrained.window, pretrained.state) == ("byte", 32, None)
+    assert (pretrained.tokenizer.name, pretrained.window, pretrained.state) == ("byte", 32, None)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
 
@@ -209,8 +209,8 @@ def test_tokenizer_and_window_of_a_directory(folder, tmp_path):
         return load_pretrained(tmp_path, "trainer.init_from")
 
     pretrained = with_key({"tokenizer": "byte", "window": 20})
-    assert (pretrained.tokenizer_name, pretrained.window) == ("byte", 20)
-    for value in ({"tokenizer": "gpt3", "window": 20}, {"tokenizer": "byte", "window": 33}, None):
+    assert (pretrained.tokenizer.name, pretrained.window) == ("byte", 20)
+    for value in ({"tokenizer": "gpt3", "window": 20}, {"tokenizer": "byte", "window": 33}):
         with refused(CheckpointError, "trainer.init_from", tmp_path):
             with_key(value)
             raise AssertionError(value)
@@ -240,23 +240,21 @@ def with_tokenizer(tmp_path_factory):
 def test_the_usual_tokenizer_files_are_accepted(with_tokenizer, tmp_path):
     import transformers
 
-    assert load_pretrained(with_tokenizer).tokenizer_name == "gpt2"
+    assert load_pretrained(with_tokenizer).tokenizer.name == "gpt2"
     for name in ("GPT2Tokenizer", "GPT2TokenizerFast"):
         new = shutil.copytree(with_tokenizer, tmp_path / name)
         for file in ("vocab.json", "merges.txt", "tokenizer.json"):
             (new / file).unlink()
         getattr(transformers, name).from_pretrained(with_tokenizer).save_pretrained(new)
-        assert load_pretrained(new).tokenizer_name == "gpt2"
+        assert load_pretrained(new).tokenizer.name == "gpt2"
 
 
 def swap(content, a, b):
     content[a], content[b] = content[b], content[a]
 
 
-OTHER_TOKENIZERS = [  # (file, change of its JSON); transformers has other ids for some text then
-    ("vocab.json", lambda ids: swap(ids, "a", "b")),
-    ("vocab.json", lambda ids: ids.popitem()),
-    ("tokenizer.json", lambda content: swap(content["model"]["vocab"], "a", "b")),
+# (file, change of its JSON). tiktoken could not have the ids that transformers has for some text.
+OTHER_TOKENIZERS = [
     ("tokenizer.json", lambda content: swap(content["model"]["merges"], 5, 6)),
     ("tokenizer.json", lambda c: c["added_tokens"].append({"id": 50257, "content": "<mine>"})),
     ("tokenizer.json", lambda content: content.update(model=[])),
@@ -280,8 +278,9 @@ def test_another_tokenizer_is_refused(with_tokenizer, tmp_path, name, change):
         text = json.dumps(content)
     else:
         text = text.replace("\nh e\n", "\n")
+        (new / "tokenizer.json").unlink()
     file.write_text(text, encoding="utf-8")
-    with refused(CheckpointError, "checkpoint", file):
+    with refused(CheckpointError, "checkpoint", new):
         load_pretrained(new)
 
 

@@ -95,7 +95,7 @@ def model(server, tmp_path):
 
 def check_is(model, name):
     pretrained = load_pretrained(name)
-    assert (pretrained.tokenizer_name, pretrained.window) == ("byte", 16)
+    assert (pretrained.tokenizer.name, pretrained.window) == ("byte", 16)
     assert_same(pretrained.model.state_dict(), model.state_dict())
 
 
@@ -134,12 +134,12 @@ def test_weights_of_another_kind_of_model_are_not_downloaded(server, model, new_
 
 
 def test_the_tokenizer_of_a_model_is_read(server, model, new_process):
-    added = server.models["some/model"] / "added_tokens.json"
-    added.write_text(json.dumps({"<mine>": 257}), encoding="utf-8")
+    file = server.models["some/model"] / "tokenizer.json"
+    file.write_text(json.dumps({"model": {"type": "WordPiece"}}), encoding="utf-8")
     new_process()
     with refused(CheckpointError, "checkpoint") as caught:
         load_pretrained("hub:some/model")
-    assert "<mine>" in caught.value.reason
+    assert "WordPiece" in caught.value.reason
 
 
 def test_bad_names_and_answers_of_the_hub(server, new_process, monkeypatch):

@@ -188,7 +188,7 @@ def test_the_last_step_leaves_time_for_another_step_and_two_validations(monkeypa
     """Steps of 2 s and a validation of 10 s, of which there is one before the first step."""
     now = 0.0
     monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
-    limit = time_limit.TimeLimit(TWO_MINUTES, CPU)
+    limit = time_limit.TimeLimit(TWO_MINUTES, CPU, time_limit.time.monotonic())
     limit.start()
     now = 10.0
     limit.exclude(10)
@@ -236,7 +236,7 @@ def test_a_run_on_a_gpu_ends_in_time(monkeypatch, every):
     gpu = Gpu()
     monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: gpu.now))
     monkeypatch.setattr(torch.cuda, "Event", gpu)
-    limit = time_limit.TimeLimit(TWO_MINUTES, torch.device("cuda"))
+    limit = time_limit.TimeLimit(TWO_MINUTES, torch.device("cuda"), time_limit.time.monotonic())
     limit.start()
     steps, left = 0, math.inf
     while not limit.is_last_step():
@@ -255,7 +255,7 @@ def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
     """Steps of 0.01 s, then steps of 1 s. The end of the run does not become 100 times slower."""
     now = 0.0
     monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
-    limit = time_limit.TimeLimit(TWO_MINUTES, CPU)
+    limit = time_limit.TimeLimit(TWO_MINUTES, CPU, time_limit.time.monotonic())
     for seconds in [0.01] * 30 + [1.0] * 60:
         now += seconds
         assert not limit.is_last_step()

@@ -139,7 +139,8 @@ def test_loss_of_a_run_is_its_validation_loss(figures, home):
     assert figures("checkpoint=runs/one", "data.path=tokens", "split=train")["tokens"] == 1999
     # The splits of a text are those of training.
     parts = load_datasets(
-        DataConfig.with_defaults(path=str(home / "text.txt"), tokenizer="byte", max_length=32)
+        DataConfig.with_defaults(path=str(home / "text.txt"), tokenizer="byte", max_length=32),
+        get_tokenizer("byte"),
     )
     for split, part in {"val": parts.val, "train": parts.train}.items():
         tokens = figures("checkpoint=runs/one", "data.path=text.txt", f"split={split}")["tokens"]

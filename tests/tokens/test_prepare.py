@@ -301,11 +301,11 @@ def test_task_whose_tokenizers_disagree_is_not_finished(tmp_path, monkeypatch):
     path, out = write_source(tmp_path / "a.txt", [text]), tmp_path / "out"
     real, made = encoding.gigatoken, []
 
-    def gigatoken(special):
-        made.append(special)
+    def gigatoken(*arguments):
+        made.append(arguments)
         if len(made) == 1:
-            return real(special)
-        return SimpleNamespace(encode=lambda text: np.append(real(special).encode(text)[:-1], 7))
+            return real(*arguments)
+        return SimpleNamespace(encode=lambda text: np.append(real(*arguments).encode(text)[:-1], 7))
 
     with monkeypatch.context() as patch:
         patch.setattr(encoding, "gigatoken", gigatoken)

@@ -25,6 +25,7 @@ from clearhead.tokens import END_OF_TEXT, VOCABULARIES, readers
 from clearhead.tokens.encoding import StreamEncoder
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.readers import FilePart, documents, encode_part, load_hub_dataset, split_file
+from clearhead.tokens.tokenizers import get_tokenizer
 
 some = trials(10, 150)
 
@@ -78,7 +79,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder():
-    return StreamEncoder("gpt2", "token")
+    return StreamEncoder(get_tokenizer("gpt2"), "token")
 
 
 def test_find_files(tmp_path, monkeypatch):
@@ -311,7 +312,9 @@ DOCUMENTS = ["one", "", f"{END_OF_TEXT}two", END_OF_TEXT, "é日🙂 ", "three "
 @pytest.mark.parametrize("endoftext", ["token", "text"])
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_each_document_or_text_file_begins_with_the_end_of_text_token(name, endoftext, tmp_path):
-    encoder = StreamEncoder(name, endoftext, chunk_bytes=100)  # a long document has several chunks
+    encoder = StreamEncoder(
+        get_tokenizer(name), endoftext, chunk_bytes=100
+    )  # a long document has several chunks
     for file in ("a.jsonl", "a.ndjson.gz", "a.parquet"):
         path = write_source(tmp_path / file, DOCUMENTS)
         assert encode_all(path, encoder) == ids_of(DOCUMENTS, name, endoftext)

@@ -20,6 +20,7 @@ from clearhead.tokens import VOCABULARIES
 from clearhead.tokens import shards as module
 from clearhead.tokens.shards import MANIFEST, ShardWriter, is_shards, open_shards, write_manifest
 from clearhead.tokens.stream import TokenStream
+from clearhead.tokens.tokenizers import get_tokenizer
 
 EOT = 50256
 
@@ -37,14 +38,16 @@ def write_shards(folder: Path, shards: dict[str, list[int]], tokenizer: str = "g
         writer = ShardWriter(folder / name, VOCABULARIES[tokenizer] - 1)
         writer.append(np.array(ids, np.uint16))
         entries.append(writer.close())
-    write_manifest(folder, entries, tokenizer)
+    write_manifest(folder, entries, get_tokenizer(tokenizer))
     return folder
 
 
 def opened(
     path: object, tokenizer: str = "gpt2", verify: str | bool = True
 ) -> dict[str, TokenStream]:
-    return open_shards(path if isinstance(path, list) else str(path), tokenizer, verify)
+    return open_shards(
+        path if isinstance(path, list) else str(path), get_tokenizer(tokenizer), verify
+    )
 
 
 def ids_in(stream: TokenStream) -> list[int]:
@@ -111,13 +114,17 @@ def test_ids_of_another_width_or_vocabulary_are_refused(tmp_path):
         with refuses(path, bits):
             opened(path)
         name = f"uint{bits}"
-        stream = open_shards([str(header), str(path)], "gpt2", dtype=name)["train"]
+        stream = open_shards([str(header), str(path)], get_tokenizer("gpt2"), dtype=name)["train"]
         assert ids_in(stream) == [9, *ids.tolist()]
         for bad in (-1, 70_000):  # 70,000 is 4,464 in 16 bits
             path.write_bytes(np.append(ids, bad).astype(dtype).tobytes())
             for verify in (True, False):
                 with refuses(path, len(ids) * bits // 8):
-                    ids_in(open_shards([str(header), str(path)], "gpt2", verify, name)["train"])
+                    ids_in(
+                        open_shards([str(header), str(path)], get_tokenizer("gpt2"), verify, name)[
+                            "train"
+                        ]
+                    )
     with open(path, "wb") as file:
         np.save(file, ids.astype("<u2"))
     with refuses(path):
@@ -156,7 +163,7 @@ def test_shard_of_several_blocks(tmp_path):
     for piece in np.split(ids, [2**20 - 1, 2**20, 2**20 + 1, 3 * 2**20 + 18]):
         writer.append(piece)
     entry = writer.close()
-    write_manifest(tmp_path, [entry], "gpt2")
+    write_manifest(tmp_path, [entry], get_tokenizer("gpt2"))
     raw = shard(20240520, 1, len(ids), ids=[]) + ids.tobytes()
     assert path.read_bytes() == raw
     blocks = (raw[:4194304], raw[4194304:8388608], raw[8388608:])

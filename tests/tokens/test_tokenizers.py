@@ -14,7 +14,7 @@ from helpers.texts import encode_at_once
 
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT, VOCABULARIES
-from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
+from clearhead.tokens.tokenizers import get_tokenizer
 
 HELLO = [15496, 11, 995, 0]  # "Hello, world!", as published with GPT-2
 
@@ -28,7 +28,7 @@ def test_known_ids():
     ids = encode_at_once(END_OF_TEXT, endoftext="text")
     assert ids.tolist() == [27, 91, 437, 1659, 5239, 91, 29]
     for ids, size in ((HELLO, 13 / 4), ([50256, 15496, 50256, 50256], 5 / 4)):
-        assert token_byte_lengths("gpt2")[ids].mean() == size
+        assert tokenizer.byte_lengths[ids].mean() == size
     tokenizer = get_tokenizer("byte")
     assert tokenizer.n_vocab == VOCABULARIES["byte"] == 257
     assert tokenizer.eot_token == 256

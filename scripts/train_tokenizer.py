@@ -1,0 +1,94 @@
+"""Trains a tokenizer on texts of any size: a byte-level BPE vocabulary of their language.
+
+    python -m scripts.train_tokenizer data.path=TEXTS vocab_size=16384 out=my-tokenizer
+    python -m scripts.prepare_data data.path=TEXTS out=my-tokens data.tokenizer=my-tokenizer
+    python train.py data=shards data.path=my-tokens data.tokenizer=my-tokenizer
+
+For a text that fits into memory, one command is enough: python train.py data.tokenizer=bpe.
+
+Reads the texts completely and trains on evenly spaced parts of them, `sample_mb` megabytes in all.
+The same texts and settings give the same files. Writes tokenizer.json and tokenizer_config.json,
+which AutoTokenizer of transformers reads too.
+"""
+
+import itertools
+from typing import Annotated
+
+from pydantic import Field
+
+from clearhead.config.command_line import (
+    OutFolder,
+    ScriptConfig,
+    ScriptGroup,
+    new_folder,
+    settings_command,
+)
+from clearhead.config.schema import Encoding, Names, Paths, Positive, VocabSize
+from clearhead.errors import DataError, sanitize
+from clearhead.reporting.console import progress
+from clearhead.tokens.paths import find_files, notes_about_repeated
+from clearhead.tokens.readers import documents, split_file
+from clearhead.tokens.training import SAMPLE_BYTES, Sample, train_tokenizer
+
+PART_BYTES = 2**24  # progress is shown after each part
+
+
+class SourceConfig(ScriptGroup):
+    """The texts."""
+
+    path: Paths = Field(
+        description="file, folder, glob pattern, a list of these, or hub:NAME:CONFIG:SPLIT"
+    )
+    text_key: Names = Field(
+        "text", description="JSON field or Parquet column that has the text, or a list of several"
+    )
+    encoding: Encoding = Field("utf-8", description="of text files, such as cp1252")
+
+
+class TokenizerConfig(ScriptConfig):
+    """python -m scripts.train_tokenizer data.path=TEXTS out=DIR [KEY=VALUE ...]"""
+
+    data: SourceConfig
+    out: OutFolder
+    vocab_size: VocabSize | None = Field(
+        None, description="number of ids; null: about twice the square root of the bytes of text"
+    )
+    sample_mb: Annotated[Positive, Field(le=100_000)] = Field(
+        SAMPLE_BYTES // 10**6,
+        description="MB of text to train on; each needs up to 100 MB of memory",
+    )
+
+
+@settings_command(TokenizerConfig)
+def main(settings: TokenizerConfig) -> None:
+    from clearhead.interop.export import write_tokenizer
+
+    data = settings.data
+    files = find_files(data.path, notes := [])
+    notes += notes_about_repeated(files)
+    print(*notes, sep="\n", end="\n" * bool(notes))
+    options = {"text_key": data.text_key, "encoding": data.encoding}
+    parts = [part for file in files for part in split_file(file, PART_BYTES, **options)]
+    sample = Sample(settings.sample_mb * 10**6)
+    with progress("parts read") as report:
+        for done, part in enumerate(parts, start=1):
+            for block in itertools.chain.from_iterable(documents(part)):
+                sample.add(block)
+            report(done, len(parts))
+    if not sample.text_bytes:
+        raise DataError("data.path", data.path, "the files contain no text", "use other files")
+    print(f"training on {sample.size:,} of {sample.text_bytes:,} bytes ...", flush=True)
+    try:
+        tokenizer = train_tokenizer(sample, settings.vocab_size)
+    except DataError as error:
+        error.key = "vocab_size"
+        raise
+    with new_folder(settings.out) as folder:
+        write_tokenizer(tokenizer, folder)
+    print(
+        sanitize(f"{tokenizer.n_vocab:,} ids in {settings.out}; use data.tokenizer={settings.out}")
+    )
+
+
+if __name__ == "__main__":
+    main()
