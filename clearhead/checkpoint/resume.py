@@ -315,6 +315,8 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     # A setting that is not in the checkpoint was added later; it is not compared.
     changed = {key: value for key, value in now.items() if value != saved.get(key, value)}
     changed = {k: v for k, v in changed.items() if not free & {k, k.partition(".")[0]}}
+    if "data.tokenizer" in changed:
+        changed.pop("model.vocab_size", None)  # it follows
     other = "or start a new run with another name"
     if not FIXED_BY_WEIGHTS & changed.keys():
         other += ", or trainer.resume_override=true to resume anyway"

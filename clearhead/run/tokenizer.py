@@ -25,20 +25,22 @@ def find_tokenizer(
     if config.data.tokenizer in VOCABULARIES:
         return get_tokenizer(config.data.tokenizer)
 
-    def find() -> tuple[bytes, str]:
+    def find() -> tuple[str, str]:
+        note = ""
         if checkpoint:
-            return to_json(of_checkpoint(config.data.tokenizer, checkpoint)), ""
-        if config.data.tokenizer != TRAINED:
-            return to_json(load_tokenizer(config.data.tokenizer)), ""
-        started = time.perf_counter()
-        trained, num_bytes = train_on_text(config)
-        seconds = time.perf_counter() - started
-        note = f"{trained.n_vocab:,} ids, trained on {num_bytes:,} bytes in {seconds:.1f} s"
-        return to_json(trained), f"data.tokenizer=bpe: {note}"
+            found = of_checkpoint(config.data.tokenizer, checkpoint)
+        elif config.data.tokenizer != TRAINED:
+            found = load_tokenizer(config.data.tokenizer)
+        else:
+            started = time.perf_counter()
+            found, num_bytes = train_on_text(config)
+            seconds = time.perf_counter() - started
+            note = f"{found.n_vocab:,} ids, trained on {num_bytes:,} bytes in {seconds:.1f} s"
+        return to_json(found).decode(), note
 
     content, note = strategy.broadcast(strategy.on_rank_0(find))
-    notes += [note] if note else []
-    return from_json(content)
+    notes += [f"data.tokenizer=bpe: {note}"] if note else []
+    return from_json(content.encode())
 
 
 def of_checkpoint(name: str, checkpoint: Path) -> Tokenizer:

@@ -22,7 +22,7 @@ PATTERN = "qwen35"  # fewer tokens than with GPT-2's pattern in all measured lan
 SAMPLE_BYTES = 32_000_000
 BLOCK = 2**16  # bytes
 LEAST, MOST = 512, 2**15  # ids of a vocabulary whose size is not given
-LONGEST_TOKEN = 64  # bytes; a longer one is a phrase that the text repeats
+LONGEST_TOKEN = 64  # bytes, half as many in some scripts; a longer one is a repeated phrase
 MIN_FREQUENCY = 2  # of a pair that becomes a token
 
 

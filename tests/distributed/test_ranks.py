@@ -45,6 +45,7 @@ WATCHED = ("trainer.sample_tokens=8", "lens=default", "lens.every=4", "lens.repe
 WATCHED += ("lens.prompts=[the quick fox]", "lens.logit_lens=true")
 # Windows within short documents have different numbers of targets.
 DOCUMENTS = ("data.path=short.jsonl", "data.within_documents=true")
+DOCUMENTS += ("data.tokenizer=bpe", "model.vocab_size=null")  # rank 0 trains the tokenizer
 # The code generator takes a minute.
 COMPILER = os.environ.get("CAMPAIGN_COMPILER", "aot_eager")
 RECOMPUTED, COMPILED = "trainer.activation_checkpointing=true", "trainer.compile=true"

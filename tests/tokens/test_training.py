@@ -1,0 +1,151 @@
+"""tokens/training.py: merges of a plain implementation, ids equal to those of `tokenizers`."""
+
+import itertools
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import regex
+import tokenizers
+from helpers.refusals import refused
+from helpers.tally import trials
+from helpers.texts import FRAGMENTS, mixes
+from hypothesis import example, given
+
+from clearhead.errors import DataError
+from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens.encoding import StreamEncoder, concatenate, utf8_blocks
+from clearhead.tokens.tokenizer_json import CHARACTERS, to_json
+from clearhead.tokens.tokenizers import PATTERNS
+from clearhead.tokens.training import (
+    LONGEST_TOKEN,
+    PATTERN,
+    Sample,
+    default_vocab_size,
+    train_tokenizer,
+)
+
+TEXT = """Zwei Boote liegen im Hafen; das größere heißt „Möwe“, das kleinere „Möwchen“.
+二隻の船が港にある。大きい船は鷗、小さい船は小鷗。नाव में दो लोग हैं, और नाव में पानी है।
+قاربان في الميناء، والقارب الكبير هو النورس. เรือสองลำ เรือใหญ่ เรือเล็ก It's 12, we'll go.
+"""
+
+
+def sample_of(*texts: str, limit: int = 10**6) -> Sample:
+    sample = Sample(limit)
+    for text in texts:
+        sample.add(text.encode())
+    return sample
+
+
+def plain_merges(texts: list[str], most: int) -> list[bytes]:
+    """The definition (Sennrich et al. 2016): counts all pairs again after each merge. A tie goes to
+    the pair whose parts are older; the oldest are the bytes, in the order of their characters."""
+    words = Counter(word for text in texts for word in regex.findall(PATTERNS[PATTERN], text))
+    split = {word: [bytes([byte]) for byte in word.encode()] for word in words}
+    ages = {bytes([b]): n for n, b in enumerate(sorted(range(256), key=CHARACTERS.__getitem__))}
+    found = []
+    while len(found) < most:
+        counts = Counter()
+        for word, parts in split.items():
+            for pair in itertools.pairwise(parts):
+                counts[pair] += words[word]
+        if not (pairs := [pair for pair in counts if counts[pair] > 1]):
+            break
+        best = min(pairs, key=lambda pair: (-counts[pair], ages[pair[0]], ages[pair[1]]))
+        found.append(best[0] + best[1])
+        ages[found[-1]] = len(ages)
+        for parts in split.values():
+            at = 0
+            while at < len(parts) - 1:
+                if (parts[at], parts[at + 1]) == best:
+                    parts[at : at + 2] = [found[-1]]
+                at += 1
+    return found
+
+
+def test_merges_are_those_of_the_definition():
+    for texts in ([TEXT], ["aaa aaaa aaaaa" * 3, "=" * 30, "=" * 30], ["", "x"]):
+        expected = plain_merges(texts, 300)
+        tokenizer = train_tokenizer(sample_of(*texts))
+        words = sorted(tokenizer.ranks, key=tokenizer.ranks.get)
+        assert words[:256] == [bytes([byte]) for byte in range(256)]
+        assert words[256:] == expected[: tokenizer.n_vocab - 257]
+        assert tokenizer.eot_token == tokenizer.n_vocab - 1
+
+
+def test_a_phrase_that_is_repeated_is_not_one_token():
+    tokenizer = train_tokenizer(sample_of(*["=" * 1000, "本日は晴天なり" * 30] * 9))
+    longest = max(map(len, tokenizer.ranks))
+    assert LONGEST_TOKEN // 4 < longest <= LONGEST_TOKEN
+
+
+@pytest.fixture(scope="module")
+def trained():
+    draw = random.Random(0)
+    text = "".join(draw.choices(FRAGMENTS, k=4000)) + TEXT * 5
+    return train_tokenizer(sample_of(text))
+
+
+def test_the_same_text_has_the_same_file(trained):
+    """Also if the library starts other threads, and the text comes in other blocks."""
+    whole, parts = sample_of(TEXT * 9), sample_of(*[TEXT] * 9)
+    first, second = (to_json(train_tokenizer(whole, 400)) for _ in range(2))
+    same = first == second
+    assert same
+    assert train_tokenizer(parts, 400).n_vocab == 400
+    assert train_tokenizer(whole, 401).name != train_tokenizer(whole, 400).name
+
+
+@trials(50, 1000)
+@given(mixes)
+@example("’s 're 'LL x's\n\n \r\n\t. .\n\n")
+@example("क्षि कि 한국어 각 가\u0301 ก็ ที่ 👩‍👩‍👧 1234567 ½ ٣ ³")
+def test_ids_are_those_of_tokenizers_and_tiktoken(trained, text):
+    theirs = tokenizers.Tokenizer.from_str(to_json(trained).decode())
+    expected = theirs.encode(text).ids
+    assert trained.encode(text, allowed_special="all") == expected
+    assert trained.decode(expected) == text
+    for engine in ("gigatoken", "tiktoken"):
+        encoder = StreamEncoder(trained, "token", engine, chunk_bytes=40)
+        found = concatenate(encoder.encode(utf8_blocks(text, 7)))
+        assert found.tolist() == expected, engine
+    ordinary = StreamEncoder(trained, "text").encode(utf8_blocks(text))
+    assert concatenate(ordinary).tolist() == trained.encode_ordinary(text)
+    assert trained.byte_lengths[expected].sum() == len(text.replace(END_OF_TEXT, "").encode())
+
+
+def test_end_of_text_is_not_part_of_the_text():
+    with_ends, without = (sample_of(f"{end}".join([TEXT] * 9)) for end in (END_OF_TEXT, ""))
+    assert not any(b"endof" in word for word in train_tokenizer(with_ends).ranks)
+    assert with_ends.text_bytes > without.text_bytes
+
+
+def test_the_size_of_a_vocabulary():
+    sizes = [default_vocab_size(size) for size in (0, 1, 10**5, 10**6, 10**7, 10**8, 10**12)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] >= 258
+    assert sizes[-1] <= 2**16
+    short = train_tokenizer(sample_of(TEXT))  # has fewer pairs than the default size
+    assert 258 < short.n_vocab < default_vocab_size(len(TEXT))
+    assert train_tokenizer(sample_of(TEXT), short.n_vocab).name == short.name
+    with refused(DataError, "data.vocab_size", short.n_vocab + 1, exit_code=3) as caught:
+        train_tokenizer(sample_of(TEXT), short.n_vocab + 1)
+    assert str(short.n_vocab) in caught.value.hint
+    assert train_tokenizer(sample_of(TEXT), 258).n_vocab == 258
+
+
+def test_a_sample_is_bounded_and_evenly_spaced():
+    sample, size, blocks = Sample(limit=100_000), 1000, 5000
+    for number in range(blocks):
+        sample.add(b"%04d" % number * (size // 4))
+        assert sample.size == sum(map(len, sample.blocks)) <= 100_000
+    assert sample.text_bytes == size * blocks
+    kept = np.array([int(block[:4]) for block in sample.blocks])
+    assert len({*np.diff(kept)}) == 1
+    assert kept[0] == 0
+    assert blocks - kept[-1] <= np.diff(kept)[0]
+    assert sample.size > 50_000
+    complete = sample_of(TEXT, TEXT)
+    assert b"".join(complete.blocks).decode() == TEXT * 2
