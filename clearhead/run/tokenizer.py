@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from clearhead.config.schema import Config
+from clearhead.config.stored import SAMPLE
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DataError, Problem, message_of, refuse
 from clearhead.tokens import TRAINED, VOCABULARIES
@@ -14,7 +15,7 @@ from clearhead.tokens.tokenizer_json import from_json, load_tokenizer, read_toke
 from clearhead.tokens.tokenizers import Tokenizer, get_tokenizer
 from clearhead.tokens.training import BLOCK, Sample, train_tokenizer
 from clearhead.tokens.windows import MixedDataset
-from data import load_datasets
+from data import GPTDatasetV1, LoadedData, load_datasets
 
 
 def find_tokenizer(
@@ -81,6 +82,23 @@ def train_on_text(config: Config) -> tuple[Tokenizer, int]:
                 for text in raw.split(b"\xff"):
                     sample.add(text)
     return train_tokenizer(sample, config.data.vocab_size), sample.text_bytes
+
+
+def few_ids(config: Config, tokenizer: Tokenizer, data: LoadedData) -> list[str]:
+    """Returns a note if a new model learns GPT-2's vocabulary from a text that uses few of its ids.
+    The sample story, which is short, is there to train the real model."""
+    is_chosen = tokenizer.name == "gpt2" and not config.trainer.init_from and not is_sample(config)
+    if not is_chosen or not isinstance(data.train, GPTDatasetV1):
+        return []
+    if (used := data.train.tokens.num_used_ids()) is None or used > tokenizer.n_vocab / 2:
+        return []
+    reason = f"your text uses {used:,} of {tokenizer.n_vocab:,} ids"
+    return [f"data.tokenizer=gpt2: {reason}; data.tokenizer=bpe trains faster"]
+
+
+def is_sample(config: Config) -> bool:
+    path = config.data.path
+    return isinstance(path, str) and Path(path).parts[-2:] == SAMPLE
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:

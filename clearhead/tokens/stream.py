@@ -119,6 +119,16 @@ class TokenStream:
         within = ends[block] - sizes[block] + np.cumsum(byte_lengths[ids])
         return starts[block] + int(np.searchsorted(within, wanted)) + 1
 
+    def num_used_ids(self) -> int | None:
+        """Returns the number of different ids; None for more than MAX_MEASURED tokens."""
+        if len(self) > MAX_MEASURED:
+            return None
+        used = np.zeros(self.vocab_size, bool)
+        for start in range(0, len(self), SEARCH_BLOCK):
+            for *_, ids in self._slices(start, start + SEARCH_BLOCK):
+                used[ids] = True
+        return int(used.sum())
+
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
         """Splits the stream before a position, without copying."""
         return self._substream(0, position), self._substream(position, len(self))
