@@ -13,18 +13,18 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from .fonts import font_of
 from .heatmap import (
     ACCENT_INDEX,
     INK,
     MASKED_INDEX,
     PALE_INK,
     WHITE,
-    font_of,
+    fit_title,
     in_colour,
     label_grid,
     outline,
     tile,
-    title_of,
 )
 from .history import atomic_write, evenly_spaced
 from .probe import Prompt
@@ -90,8 +90,7 @@ def _frame(
     while font.getlength(" · ".join(names)) > width - 32:
         names.pop()
     draw.text((16, 46), " · ".join(names) or "no head has a clear pattern yet", INK, font)
-    fits = round(width / small.getlength("m") * 1.4)
-    draw.text((16, 74), title_of(prompt, fits), PALE_INK, small)
+    fit_title(prompt, width - 24, 17).draw(draw, 16, 74, PALE_INK, "la")
     image.paste(Image.fromarray(tile(codes, pitch - gap, gap)), (left, TOP))
     label_grid(draw, (left, TOP), codes.shape, pitch - gap, gap, font)
     for row in heads:

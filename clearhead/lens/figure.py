@@ -14,6 +14,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
+from .fonts import drawable, families
 from .heatmap import COLOUR_MAP, TICKS, fitted, label, rgb, tile, title_of
 from .probe import Prompt
 from .snapshot_data import SnapshotData
@@ -39,8 +40,9 @@ def draw_figure(
     """
     codes, shown = data.codes[prompt], data.prompts[prompt]
     file = io.BytesIO()
-    with matplotlib.style.context(SETTINGS), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks
+    settings = SETTINGS | {"font.family": families()}
+    with matplotlib.style.context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
         figure = Figure(layout="constrained")
         axes = figure.add_subplot(frame_on=False)
         if head is None:
@@ -51,7 +53,7 @@ def draw_figure(
             _draw_head(figure, axes, codes[head], shown)
         title = f"{data.run}, {what}, step {data.step:,}"
         fits = round(13 * figure.get_figwidth())
-        axes.set_title(f"{title}\n{title_of(shown, fits)}", loc="left", fontsize=9)
+        axes.set_title(f"{title}\n{drawable(title_of(shown, fits))}", loc="left", fontsize=9)
         _draw_colour_bar(figure, axes)
         around = {"bbox_inches": "tight", "pad_inches": 0.1}
         figure.savefig(file, format=kind, dpi=200, metadata=METADATA[kind], **around)
@@ -82,7 +84,7 @@ def _draw_head(figure, axes, codes: np.ndarray, prompt: Prompt) -> None:
     figure.set_size_inches(side + 1.6, side + 1.2)
     every = math.ceil(num_tokens / 64)
     places = np.arange(0, num_tokens, every)
-    names = [label(prompt.tokens[place]) for place in places]
+    names = [drawable(label(prompt.tokens[place])) for place in places]
     font = min(8, max(4, 65 * every * side / num_tokens))
     extent = (-0.5, num_tokens - 0.5, num_tokens - 0.5, -0.5)
     axes.imshow(rgb(fitted(codes, _pixels(num_tokens))), extent=extent, interpolation="none")

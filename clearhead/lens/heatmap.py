@@ -10,12 +10,12 @@ import base64
 import functools
 import io
 import math
-import textwrap
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from .fonts import DrawnText, drawn, font_of
 from .history import atomic_write
 from .probe import Prompt, from_codes, triangle_to_square
 from .statistics import uniform_attention
@@ -63,8 +63,7 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
     if is_uniform:
         what += ", close to uniform attention"
     draw.text((after, 12), what, PALE_INK, font)
-    fits = round((total - left) / small.getlength("m") * 1.45)
-    draw.text((left, text_top), title_of(prompt, fits), INK, small)
+    fit_title(prompt, total - left - 8, letters - 3).draw(draw, left, text_top, INK, "la")
 
     image.paste(Image.fromarray(grid), (left, grid_top))
     label_grid(draw, (left, grid_top), codes.shape, size, gap, font)
@@ -130,9 +129,26 @@ def title_of(prompt: Prompt, fits: int) -> str:
     """Returns the prompt in about `fits` characters, with a note if the prompt is truncated."""
     note = f"  (first {prompt.shown} tokens)" if prompt.truncated else ""
     text = "".join(prompt.tokens[: prompt.shown]) if prompt.truncated else prompt.text
-    text = "".join(c if c.isprintable() else " " for c in text)
-    shown = textwrap.shorten(text, max(12, fits - len(note)), placeholder=" …")
-    return (f"“{shown}”" if not prompt.period else shown) + note
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    most = max(12, fits - len(note))
+    if len(text) > most:  # ends with a word, if there are spaces between words
+        end = text.rfind(" ", most // 2, most - 1)
+        text = f"{text[: end if end > 0 else most - 2]} …"
+    return (f"“{text}”" if not prompt.period else text) + note
+
+
+def fit_title(prompt: Prompt, width: float, size: int) -> DrawnText:
+    """Returns the title of a prompt, at most about `width` pixels wide. It has a note if the
+    installed fonts lack some of its characters."""
+    fits = round(2 * width / size)
+    for _ in range(3):
+        title = drawn(title_of(prompt, fits), size)
+        if title.has_codes:
+            title = drawn(f"{title_of(prompt, fits)}  (no font for some characters)", size)
+        if title.length <= width:
+            break
+        fits = int(fits * width / title.length)
+    return title
 
 
 def fitted(codes: np.ndarray, size: int) -> np.ndarray:
@@ -227,12 +243,3 @@ def _palette() -> np.ndarray:
 def _indices() -> np.ndarray:
     """Returns the index of the colour of each code, (256,) uint8."""
     return (np.arange(256) * 224 / 255).round().astype(np.uint8)
-
-
-@functools.cache
-def font_of(size: int, weight: str = "") -> ImageFont.FreeTypeFont:
-    """Returns DejaVu Sans (Latin, Greek, Cyrillic) at `size` pixels."""
-    import matplotlib
-
-    name = f"DejaVuSans-{weight}.ttf" if weight else "DejaVuSans.ttf"
-    return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/{name}", size)

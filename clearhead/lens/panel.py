@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from .fonts import DrawnText, drawn, font_of
 from .heatmap import (
     INK,
     PALE_INK,
     WHITE,
+    fit_title,
     fitted,
-    font_of,
     label,
     label_grid,
     outline,
@@ -53,8 +54,7 @@ def draw_panel(
     draw, font, bold = ImageDraw.Draw(image), font_of(20), font_of(26, "Bold")
     draw.text((16, 10), f"step {step:,}", INK, bold)
     after = 32 + bold.getlength(f"step {step:,}")
-    fits = round((PANEL[0] - after) / font.getlength("m") * 1.7)
-    draw.text((after, 15), title_of(prompt, fits), PALE_INK, font)
+    fit_title(prompt, PANEL[0] - after - 8, 20).draw(draw, after, 15, PALE_INK, "la")
 
     left, top = round(font.getlength(f"L{num_layers - 1}")) + 24, 80
     pitch = max(2, min((420 - left) // num_heads, (PANEL[1] - 12 - top) // num_layers))
@@ -105,21 +105,16 @@ def _label_tokens(
 ) -> None:
     """Writes each token right of the diagonal of a heatmap."""
     for text, x, y in _labels(prompt, size):
-        draw.text((corner[0] + x, corner[1] + y), text, INK, _font(prompt, size), anchor="lm")
+        text.draw(draw, corner[0] + x, corner[1] + y, INK, "lm")
 
 
 def _label_end(prompt: Prompt, size: int) -> int:
     """Returns where the labels of a heatmap of `size` pixels end, in pixels from its left."""
-    font = _font(prompt, size)
-    return math.ceil(max(x + font.getlength(text) for text, x, _ in _labels(prompt, size)))
+    return math.ceil(max(x + text.length for text, x, _ in _labels(prompt, size)))
 
 
-def _labels(prompt: Prompt, size: int) -> list[tuple[str, float, float]]:
+def _labels(prompt: Prompt, size: int) -> list[tuple[DrawnText, float, float]]:
     """Returns (text, x, y) of each label."""
-    cell = size / prompt.shown
-    tokens = enumerate(prompt.tokens[: prompt.shown])
-    return [(label(token), (n + 1) * cell + 3, (n + 0.5) * cell) for n, token in tokens]
-
-
-def _font(prompt: Prompt, size: int) -> ImageFont.FreeTypeFont:
-    return font_of(max(1, min(16, size // prompt.shown)))
+    cell, height = size / prompt.shown, max(1, min(16, size // prompt.shown))
+    texts = (drawn(label(token), height) for token in prompt.tokens[: prompt.shown])
+    return [(text, (n + 1) * cell + 3, (n + 0.5) * cell) for n, text in enumerate(texts)]

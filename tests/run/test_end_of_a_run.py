@@ -15,7 +15,7 @@ RUN = [*TINY, "data.path=text.txt", "name=a", "lens=default", "lens.every=4"]
 PRINTED = r"^attention heads .*: (\S*python\S* .*)$"
 
 
-@pytest.mark.parametrize("limit", [(), ("trainer.max_minutes=9", "trainer.max_steps=4")])
+@pytest.mark.parametrize("limit", [(), ("trainer.max_minutes=9999", "trainer.max_steps=4")])
 def test_without_a_named_head_the_printed_command_trains_longer(
     in_process, tmp_path, text_file, limit
 ):

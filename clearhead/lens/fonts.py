@@ -1,0 +1,118 @@
+"""Fonts of images: DejaVu Sans, which comes with matplotlib, and installed fonts for other scripts.
+
+DejaVu Sans has Latin, Greek, Cyrillic, Arabic and Hebrew. For other scripts the fonts of STACK are
+searched where the system keeps its fonts. A character that no font has is drawn as its code, such
+as \\u65e5. Right-to-left text and combining marks need the library raqm, which Pillow contains.
+"""
+
+import functools
+import unicodedata
+from dataclasses import dataclass
+
+from PIL import ImageDraw, ImageFont, features
+
+# Linux: Noto, and fonts that distributions install by default; macOS; Windows.
+STACK = (
+    *("NotoSansCJK-Regular.ttc", "NotoSansDevanagari-Regular.ttf", "NotoSansThai-Regular.ttf"),
+    *("NotoSansBengali-Regular.ttf", "NotoSansTamil-Regular.ttf", "NotoSansHebrew-Regular.ttf"),
+    *("DroidSansFallbackFull.ttf", "wqy-zenhei.ttc", "FreeSans.ttf", "unifont.otf"),
+    *("Arial Unicode.ttf", "Hiragino Sans GB.ttc", "AppleSDGothicNeo.ttc", "Kohinoor.ttc"),
+    *("msyh.ttc", "meiryo.ttc", "malgun.ttf", "Nirmala.ttf", "LeelawUI.ttf"),
+)
+
+
+@functools.cache
+def font_of(size: int, weight: str = "") -> ImageFont.FreeTypeFont:
+    """Returns DejaVu Sans at `size` pixels."""
+    import matplotlib
+
+    name = f"DejaVuSans-{weight}.ttf" if weight else "DejaVuSans.ttf"
+    return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/{name}", size)
+
+
+@dataclass(frozen=True)
+class DrawnText:
+    """A text as runs of characters, each with a font that has them."""
+
+    runs: tuple[tuple[str, ImageFont.FreeTypeFont], ...]
+    has_codes: bool  # whether the fonts lack some characters
+
+    @property
+    def length(self) -> float:
+        """The width in pixels."""
+        return sum(font.getlength(run) for run, font in self.runs)
+
+    def draw(self, draw: ImageDraw.ImageDraw, x: float, y: float, ink: int, anchor: str) -> None:
+        """Draws the text from (x, y) to the right. anchor: as in Pillow, "la" or "lm"."""
+        for run, font in self.runs:
+            draw.text((x, y), run, ink, font, anchor=anchor)
+            x += font.getlength(run)
+
+
+def drawn(text: str, size: int) -> DrawnText:
+    """Returns a text of `size` pixels, with codes in place of characters that no font has.
+
+    A run keeps its font as long as possible, because a script is shaped within a run. The runs are
+    drawn from left to right: Arabic and Hebrew, which DejaVu Sans has, are in one run with spaces.
+    """
+    paths = (font_of(size).path, *(() if text.isascii() else installed()))
+    shown, runs, path = drawable(text), [], paths[0]
+    for character in shown:
+        if not _is_drawn(character, _characters(path)) or path != paths[0]:
+            having = [p for p in paths if _is_drawn(character, _characters(p))]
+            # White space and punctuation after other scripts stay in the run if its font has them.
+            path = path if path in having and not character.isascii() else having[0]
+        if runs and runs[-1][1] == path:
+            runs[-1][0] += character
+        else:
+            runs.append([character, path])
+    fonts = {p: font_of(size) if p == paths[0] else _at_size(p, size) for _, p in runs}
+    return DrawnText(tuple((run, fonts[p]) for run, p in runs), shown != text)
+
+
+def drawable(text: str) -> str:
+    """Returns a text with codes in place of the characters that no font has."""
+    if text.isascii():
+        return text
+    known = set().union(*map(_characters, (font_of(8).path, *installed())))
+    return "".join(c if _is_drawn(c, known) else c.encode("unicode_escape").decode() for c in text)
+
+
+@functools.cache
+def installed() -> tuple[str, ...]:
+    """Returns the paths of the fonts of STACK that are installed."""
+    found = []
+    for name in STACK:
+        try:
+            found.append(ImageFont.truetype(name).path)
+        except OSError:
+            continue
+    return tuple(found)
+
+
+def families() -> list[str]:
+    """Returns the names of the fonts' families for matplotlib, and makes the fonts known to it."""
+    from matplotlib.font_manager import FontProperties, fontManager
+
+    for path in installed():
+        fontManager.addfont(path)
+    return ["DejaVu Sans", *(FontProperties(fname=path).get_name() for path in installed())]
+
+
+def _is_drawn(character: str, known: set[int]) -> bool:
+    needs_raqm = unicodedata.bidirectional(character) in ("R", "AL", "AN")
+    needs_raqm |= unicodedata.category(character) in ("Mn", "Mc")
+    return ord(character) in known and (features.check("raqm") or not needs_raqm)
+
+
+@functools.cache
+def _at_size(path: str, size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(path, size)
+
+
+@functools.cache
+def _characters(path: str) -> frozenset[int]:
+    """Returns the code points for which a font has a glyph."""
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(path).get_charmap())

@@ -1,0 +1,79 @@
+"""lens/fonts.py: the fonts of texts in images, and codes for characters that no font has."""
+
+import matplotlib
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from clearhead.lens import fonts
+from clearhead.lens.figure import draw_figure
+from clearhead.lens.fonts import drawn, font_of
+from clearhead.lens.heatmap import fit_title
+from clearhead.lens.probe import Prompt
+
+OTHER = f"{matplotlib.get_data_path()}/fonts/ttf/STIXNonUni.ttf"  # has U+E000, DejaVu Sans has not
+
+
+def only(monkeypatch, *paths):
+    monkeypatch.setattr(fonts, "installed", lambda: paths)
+
+
+def plain(text: str) -> str:
+    return "".join(run for run, _ in drawn(text, 16).runs)
+
+
+def test_characters_without_a_font_become_codes(monkeypatch):
+    only(monkeypatch)
+    for text in ("It's 12 “boats”.", "größer, Ελλάδα, Лодка", "قاربان في الميناء", ""):
+        assert plain(text) == text
+        assert not drawn(text, 16).has_codes
+    assert plain("a 船\U0001f6f3 b") == "a \\u8239\\U0001f6f3 b"
+    assert drawn("船", 16).has_codes
+    prompt = Prompt("1-x", "船は港に", [1, 2], ["船は", "港に"])
+    codes = "".join(run for run, _ in fit_title(prompt, 900, 16).runs)
+    assert codes.isprintable()
+    assert "\\u8239" in codes
+    assert len(codes) > len("“”") + 4 * 6  # and a note
+
+
+def test_a_run_has_the_font_of_its_characters(monkeypatch):
+    only(monkeypatch, OTHER)
+    text = drawn("ab \ue000\ue001 c", 16)
+    assert [run for run, _ in text.runs] == ["ab ", "\ue000\ue001", " c"]
+    assert [font.path for _, font in text.runs] == [font_of(16).path, OTHER, font_of(16).path]
+    image = Image.new("L", (400, 40), 255)
+    text.draw(ImageDraw.Draw(image), 5, 5, 0, "la")
+    columns = np.flatnonzero((np.array(image) < 128).any(axis=0))
+    assert 5 <= columns[0] <= 8
+    assert text.length - 3 <= columns[-1] <= 5 + text.length + 1
+
+
+def test_without_a_shaping_library_marks_and_arabic_become_codes(monkeypatch):
+    """They would be drawn in a wrong order."""
+    only(monkeypatch)
+    monkeypatch.setattr(fonts.features, "check", lambda name: False)
+    assert plain("é ab") == "é ab"
+    assert plain("e\u0301 \u0642") == "e\\u0301 \\u0642"
+
+
+@pytest.mark.parametrize("words", [["theboat", "is", "big"], ["the boat ", "is ", "big "]])
+def test_a_title_fits(monkeypatch, words):
+    """In scripts without spaces too."""
+    only(monkeypatch)
+    tokens = words * 30
+    prompt = Prompt("1-x", "".join(tokens), [*range(90)], tokens)
+    for width in (300, 600):
+        title = fit_title(prompt, width, 16)
+        assert title.length <= width
+        assert title.length > width / 2
+
+
+def test_a_figure_has_codes_too(monkeypatch):
+    from types import SimpleNamespace
+
+    only(monkeypatch)
+    prompt = Prompt("1-x", "船は", [1, 2], ["船", "は"])
+    data = SimpleNamespace(codes=[np.zeros((1, 1, 3), np.uint8)], prompts=[prompt], run="r", step=1)
+    figure = draw_figure(data, "svg", 0, (0, 0)).decode()
+    assert "\\u8239" in figure
+    assert "船" not in figure
