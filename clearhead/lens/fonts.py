@@ -7,6 +7,7 @@ as \\u65e5. Right-to-left text and combining marks need the library raqm, which 
 
 import functools
 import unicodedata
+from collections.abc import Set
 from dataclasses import dataclass
 
 from PIL import ImageDraw, ImageFont, features
@@ -55,8 +56,9 @@ def drawn(text: str, size: int) -> DrawnText:
     A run keeps its font as long as possible, because a script is shaped within a run. The runs are
     drawn from left to right: Arabic and Hebrew, which DejaVu Sans has, are in one run with spaces.
     """
-    paths = (font_of(size).path, *(() if text.isascii() else installed()))
-    shown, runs, path = drawable(text), [], paths[0]
+    paths = (str(font_of(size).path), *(() if text.isascii() else installed()))
+    shown, path = drawable(text), paths[0]
+    runs: list[list[str]] = []
     for character in shown:
         if not _is_drawn(character, _characters(path)) or path != paths[0]:
             having = [p for p in paths if _is_drawn(character, _characters(p))]
@@ -74,17 +76,17 @@ def drawable(text: str) -> str:
     """Returns a text with codes in place of the characters that no font has."""
     if text.isascii():
         return text
-    known = set().union(*map(_characters, (font_of(8).path, *installed())))
+    known = set().union(*map(_characters, (str(font_of(8).path), *installed())))
     return "".join(c if _is_drawn(c, known) else c.encode("unicode_escape").decode() for c in text)
 
 
 @functools.cache
 def installed() -> tuple[str, ...]:
     """Returns the paths of the fonts of STACK that are installed."""
-    found = []
+    found: list[str] = []
     for name in STACK:
         try:
-            found.append(ImageFont.truetype(name).path)
+            found.append(str(ImageFont.truetype(name).path))
         except OSError:
             continue
     return tuple(found)
@@ -99,7 +101,7 @@ def families() -> list[str]:
     return ["DejaVu Sans", *(FontProperties(fname=path).get_name() for path in installed())]
 
 
-def _is_drawn(character: str, known: set[int]) -> bool:
+def _is_drawn(character: str, known: Set[int]) -> bool:
     needs_raqm = unicodedata.bidirectional(character) in ("R", "AL", "AN")
     needs_raqm |= unicodedata.category(character) in ("Mn", "Mc")
     return ord(character) in known and (features.check("raqm") or not needs_raqm)

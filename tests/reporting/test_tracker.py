@@ -296,6 +296,7 @@ def test_rows_configuration_and_summary(watched):
     del config["_wandb"]
     (start,) = map(json.loads, (folder / "starts.jsonl").read_text().splitlines())
     assert start.items() >= ({"step": 0} | config.pop("environment")).items()
+    assert config.pop("tokenizer") == "byte"
     assert config == yaml.safe_load((folder / "config.yaml").read_text())
     assert config["wandb"]["job_type"] == "test"
     summary = {}

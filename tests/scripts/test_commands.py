@@ -33,6 +33,7 @@ RUN = ["data=shards", "data.weights", "experiment=induction", "trainer.resume=",
 # Settings that make the commands of a script short. All these commands are executed.
 SHORT = {
     "generate.py": ["max_new_tokens=3"],
+    "scripts.train_tokenizer": ["vocab_size=270"],
     "scripts.prepare_data": ["data.tokenizer=byte", "workers=1"],
     "scripts.inspect_attention": ["max_tokens=16", "repeat_length=0"],
     "scripts.evaluate": ["max_length=16", "stride=8"],
