@@ -48,28 +48,30 @@ def planted_run(layers, heads):
 
 
 def tiles_as_shown(lens, count, ratio):
-    """Returns the pixels on the screen of the first heads, (pixels, pixels, 3) each."""
+    """Returns the pixels on the screen of the first heads, (pixels, pixels, 3) each, with one row
+    and one column more on each side: a tile begins at a fraction of a pixel."""
     tiles = lens.locator(".head canvas")
     boxes = [tiles.nth(number).bounding_box() for number in range(count)]
     clip = {"x": 0, "y": 0, "width": boxes[-1]["x"] + 160, "height": boxes[-1]["y"] + 160}
     screen = np.asarray(Image.open(io.BytesIO(lens.screenshot(clip=clip))).convert("RGB"), int)
     edges = [[round(ratio * box[key]) for key in ("x", "y", "width")] for box in boxes]
-    return [screen[y : y + wide, x : x + wide] for x, y, wide in edges]
+    return [screen[y - 1 : y + wide + 1, x - 1 : x + wide + 1] for x, y, wide in edges]
 
 
 def bright_rows(tile, keys):
     """Returns the fraction of rows of pixels that are yellow at the keys of their queries or, if
-    there are no such keys, anywhere. A tile begins at a fraction of a pixel, so one row and one
-    column more on each side count. Rows above the first key and the top rows do not count."""
-    scale = len(tile) / len(keys)
+    there are no such keys, anywhere. One row and one column more on each side count. Rows above the
+    first key and the top rows do not count."""
+    size = len(tile) - 2
+    scale = size / len(keys)
     planted = np.flatnonzero(keys >= 0)
     top = planted[0] if len(planted) else 4
     found = []
-    for row in range(int((top + 1) * scale) + 1, len(tile)):
+    for row in range(int((top + 1) * scale) + 1, size):
         nearby = range(int((row - 1) / scale), min(int((row + 2) / scale), len(keys) - 1) + 1)
         places = [int((keys[query] + 0.5) * scale) for query in nearby if keys[query] >= 0]
-        left, right = (max(min(places) - 1, 0), max(places) + 2) if places else (0, len(tile))
-        red, green, blue = tile[row, left:right].T
+        left, right = (min(places), max(places) + 3) if places else (0, len(tile))
+        red, green, blue = tile[row + 1, left:right].T
         found.append(((red > 150) & (green > 200) & (blue < 100)).any())
     return np.mean(found)
 
