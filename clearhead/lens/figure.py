@@ -84,7 +84,7 @@ def _draw_head(figure, axes, codes: np.ndarray, prompt: Prompt) -> None:
     figure.set_size_inches(side + 1.6, side + 1.2)
     every = math.ceil(num_tokens / 64)
     places = np.arange(0, num_tokens, every)
-    names = [drawable(label(prompt.tokens[place])) for place in places]
+    names = [drawable(label(prompt.labels[place])) for place in places]
     font = min(8, max(4, 65 * every * side / num_tokens))
     extent = (-0.5, num_tokens - 0.5, num_tokens - 0.5, -0.5)
     axes.imshow(rgb(fitted(codes, _pixels(num_tokens))), extent=extent, interpolation="none")

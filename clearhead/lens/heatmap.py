@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from .fonts import DrawnText, drawn, font_of
 from .history import atomic_write
-from .probe import Prompt, from_codes, triangle_to_square
+from .probe import Prompt, from_codes, plain_text, triangle_to_square
 from .statistics import uniform_attention
 
 COLOUR_MAP = "viridis"  # perceptually uniform; readable in grey and by colour-blind people
@@ -128,7 +128,7 @@ def label(token: str) -> str:
 def title_of(prompt: Prompt, fits: int) -> str:
     """Returns the prompt in about `fits` characters, with a note if the prompt is truncated."""
     note = f"  (first {prompt.shown} tokens)" if prompt.truncated else ""
-    text = "".join(prompt.tokens[: prompt.shown]) if prompt.truncated else prompt.text
+    text = plain_text(prompt.tokens[: prompt.shown]) if prompt.truncated else prompt.text
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     most = max(12, fits - len(note))
     if len(text) > most:  # ends with a word, if there are spaces between words

@@ -116,5 +116,5 @@ def _label_end(prompt: Prompt, size: int) -> int:
 def _labels(prompt: Prompt, size: int) -> list[tuple[DrawnText, float, float]]:
     """Returns (text, x, y) of each label."""
     cell, height = size / prompt.shown, max(1, min(16, size // prompt.shown))
-    texts = (drawn(label(token), height) for token in prompt.tokens[: prompt.shown])
+    texts = (drawn(label(token), height) for token in prompt.labels[: prompt.shown])
     return [(text, (n + 1) * cell + 3, (n + 0.5) * cell) for n, text in enumerate(texts)]

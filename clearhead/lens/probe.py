@@ -18,6 +18,7 @@ runs, so the weights of only one layer are in memory. The weights of all layers 
 Shapes: L layers, H heads, T tokens, P period of the repeated sequence.
 """
 
+import contextlib
 import functools
 import re
 import unicodedata
@@ -35,6 +36,7 @@ from .predictions import Predictions, predict
 from .statistics import STATISTICS, measure, positional, uniform_attention
 
 MAX_SHOWN = 256  # maximum number of tokens on pages and images; statistics use all tokens
+BYTES_OF_TOKEN = re.compile(r"(<0x[0-9A-F]{2}>)+")
 MIN_COMPARED = 8  # tokens; `positional` ignores shorter prompts
 
 CaptureAttention = Callable[[list[int], Callable[..., None]], Tensor | None]
@@ -51,6 +53,11 @@ class Prompt:
     truncated: bool = False  # whether the text has more tokens than are used or shown
     period: int = 0  # P, if the prompt is [BOS] + R + R, where R has P tokens; otherwise 0
     num_symbols: int = 0  # number of tokens that R is drawn from
+
+    @functools.cached_property
+    def labels(self) -> list[str]:
+        """The tokens for axes: see labels_of."""
+        return labels_of(self.tokens)
 
     @property
     def shown(self) -> int:
@@ -204,6 +211,43 @@ def token_texts(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -
         except UnicodeDecodeError:
             texts.append("".join(f"<0x{byte:02X}>" for byte in raw))
     return texts
+
+
+def labels_of(tokens: Sequence[str]) -> list[str]:
+    """Returns the tokens with characters in place of their bytes. Each of the tokens that share a
+    character has it, with the number of the part: 語¹, 語², 語³. Bytes of no character stay."""
+    labels, first = [*tokens], 0
+    while first < len(tokens):
+        owners: list[int] = []  # the token of each byte
+        raw, text, n = b"", "", first
+        while not text and n < len(tokens) and BYTES_OF_TOKEN.fullmatch(tokens[n]):
+            own = bytes_of(tokens[n])
+            raw, owners, n = raw + own, owners + [n] * len(own), n + 1
+            with contextlib.suppress(UnicodeDecodeError):  # no complete character yet
+                text = raw.decode()
+        text = text if n - first > 1 else ""  # one token may be a text that looks like a byte
+        if text:
+            labels[first:n] = [""] * (n - first)
+        at = 0
+        for character in text:
+            parts = sorted({*owners[at : at + len(character.encode())]})
+            for part, owner in enumerate(parts):
+                labels[owner] += character + ("¹²³⁴"[part] if len(parts) > 1 else "")
+            at += len(character.encode())
+        first = n if text else first + 1
+    return labels
+
+
+def plain_text(tokens: Sequence[str]) -> str:
+    """Returns the text of tokens, without bytes of incomplete characters."""
+    return b"".join(map(bytes_of, tokens)).decode("utf-8", "ignore")
+
+
+def bytes_of(token: str) -> bytes:
+    """Returns the bytes of the text of a token, see token_texts."""
+    if BYTES_OF_TOKEN.fullmatch(token):
+        return bytes.fromhex(token.replace("<0x", "").replace(">", ""))
+    return token.encode()
 
 
 def is_separator(token: str) -> bool:

@@ -10,6 +10,7 @@ from helpers.pages import HISTORY, PROMPTS, STEPS, WORDS, a_run
 from playwright.sync_api import expect
 
 from clearhead.lens.page import START, page
+from clearhead.lens.probe import labels_of
 from clearhead.lens.rounding import formatted
 from clearhead.lens.statistics import STATISTICS
 
@@ -127,6 +128,9 @@ def test_character_split_over_tokens_is_joined_in_the_text(shown):
     spans = lens.locator("#text [data-token]")
     wanted = ["Hi", " \U0001f600", "", "", "<0xE2>", "é", "", "<0x41>", "<0xE2>"]
     assert spans.all_text_contents() == wanted
+    titles = spans.evaluate_all("all => all.map((span) => span.title.split('\\n')[0])")
+    assert titles == labels_of(tokens)
+    assert titles[1:4] == [" 😀¹", "😀²", "😀³"]
 
 
 def test_play_and_pause(shown):

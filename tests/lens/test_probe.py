@@ -12,7 +12,9 @@ from clearhead.interop.huggingface import to_hf
 from clearhead.lens.probe import (
     from_codes,
     is_separator,
+    labels_of,
     make_prompt,
+    plain_text,
     probe,
     repeated_prompt,
     to_codes,
@@ -256,6 +258,25 @@ def test_tokens_are_shown_as_text_bytes_or_numbers():
     assert "".join(texts[1:]).endswith("<0xA2>")  # 漢 is E6 BC A2, in several tokens
     assert token_texts([50300], gpt2.decode_single_token_bytes) == ["<id 50300>"]
     assert text_prompt("a \ud83d b").text == "a � b"  # a lone surrogate
+
+
+def test_tokens_that_share_a_character_have_it_in_their_labels():
+    words = [
+        "の".encode() + b"\xe3",
+        b"\x81\xaf",
+        b" ",
+        *(bytes([b]) for b in "日é".encode()),
+        b"\xff",
+    ]
+    tokens = token_texts(range(len(words)), words.__getitem__)
+    labels = ["のは¹", "は²", " ", "日¹", "日²", "日³", "é¹", "é²", "<0xFF>"]
+    assert labels_of(tokens) == labels
+    assert plain_text(tokens) == "のは 日é"
+    assert plain_text(tokens[:4]) == "のは "  # without a part of a character
+    assert labels_of(tokens[4:]) == ["<0x97>", "<0xA5>", *labels[6:]]
+    assert labels_of(["<0x41>", "a²"]) == ["<0x41>", "a²"]
+    for size in range(len(words)):  # a label contains the text of its token
+        assert len(labels_of(tokens[:size])) == size
 
 
 def test_repeated_prompt_is_bos_and_two_equal_copies():

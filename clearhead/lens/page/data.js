@@ -1,5 +1,7 @@
 /* Checks and decodes the data of a page. index.html describes the format. */
 
+import { joinBytes } from "./text.js";
+
 const VERSION = 3; // of the data, see lens/page/__init__.py
 const DECODED_BYTES = 200e6; // limit for the decoded frames in memory
 
@@ -53,6 +55,8 @@ export async function prepare(run) {
   run.size = run.normSize = 0;
   for (const prompt of run.prompts) {
     prompt.length = prompt.tokens.length;
+    prompt.texts = joinBytes(prompt.tokens);
+    prompt.labels = prompt.texts.map(({ label }) => label);
     prompt.triangle = (prompt.length * (prompt.length + 1)) / 2;
     prompt.start = run.size;
     prompt.normStart = run.normSize;

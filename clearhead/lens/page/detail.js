@@ -109,7 +109,7 @@ function strongestKey(query) {
 
 function drawReadout(query, key, most) {
   const cell = (of) => cellOf(of, enlarged(), query, key);
-  const token = (n) => quotedToken(A.tokens[n]);
+  const token = (n) => quotedToken(A.labels[n]);
   const [a, b] = [cell(A), cell(B)];
   const parts = [token(query), ` (${query}) attends ${most ? "most " : ""}to `, token(key),
     ` (${key}): `];

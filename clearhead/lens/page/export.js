@@ -145,7 +145,7 @@ function headFigure(index) {
   const cell = clamp(Math.floor(576 / A.T), 8, 48); // large enough for the label of each token
   const size = cell * A.T;
   const font = clamp(cell, 8, 12);
-  const labels = A.tokens.map((token) => label(token, 10));
+  const labels = A.labels.map((token) => label(token, 10));
   const ruler = make("canvas").getContext("2d");
   ruler.font = `${font}px DejaVu Sans, Helvetica, Arial, sans-serif`;
   const widest = Math.ceil(Math.max(...labels.map((text) => ruler.measureText(text).width)));

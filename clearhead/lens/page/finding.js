@@ -117,8 +117,8 @@ export const distanceText = (distance) =>
 const ORDINALS = ["first", "second", "third"];
 
 /** Returns the part of a sentence that says to which token the query token attends. */
-function patternText(name, { tokens, period }, { query, key }) {
-  const quoted = (n) => quotedToken(tokens[n]);
+function patternText(name, { tokens, labels, period }, { query, key }) {
+  const quoted = (n) => quotedToken(labels[n]);
   const nth = (n) => {
     const count = tokens.slice(0, n + 1).filter((token) => token === tokens[n]).length;
     return [`the ${ORDINALS[count - 1] ?? `${count}th`} `, quoted(n)];

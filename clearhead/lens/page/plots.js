@@ -25,7 +25,7 @@ const COPIES = 14; // width of the names of the two copies of a repeated sequenc
 export function placePlots() {
   const [compact, wide] = ["compact", "wide"].map((name) => $("app").classList.contains(name));
   ruler.font = FONT;
-  const texts = (longest) => A.tokens.map((token) => label(token, longest));
+  const texts = (longest) => A.labels.map((token) => label(token, longest));
   // Short labels, for example of letters, are in up to three lanes. So none has to be skipped.
   const short = A.tokens.filter((token) => token.length > 3).length <= 1; // <|endoftext|>
   const labels = texts(short ? 3 : compact ? 7 : 8);

@@ -118,7 +118,7 @@ function showLoss(place) {
     return;
   }
   const { at, position } = place;
-  const token = visible(run.prompts[state.prompt].tokens[position], 12);
+  const token = visible(run.prompts[state.prompt].labels[position], 12);
   lossCaption.textContent = `step ${run.steps[at]} · after \u2068"${token}"\u2069 (${position}): ` +
     formatLoss(rows[at][position]);
 }

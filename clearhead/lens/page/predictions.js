@@ -38,7 +38,7 @@ function nextToken(of, query) {
   const about = token === undefined && loss === null ? ["the prompt ends here"]
     : [...next, ", loss ", bold(formatLoss(loss)), " nats"];
   const name = B?.same ? [bold(sideName(of)), " · "] : [];
-  return make("div", {}, make("p", {}, ...name, "after ", quotedToken(A.tokens[query]),
+  return make("div", {}, make("p", {}, ...name, "after ", quotedToken(A.labels[query]),
     ` (${query}): `, ...about), make("ol", {}, ...rows));
 }
 

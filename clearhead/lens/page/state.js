@@ -69,11 +69,11 @@ export const indexName = (index) =>
 
 /** Returns the data of one step of a run on one prompt. It has `bytes` if its frame is decoded. */
 export function side(of, frame, prompt) {
-  const { tokens, length: T, start, triangle, normStart } = of.prompts[prompt];
+  const { tokens, texts, labels, length: T, start, triangle, normStart } = of.prompts[prompt];
   const { step, bytes, facts, normBytes: norms } = of.frames[frame];
   const at = Math.max(0, of.steps.findLastIndex((known) => known <= step));
-  return { run: of, frame, prompt, tokens, T, start, triangle, normStart, step, bytes, facts,
-    norms, at };
+  return { run: of, frame, prompt, tokens, texts, labels, T, start, triangle, normStart, step, bytes,
+    facts, norms, at };
 }
 
 /** Returns the index of the number that is nearest to a number. */

@@ -79,38 +79,61 @@ export function label(token, longest = 12) {
 }
 
 /** Returns an explanation of the signs in the labels of tokens, "" if there are none. */
-export function explainSigns(tokens) {
-  const shown = tokens.map((token) => label(token, Infinity)).join(" ");
+export function explainSigns(tokens, labels) {
+  const shown = labels.map((token) => label(token, Infinity)).join(" ");
   const used = [["␣", "␣ space"], ["⏎", "⏎ line break"], ["␍", "␍ carriage return"], ["⇥", "⇥ tab"],
-    ["∅", "∅ empty token"], [/<0x[\dA-F]{2}>/, "byte of a character that has several tokens"]];
-  return used.map(([sign, meaning]) => {
+    ["∅", "∅ empty token"], [/<0x[\dA-F]{2}>/, "byte that is not a character"]];
+  const texts = used.map(([sign, meaning]) => {
     const found = shown.match(sign)?.[0];
     return found && (typeof sign === "string" ? meaning : `${found} ${meaning}`);
-  }).filter(Boolean).join(" · ");
+  });
+  const part = labels.find((text, n) => text !== tokens[n]);
+  if (part) texts.push(`${part} part of a character that has several tokens`);
+  return texts.filter(Boolean).join(" · ");
 }
 
-/** Returns the text of tokens. If tokens share a character, the first has it, the others null. */
+const PARTS = "¹²³⁴"; // a character has at most four bytes
+
+/** Returns {text, label} of each token. Of a character that several tokens share, the first token
+ * has the text, and the labels of all have the number of the part: 語¹, 語², 語³. The rule for labels
+ * is that of labels_of in lens/probe.py. */
 export function joinBytes(tokens) {
-  const texts = [...tokens];
+  const joined = tokens.map((token) => ({ text: token, label: token }));
   for (let first = 0; first < tokens.length; first++) {
+    const owners = []; // the token of each byte
     let bytes = "";
     for (let n = first; /^(<0x[\dA-F]{2}>)+$/.test(tokens[n]); n++) {
-      bytes += tokens[n].replace(/<0x(..)>/g, "%$1");
-      try {
-        const text = decodeURIComponent(bytes);
-        if (n > first) texts.fill(null, first, n + 1)[first] = text;
-        first = n;
-        break;
-      } catch {
-        // no complete character yet
+      for (const [, byte] of tokens[n].matchAll(/<0x(..)>/g)) {
+        bytes += `%${byte}`;
+        owners.push(n);
       }
+      let text = "";
+      try {
+        text = decodeURIComponent(bytes);
+      } catch {
+        continue; // no complete character yet
+      }
+      if (n === first) break; // a text that looks like a byte
+      joined.fill(null, first, n + 1);
+      let at = 0;
+      for (const character of text) {
+        const size = new TextEncoder().encode(character).length;
+        [...new Set(owners.slice(at, at += size))].forEach((owner, part, all) => {
+          joined[owner] ??= { text: "", label: "" };
+          if (part === 0) joined[owner].text += character;
+          joined[owner].label += character + (all.length > 1 ? PARTS[part] : "");
+        });
+      }
+      first = n;
+      break;
     }
   }
-  return texts;
+  return joined;
 }
 
 /** Returns tokens as one line of text. */
-export const plainText = (tokens) => joinBytes(tokens).join("").replace(/\s+/g, " ").trim();
+export const plainText = (tokens) =>
+  joinBytes(tokens).map(({ text }) => text).join("").replace(/\s+/g, " ").trim();
 
 export function shortNumber(n) {
   return Math.abs(n) >= 1e4 ? `${+(n / 1e3).toPrecision(3)}k` : String(n);

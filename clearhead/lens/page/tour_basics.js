@@ -41,7 +41,7 @@ function basicStops() {
   const weightOf = (key) => weight(run, last, at.prompt, at.index, query, key);
   let most = 0;
   for (let key = 1; key <= query; key++) if (weightOf(key) > weightOf(most)) most = key;
-  const token = (n) => [quotedToken(prompt.tokens[n]), ` (${n})`];
+  const token = (n) => [quotedToken(prompt.labels[n]), ` (${n})`];
   const steps = [0, last].map((frame) => run.frames[frame].step);
   const viewOf = (one) => ({ ...placeOfHead(one.index), prompt: one.prompt, frame: last,
     query: one.query ?? run.prompts[one.prompt].length - 1 });

@@ -23,7 +23,7 @@ function bestHead(key) {
 }
 
 /** Returns what the tour is about, or null if the page has not all that it needs:
- * {prompt: index, period, tokens, induction, previous: heads, since: step, and the indices of
+ * {prompt: index, period, labels, induction, previous: heads, since: step, and the indices of
  * frames, in this order: before, grown, copies, last}. */
 function findSubject() {
   const prompt = repeatedPrompt();
@@ -68,13 +68,13 @@ export function copyingTour() {
 }
 
 function copyingStops(subject, removed) {
-  const { period, tokens, prompt, induction, previous, since, before, grown, copies, last } = subject;
+  const { period, labels, prompt, induction, previous, since, before, grown, copies, last } = subject;
   const losses = (frame) => lossesOf(side(run, frame, prompt));
   const copyLoss = (frame, copy) => bold(formatLoss(meanLoss(losses(frame), period, copy)));
   const chance = (frame, query) => Math.exp(-losses(frame)[query]);
   const query = clearestQuery(subject, chance);
   const key = query - period + 1;
-  const quoted = (n) => quotedToken(tokens[n]);
+  const quoted = (n) => quotedToken(labels[n]);
   const stepOf = (frame) => run.frames[frame].step;
   const average = (frame, name, index) =>
     bold(format(run.frames[frame].facts.statistics[prompt][name][index]));

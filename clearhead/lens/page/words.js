@@ -1,7 +1,7 @@
 /* The prompt as text, coloured by the weights of the enlarged head or by the loss of each token. */
 
 import {
-  explainSigns, formatCell, formatChange, formatLoss, joinBytes, label, visible,
+  explainSigns, formatCell, formatChange, formatLoss, label, visible,
 } from "./text.js";
 import { $, checkRadio, make } from "./dom.js";
 import { A, B, comparable, enlarged, selected, state } from "./state.js";
@@ -67,9 +67,9 @@ function writeTokens() {
   // In running text, "l" and "I" are hard to tell apart.
   $("text").classList.toggle("mono", A.tokens.slice(1).every((token) => [...token].length === 1));
   const { period } = A.run.prompts[A.prompt];
-  $("signs").textContent = explainSigns(A.tokens);
-  $("text").replaceChildren(...joinBytes(A.tokens).map((token, n) => {
-    const shown = token === null ? "" : token.trim() ? visible(token) : label(token);
+  $("signs").textContent = explainSigns(A.tokens, A.labels);
+  $("text").replaceChildren(...A.texts.map(({ text }, n) => {
+    const shown = text.trim() ? visible(text) : text && label(text);
     const ends = period && (n === 0 || n === period); // each copy has its own lines
     const span = make("span", { textContent: shown.replaceAll("⏎", "⏎\n") + (ends ? "\n" : "") });
     span.dataset.token = n;
@@ -86,7 +86,7 @@ export function drawText(query) {
   if (!of) return; // the text is hidden
   [...$("text").children].forEach((span, n) => {
     const { className, about, colour, alpha } = of(n);
-    const title = `${A.tokens[n].slice(0, 400)}\nposition ${n}${about}`;
+    const title = `${A.labels[n].slice(0, 400)}\nposition ${n}${about}`;
     Object.assign(span, { className, title });
     span.style.color = span.style.backgroundColor = "";
     shade(span, colour, STRONGEST * alpha);
