@@ -126,6 +126,8 @@ def main(settings: EvaluateConfig) -> None:
     for name, value in results.items():
         shown = f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if value else value
         print(f"{name:<14} {shown}")
+    named = f"{pretrained.tokenizer.name}, {pretrained.tokenizer.n_vocab:,} ids"
+    print(f"\nOnly bits_per_byte can be compared with models of another tokenizer ({named}).")
     if settings.out:
         report = {
             "checkpoint": settings.checkpoint,

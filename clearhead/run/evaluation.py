@@ -6,6 +6,7 @@ sequences it is the accuracy on the predictable targets; all other targets are i
 Shapes: B batch, T positions, V vocabulary.
 """
 
+import codecs
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -181,4 +182,10 @@ class Evaluator:
                 vocab_size=tokenizer.n_vocab,
             )
             new_ids = [token for (token,) in steps]
-        return {"step": step, "prompt": prompt, "text": prompt + tokenizer.decode(new_ids)}
+        # Without an incomplete character at the end.
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return {
+            "step": step,
+            "prompt": prompt,
+            "text": prompt + decoder.decode(tokenizer.decode_bytes(new_ids)),
+        }

@@ -1,4 +1,5 @@
-"""Tokens of hundreds of MB of real text: streaming compared with one call of tiktoken.
+"""Tokens of hundreds of MB of real text: streaming compared with one call of tiktoken and, for a
+tokenizer that is trained on these texts, with Hugging Face's `tokenizers`.
 
     make campaign TEXTS=FOLDER          # any folder of texts; files that are not UTF-8 are skipped
 
@@ -6,16 +7,22 @@ The default folder is site-packages of this Python. Not part of `make test`: pyt
 a file with this name.
 """
 
+import functools
 import os
 import random
 import sysconfig
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
+from helpers.texts import FRAGMENTS
 
-from clearhead.tokens.encoding import StreamEncoder
+from clearhead.tokens.encoding import StreamEncoder, concatenate, utf8_blocks
+from clearhead.tokens.tokenizer_json import to_json
 from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.training import Sample, train_tokenizer
 
 GROUP = 20_000_000  # bytes that one call encodes
 FOLDER = os.environ.get("TEXTS") or sysconfig.get_path("purelib")
@@ -42,15 +49,27 @@ def texts():
         yield "".join(group)
 
 
+@functools.cache
+def tokenizer_of(name):
+    """gpt2, or "trained": 16,384 ids, of a part of all texts."""
+    if name == "gpt2":
+        return get_tokenizer("gpt2")
+    sample = Sample(limit=10**7)
+    for text in texts():
+        sample.add(text.encode())
+    return train_tokenizer(sample, 16384)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "trained"])
 @pytest.mark.parametrize("engine", ["gigatoken", "tiktoken"])
-def test_streamed_tokens_are_those_of_one_call(engine):
-    tokenizer, draw, total = get_tokenizer("gpt2"), random.Random(1), 0
+def test_streamed_tokens_are_those_of_one_call(engine, name):
+    tokenizer, draw, total = tokenizer_of(name), random.Random(1), 0
     for text in texts():
         if engine == "tiktoken" and total > 200e6:
             break  # ten times slower
         expected = tokenizer.encode_to_numpy(text, allowed_special="all")
         chunk_bytes = draw.choice([2**10, 2**14, 2**18])
-        encoder = StreamEncoder(get_tokenizer("gpt2"), engine=engine, chunk_bytes=chunk_bytes)
+        encoder = StreamEncoder(tokenizer, engine=engine, chunk_bytes=chunk_bytes)
         blocks, start = [], 0
         while start < len(text):
             end = start + draw.randint(1, 2**20)
@@ -58,7 +77,35 @@ def test_streamed_tokens_are_those_of_one_call(engine):
             start = end
         ids = np.concatenate(list(encoder.encode(blocks)))
         assert np.array_equal(ids, expected)
+        assert tokenizer.decode(ids.tolist()) == text
         assert encoder.text_bytes == len(text.encode())
         total += encoder.text_bytes
-        print(f"{engine}: {total / 1e6:,.0f} MB alike", flush=True)
+        print(f"{name}, {engine}: {total / 1e6:,.0f} MB alike", flush=True)
     assert total > 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "trained"])
+def test_tokens_are_those_of_tokenizers(name):
+    """60 MB of the texts in parts of 100,000 characters, and 100,000 random strings of characters
+    that Python's version of Unicode knows."""
+    ours, total = tokenizer_of(name), 0
+    theirs = tokenizers.Tokenizer.from_str(to_json(ours).decode())
+    encoder, draw = StreamEncoder(ours), random.Random(2)
+
+    def check(text):
+        expected = theirs.encode(text).ids
+        found = concatenate(encoder.encode(utf8_blocks(text)))
+        assert found.tolist() == expected, text[:200]
+        assert ours.decode(expected) == text
+
+    for text in texts():
+        for start in range(0, len(text), 100_000):
+            check(part := text[start : start + 100_000])
+            total += len(part.encode())
+        print(f"{name}, tokenizers: {total / 1e6:,.0f} MB alike", flush=True)
+        if total > 60e6:
+            break
+    known = [chr(n) for n in range(0x110000) if unicodedata.category(chr(n)) not in ("Cn", "Cs")]
+    for _ in range(100_000):
+        kinds = draw.choice([FRAGMENTS, known, known[:3000], known[:200] + FRAGMENTS])
+        check("".join(draw.choices(kinds, k=draw.randint(1, 40))))
