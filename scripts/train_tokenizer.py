@@ -55,7 +55,7 @@ class TokenizerConfig(ScriptConfig):
     )
     sample_mb: Annotated[Positive, Field(le=100_000)] = Field(
         SAMPLE_BYTES // 10**6,
-        description="MB of text to train on; each needs up to 100 MB of memory",
+        description="MB of text to train on; each needs 10 to 130 MB of memory",
     )
 
 

@@ -19,7 +19,7 @@ from clearhead.tokens.tokenizer_json import CHARACTERS, build_tokenizer
 from clearhead.tokens.tokenizers import PATTERNS, Tokenizer
 
 PATTERN = "qwen35"  # fewer tokens than with GPT-2's pattern in all measured languages
-SAMPLE_BYTES = 32_000_000
+SAMPLE_BYTES = 16_000_000  # with 100 MB, texts have about as many tokens (docs/data.md)
 BLOCK = 2**16  # bytes
 LEAST, MOST = 512, 2**15  # ids of a vocabulary whose size is not given
 LONGEST_TOKEN = 64  # bytes, half as many in some scripts; a longer one is a repeated phrase
