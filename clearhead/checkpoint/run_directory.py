@@ -176,12 +176,8 @@ def has_other_files(folder: Path) -> bool:
     """Returns whether a directory contains files but is not a run: it has no valid run.json."""
     if not folder.is_dir() or settings_of(folder) is not None:
         return False
-    ours = {
-        LOCK,
-        SETTINGS_JSON,
-        CONFIG_YAML,
-        TOKENIZER,
-    }  # also as NAME.part-..., before they are complete
+    # Also as NAME.part-..., before they are complete.
+    ours = {LOCK, SETTINGS_JSON, CONFIG_YAML, TOKENIZER}
     return any(entry.name.partition(".part")[0] not in ours for entry in folder.iterdir())
 
 

@@ -225,7 +225,7 @@ def labels_of(tokens: Sequence[str]) -> list[str]:
             raw, owners, n = raw + own, owners + [n] * len(own), n + 1
             with contextlib.suppress(UnicodeDecodeError):  # no complete character yet
                 text = raw.decode()
-        text = text if n - first > 1 else ""  # one token may be a text that looks like a byte
+        text = text if n - first > 1 else ""  # a single token is a text such as <0x41>
         if text:
             labels[first:n] = [""] * (n - first)
         at = 0

@@ -155,7 +155,10 @@ def _added_tokens(folder: Path) -> tuple[tuple, str | None]:
     for number, token in (decoder if isinstance(decoder, dict) else {}).items():
         if isinstance(token, dict) and number.isdecimal():
             added.append((token.get("content"), int(number), bool(token.get("special"))))
-    return tuple(added), eos.get("content") if isinstance(eos, dict) else eos
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if not all(isinstance(text, str) and type(number) is int for text, number, _ in added):
+        raise ValueError("has an added token without a text or an id")
+    return tuple(added), eos if isinstance(eos, str) else None
 
 
 @functools.lru_cache(maxsize=4)
@@ -199,8 +202,7 @@ def _pattern(pre_tokenizer: dict | None) -> str:
         raise ValueError("is not byte-level BPE, or adds a space before the text")
     if not splits and last.get("use_regex", True):
         return "gpt2"
-    names = {json.dumps(_split(name)): name for name in PATTERNS}
-    name = names.get(json.dumps(splits[0])) if len(splits) == 1 else None
+    name = next((name for name in PATTERNS if splits == [_split(name)]), None)
     if name is None or last.get("use_regex", True):
         raise ValueError("splits the text with another pattern than GPT-2 or Qwen 3.5")
     return name

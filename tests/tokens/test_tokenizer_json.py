@@ -109,6 +109,17 @@ def test_other_tokenizers_are_refused(tmp_path):
         with refused(DataError, "data.tokenizer", tmp_path, exit_code=3):
             load_tokenizer(str(tmp_path))
             raise AssertionError(what)
+    (tmp_path / "tokenizer.json").write_bytes(to_json(get_tokenizer("byte")))
+    for name, content in (
+        ("added_tokens.json", {"<x>": [1]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"257": {"content": ["<x>"]}}}),
+    ):
+        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
+        with refused(DataError, "data.tokenizer", tmp_path, exit_code=3):
+            load_tokenizer(str(tmp_path))
+        (tmp_path / name).unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ["<x>"]}', encoding="utf-8")
+    assert load_tokenizer(str(tmp_path)) is get_tokenizer("byte")
     for source in ("words", str(tmp_path / "no")):
         with refused(DataError, "data.tokenizer", source, exit_code=3):
             load_tokenizer(source)

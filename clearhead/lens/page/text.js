@@ -113,7 +113,7 @@ export function joinBytes(tokens) {
       } catch {
         continue; // no complete character yet
       }
-      if (n === first) break; // a text that looks like a byte
+      if (n === first) break; // a text such as <0x41>
       joined.fill(null, first, n + 1);
       let at = 0;
       for (const character of text) {
