@@ -55,7 +55,7 @@ from clearhead.run.run import Run
 from clearhead.run.signals import StopSignals
 from clearhead.run.stop import Stop
 from clearhead.run.time_limit import TimeLimit, measure_steps, with_max_steps
-from clearhead.run.tokenizer import few_ids, find_tokenizer, with_vocabulary
+from clearhead.run.tokenizer import find_tokenizer, short_tokens, with_vocabulary
 from clearhead.run.translate_errors import translate_errors
 from clearhead.tokens.stream import check_checksums
 from clearhead.tokens.tokenizer_json import stored
@@ -211,7 +211,7 @@ class Builder:
             hint = "give every machine the same data"
             check_checksums(of_rank_0, data.checksums, path, "rank 0", hint)
         if self.start.state is None:
-            self.notes += few_ids(config, self.tokenizer, data)
+            self.notes += short_tokens(config, self.tokenizer, data)
         return data
 
     def build_batches(self, first_step: int) -> Iterator[list[tuple[Sequence[torch.Tensor], int]]]:

@@ -119,15 +119,15 @@ class TokenStream:
         within = ends[block] - sizes[block] + np.cumsum(byte_lengths[ids])
         return starts[block] + int(np.searchsorted(within, wanted)) + 1
 
-    def num_used_ids(self) -> int | None:
-        """Returns the number of different ids; None for more than MAX_MEASURED tokens."""
+    def id_counts(self) -> np.ndarray | None:
+        """Returns how often each id occurs, int64, (V,); None for more than MAX_MEASURED tokens."""
         if len(self) > MAX_MEASURED:
             return None
-        used = np.zeros(self.vocab_size, bool)
+        counts = np.zeros(self.vocab_size, np.int64)
         for start in range(0, len(self), SEARCH_BLOCK):
             for *_, ids in self._slices(start, start + SEARCH_BLOCK):
-                used[ids] = True
-        return int(used.sum())
+                counts += np.bincount(ids, minlength=self.vocab_size)
+        return counts
 
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
         """Splits the stream before a position, without copying."""
