@@ -44,9 +44,14 @@ class DrawnText:
         return sum(font.getlength(run) for run, font in self.runs)
 
     def draw(self, draw: ImageDraw.ImageDraw, x: float, y: float, ink: int, anchor: str) -> None:
-        """Draws the text from (x, y) to the right. anchor: as in Pillow, "la" or "lm"."""
+        """Draws the text from (x, y) to the right. anchor: as in Pillow, "la" or "lm", of DejaVu
+        Sans. All runs have the same baseline."""
+        if not self.runs:
+            return
+        ascent, descent = font_of(self.runs[0][1].size).getmetrics()
+        baseline = y + (ascent if anchor == "la" else (ascent - descent) / 2)
         for run, font in self.runs:
-            draw.text((x, y), run, ink, font, anchor=anchor)
+            draw.text((x, baseline), run, ink, font, anchor="ls")
             x += font.getlength(run)
 
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from .fonts import DrawnText, drawn, font_of
 from .history import atomic_write
-from .probe import Prompt, from_codes, plain_text, triangle_to_square
+from .probe import BYTES_OF_TOKEN, Prompt, from_codes, plain_text, triangle_to_square
 from .statistics import uniform_attention
 
 COLOUR_MAP = "viridis"  # perceptually uniform; readable in grey and by colour-blind people
@@ -121,6 +121,7 @@ def colour(codes: np.ndarray) -> np.ndarray:
 def label(token: str) -> str:
     """Returns an axis label: the token, truncated, with visible white space."""
     shown = token.strip() or repr(token)[1:-1].replace(" ", "␣")
+    shown = shown.replace("><0x", " ") if BYTES_OF_TOKEN.fullmatch(shown) else shown  # <0xE3 81>
     shown = "".join(c if c.isprintable() else "·" for c in shown)
     return shown if len(shown) <= 12 else shown[:11] + "…"
 
@@ -142,12 +143,13 @@ def fit_title(prompt: Prompt, width: float, size: int) -> DrawnText:
     installed fonts lack some of its characters."""
     fits = round(2 * width / size)
     for _ in range(3):
-        title = drawn(title_of(prompt, fits), size)
+        text = title_of(prompt, fits)
+        title = drawn(text, size)
         if title.has_codes:
-            title = drawn(f"{title_of(prompt, fits)}  (no font for some characters)", size)
+            title = drawn(f"{text}  (no font for some characters)", size)
         if title.length <= width:
             break
-        fits = int(fits * width / title.length)
+        fits = int(min(fits, len(text)) * width / title.length)
     return title
 
 

@@ -3,7 +3,7 @@
 import matplotlib
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from clearhead.lens import fonts
 from clearhead.lens.figure import draw_figure
@@ -48,6 +48,22 @@ def test_a_run_has_the_font_of_its_characters(monkeypatch):
     assert text.length - 3 <= columns[-1] <= 5 + text.length + 1
 
 
+@pytest.mark.parametrize("anchor", ["la", "lm"])
+def test_all_runs_have_one_baseline(monkeypatch, anchor):
+    only(monkeypatch, OTHER)
+    other, size = "\ue000", 30
+    image = Image.new("L", (99, 60), 255)
+    drawn(f"H{other}", size).draw(ImageDraw.Draw(image), 5, 20, 0, anchor)
+    after = 5 + round(drawn("H", size).length)
+    baseline = 1 + int(np.flatnonzero((np.array(image)[:, :after] < 128).any(axis=1))[-1])
+    expected = Image.new("L", (99, 60), 255)
+    font = ImageFont.truetype(OTHER, size)
+    ImageDraw.Draw(expected).text((after, baseline), other, 0, font, anchor="ls")
+    rows = [(np.array(i)[:, after:] < 128).any(axis=1).nonzero()[0] for i in (image, expected)]
+    assert abs(rows[0][0] - rows[1][0]) <= 1
+    assert abs(rows[0][-1] - rows[1][-1]) <= 1
+
+
 def test_without_a_shaping_library_marks_and_arabic_become_codes(monkeypatch):
     """They would be drawn in a wrong order."""
     only(monkeypatch)
@@ -56,12 +72,13 @@ def test_without_a_shaping_library_marks_and_arabic_become_codes(monkeypatch):
     assert plain("e\u0301 \u0642") == "e\\u0301 \\u0642"
 
 
-@pytest.mark.parametrize("words", [["theboat", "is", "big"], ["the boat ", "is ", "big "]])
-def test_a_title_fits(monkeypatch, words):
-    """In scripts without spaces too."""
+@pytest.mark.parametrize(
+    "tokens", [["theboat", "is", "big"] * 30, ["the boat ", "is ", "big "] * 30, ["W"] * 45]
+)
+def test_a_title_fits(monkeypatch, tokens):
+    """In scripts without spaces too, and with wide characters."""
     only(monkeypatch)
-    tokens = words * 30
-    prompt = Prompt("1-x", "".join(tokens), [*range(90)], tokens)
+    prompt = Prompt("1-x", "".join(tokens), [*range(len(tokens))], tokens)
     for width in (300, 600):
         title = fit_title(prompt, width, 16)
         assert title.length <= width

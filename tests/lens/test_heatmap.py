@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
+from clearhead.lens.fonts import font_of
 from clearhead.lens.heads import NAMES
 from clearhead.lens.heatmap import (
     ACCENT,
@@ -188,9 +189,11 @@ def test_panel_labels_the_tokens_if_there_is_room(tmp_path, places):
             found = [places[label(token)] for token in tokens]
             cells = {*np.diff([x for x, _ in found]), *np.diff([y for _, y in found])}
             assert max(cells) == pytest.approx(min(cells))
+            ascent, descent = font_of(16).getmetrics()
             for n, (x, y) in enumerate(found):
                 assert 0 < x - left - (n + 1) * min(cells) < 8
-                assert y == pytest.approx(top + (n + 0.5) * min(cells), abs=1)
+                middle = y - (ascent - descent) / 2  # y is the baseline
+                assert middle == pytest.approx(top + (n + 0.5) * min(cells), abs=1)
 
 
 def test_every_weight_of_small_heatmaps_is_shown():
@@ -209,5 +212,5 @@ def test_every_weight_of_small_heatmaps_is_shown():
 
 
 def test_labels_of_odd_tokens():
-    tokens = [" the", "\n", "\u202eabc", "x" * 30, "<0xE2>"]
-    assert [*map(label, tokens)] == ["the", "\\n", "·abc", "x" * 11 + "…", "<0xE2>"]
+    tokens = [" the", "\n", "\u202eabc", "x" * 30, "<0xE2>", "<0xE2><0x82>"]
+    assert [*map(label, tokens)] == ["the", "\\n", "·abc", "x" * 11 + "…", "<0xE2>", "<0xE2 82>"]

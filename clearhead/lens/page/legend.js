@@ -39,10 +39,11 @@ function writeSubject() {
   const { step } = run.frames.at(-1);
   const isTraining = run.frames.length > 1;
   const named = indices().filter((index) => findName(run, index, step)).length;
-  const heads = `${named || "none"} of ${plural(run.count, "head")} ${named > 1 ? "have" : "has"}`;
+  const heads = `${named || "none"} of ${plural(run.count, "head")} ` +
+    `${named > 1 ? "have" : "has"} a clear pattern` +
+    (named ? ", and a name for it" : ", so none has a name");
   const text = [bold(run.name), `: ${plural(run.layers, "layer")} × ${plural(run.heads, "head")}` +
-    (isTraining ? `, ${plural(step, "training step")}. At the end, ${heads}` : `; ${heads}`) +
-    " a clear pattern, and a name for it. "];
+    (isTraining ? `, ${plural(step, "training step")}. At the end, ${heads}` : `; ${heads}`) + ". "];
   const groups = run.ablation?.method === "exact" ? run.ablation.groups : [];
   const [most] = [...groups].sort((a, b) => b.loss_change - a.loss_change);
   if (most?.loss_change > 2 * (most?.loss_change_error ?? Infinity)) {

@@ -17,6 +17,7 @@ const ruler = document.createElement("canvas").getContext("2d");
 
 const TOP = 6; // space above a heatmap for the first label
 const LABEL = 11.5; // height of a label
+const COVERED = 12; // labels that are nearer to that of the query or key token would be under it
 const READABLE = 8; // of smaller rows, only the query token and the key token have a label
 const COPIES = 14; // width of the names of the two copies of a repeated sequence
 
@@ -110,11 +111,13 @@ export function drawMarks(plot, query, key, isPointer) {
     context.restore();
   };
   if (plot.labels) {
-    for (const column of [false, true]) {
-      lanes.forEach((_, n) => write(n, column, false));
+    for (const [column, strong] of [[false, query], [true, key]]) {
+      lanes.forEach((lane, n) => {
+        const isNear = Math.abs(n - strong) * cell < COVERED;
+        if (!isNear || lane !== (lanes[strong] ?? 0)) write(n, column, false);
+      });
+      write(strong, column, true);
     }
-    write(query, false, true);
-    write(key, true, true);
   }
 
   drawCopies(context, plot);

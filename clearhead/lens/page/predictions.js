@@ -28,13 +28,15 @@ function nextToken(of, query) {
   const { losses, tokens, probabilities } = predictionsOf(of);
   const texts = tokens[query].map((token) => of.facts.predictions.tokens[token]);
   const [token, loss] = [A.tokens[query + 1], losses[query] ?? null];
-  const rows = texts.map((text, n) => predictionRow(text, probabilities[query][n], text === token));
+  const part = A.labels[query + 1]; // with the character, if the token is a part of one
+  const rows = texts.map((text, n) =>
+    predictionRow(text === token ? part : text, probabilities[query][n], text === token));
   if (token !== undefined && loss !== null && !texts.includes(token)) {
-    rows.push(predictionRow(token, Math.exp(-loss), true));
+    rows.push(predictionRow(part, Math.exp(-loss), true));
     rows.at(-1).classList.add("more");
   }
   const next = token === undefined ? ["the next token is not shown"]
-    : ["next token ", quotedToken(token)];
+    : ["next token ", quotedToken(part)];
   const about = token === undefined && loss === null ? ["the prompt ends here"]
     : [...next, ", loss ", bold(formatLoss(loss)), " nats"];
   const name = B?.same ? [bold(sideName(of)), " · "] : [];
@@ -63,7 +65,7 @@ function layerTable(of, query) {
     const sign = text === truth ? " ✓" : "";
     const from = layer < final.layers.length ? `input of L${layer}` : "output";
     return make("tr", { className: sign ? "true" : "" },
-      make("th", { scope: "row", textContent: from }), make("td", {}, quotedToken(text), sign),
+      make("th", { scope: "row", textContent: from }), make("td", {}, quotedToken(sign ? A.labels[query + 1] : text), sign),
       make("td", { className: "number", textContent: formatChance(probabilities[query][0]) }),
       make("td", { className: "number", textContent: formatLoss(losses[query] ?? null) }));
   });

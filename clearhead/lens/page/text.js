@@ -62,6 +62,7 @@ export const formatChange = (a, b) =>
 
 export const plural = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 
+const BYTES = /^(<0x[\dA-F]{2}>)+$/; // a token without a complete character
 const SIGNS = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
 const UNSEEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\u2028\u2029]/gu;
 
@@ -75,14 +76,15 @@ export function visible(token, longest = 60) {
 export function label(token, longest = 12) {
   const spaces = (space) => "␣".repeat([...space].length);
   const marked = token.replace(/^[^\S\r\n\t]+|[^\S\r\n\t]+$/g, spaces);
-  return visible(marked, longest) || "∅";
+  const shown = BYTES.test(marked) ? marked.replaceAll("><0x", " ") : marked; // <0xE3 81>
+  return visible(shown, longest) || "∅";
 }
 
 /** Returns an explanation of the signs in the labels of tokens, "" if there are none. */
 export function explainSigns(tokens, labels) {
   const shown = labels.map((token) => label(token, Infinity)).join(" ");
   const used = [["␣", "␣ space"], ["⏎", "⏎ line break"], ["␍", "␍ carriage return"], ["⇥", "⇥ tab"],
-    ["∅", "∅ empty token"], [/<0x[\dA-F]{2}>/, "byte that is not a character"]];
+    ["∅", "∅ empty token"], [/<0x[\dA-F ]+>/, "part of a character, in bytes"]];
   const texts = used.map(([sign, meaning]) => {
     const found = shown.match(sign)?.[0];
     return found && (typeof sign === "string" ? meaning : `${found} ${meaning}`);
@@ -102,7 +104,7 @@ export function joinBytes(tokens) {
   for (let first = 0; first < tokens.length; first++) {
     const owners = []; // the token of each byte
     let bytes = "";
-    for (let n = first; /^(<0x[\dA-F]{2}>)+$/.test(tokens[n]); n++) {
+    for (let n = first; BYTES.test(tokens[n]); n++) {
       for (const [, byte] of tokens[n].matchAll(/<0x(..)>/g)) {
         bytes += `%${byte}`;
         owners.push(n);
