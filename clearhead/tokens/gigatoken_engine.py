@@ -26,10 +26,13 @@ class Gigatoken:
     RELOAD_EVERY = 2**26  # bytes of text, on systems that do not report the process's memory
 
     def __init__(self, tokenizer: Tokenizer, special: bool):
-        self._specials = {END_OF_TEXT: tokenizer.eot_token} if special else {}
+        words = sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)
+        # gigatoken needs the ids 0, 1, 2, ... They differ if special tokens have the first ids.
+        ids = np.array([*map(tokenizer.ranks.__getitem__, words), tokenizer.eot_token], np.uint32)
+        self._ids = None if np.array_equal(ids, np.arange(len(ids))) else ids
+        self._specials = {END_OF_TEXT: len(words)} if special else {}
         self._pattern = tokenizer.pattern
-        words = sorted(tokenizer.ranks.items(), key=lambda item: item[1])
-        self._ranks = b"".join(b"%s %d\n" % (base64.b64encode(word), n) for word, n in words)
+        self._ranks = b"".join(b"%s %d\n" % (base64.b64encode(w), n) for n, w in enumerate(words))
         self._reload()
 
     def _reload(self) -> None:
@@ -53,7 +56,8 @@ class Gigatoken:
                 release_freed_memory()
                 if self._grown():
                     self._reload()
-        return self._tokenizer.encode(text)
+        ids = self._tokenizer.encode(text)
+        return ids if self._ids is None else self._ids[ids]
 
     def _grown(self) -> bool:
         if not self._resident:

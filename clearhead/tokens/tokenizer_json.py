@@ -181,8 +181,9 @@ def _from_values(content: object, others: tuple, eos: str | None) -> Tokenizer:
         affixes = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
         if any(model.get(key) for key in affixes):
             raise ValueError("is not byte-level BPE")
-        for token, _, is_special in added:
-            if not is_special and token not in (END_OF_TEXT, eos):
+        known = {END_OF_TEXT, eos, *(token for token, _, is_special in added if is_special)}
+        for token, *_ in added:
+            if token not in known:
                 raise ValueError(f"has an added token for text, {token!r:.40}")
         pattern = _pattern(content.get("pre_tokenizer"))
         ids = model["vocab"] | {token: number for token, number, _ in added}

@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens.encoding import StreamEncoder, concatenate, utf8_blocks
 from clearhead.tokens.tokenizer_json import from_json, load_tokenizer, to_json
 from clearhead.tokens.tokenizers import get_tokenizer
 
@@ -62,8 +63,23 @@ def test_ids_of_a_directory_of_another_project(specials, tmp_path):
         ids = theirs.encode(text).ids
         assert ours.encode_ordinary(text) == back.encode_ordinary(text) == ids
         assert ours.decode(ids) == text
+        streamed = concatenate(StreamEncoder(ours).encode(utf8_blocks(f"{text}{END_OF_TEXT}")))
+        assert streamed.tolist() == [*ids, end]
 
     check()
+
+
+def test_a_token_that_one_file_calls_special_is_special(tmp_path):
+    """transformers 4 writes it to added_tokens.json, too, which does not say so."""
+    (tmp_path / "tokenizer.json").write_bytes(to_json(get_tokenizer("byte")))
+    (tmp_path / "added_tokens.json").write_text('{"[PAD]": 257}')
+    with refused(DataError, "data.tokenizer", tmp_path, exit_code=3):
+        load_tokenizer(str(tmp_path))
+    settings = {"added_tokens_decoder": {"257": {"content": "[PAD]", "special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = load_tokenizer(str(tmp_path))
+    assert (found.n_vocab, found.eot_token) == (258, 256)
+    assert found.encode_ordinary("[PAD]") == [*b"[PAD]"]
 
 
 def changed(change) -> bytes:
