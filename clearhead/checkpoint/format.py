@@ -4,7 +4,7 @@
         model.safetensors                     parameters
         optimizer.safetensors                 optimizer state
         state.json                            step, settings, losses, counters: class `State`
-        tokenizer.json                        the tokenizer, unless it is gpt2 or byte
+        tokenizer.json                        the tokenizer, unless data.tokenizer is gpt2 or byte
         SHA256SUMS                            checksums of these files: sha256sum -c SHA256SUMS
     runs/NAME/checkpoints/last, best          relative links to the newest checkpoint and to the one
                                               with the lowest validation loss

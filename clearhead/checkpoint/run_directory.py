@@ -3,7 +3,7 @@
 runs/NAME/.lock            locked while a process writes here; has the process id and host name
           run.json         all settings, read by programs
           config.yaml      all settings, for users; programs do not parse it
-          tokenizer.json   the tokenizer, unless it is gpt2 or byte
+          tokenizer.json   the tokenizer, unless data.tokenizer is gpt2 or byte
           validation.json  the validation after the last step
           summary.json     the result; written last, when everything else of a run is done
 """
@@ -145,12 +145,12 @@ def _this_process() -> str:
 
 
 def write_settings(run: Path, settings: dict, checksums: Checksums, tokenizer: Tokenizer) -> None:
-    """Writes all settings of a run to run.json and config.yaml, and a tokenizer that is not built
-    in to tokenizer.json. run.json also has a checksum of the tokens, because the text at a path may
-    change, and the name of the tokenizer."""
+    """Writes all settings of a run to run.json and config.yaml, and its tokenizer to
+    tokenizer.json, unless data.tokenizer is gpt2 or byte. run.json also has a checksum of the
+    tokens, because the text at a path may change, and the name of the tokenizer."""
     import yaml
 
-    if content := stored(tokenizer):
+    if content := stored(tokenizer, settings["data"]["tokenizer"]):
         atomic_write(run / TOKENIZER, content)
     content = {"settings": settings, "data": checksum_of_all(checksums)}
     content["tokenizer"] = tokenizer.name

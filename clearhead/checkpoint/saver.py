@@ -33,7 +33,7 @@ class Saver:
     """Writes the checkpoints of a run, one at a time.
 
     run: the run directory, locked by this process. keep: number of newest checkpoints to keep; the
-    best one is kept too. tokenizer: the content of tokenizer.json, None for a built-in tokenizer.
+    best one is kept too. tokenizer: the content of tokenizer.json, None if there is none.
     resumed: the state of the checkpoint from which the run resumes, if any.
     """
 

@@ -332,7 +332,8 @@ class Builder:
         with run_directory.writable(Path(config.runs_dir)):
             directory = self.create_directory()
             resumed = state if self.start.in_place else None
-            saver = Saver(directory, config.trainer.keep, stored(self.tokenizer), resumed)
+            content = stored(self.tokenizer, config.data.tokenizer)
+            saver = Saver(directory, config.trainer.keep, content, resumed)
             self.closing.callback(saver.close)
             if self.start.was_finished:
                 return directory, saver, NoTracker()

@@ -7,7 +7,7 @@ When all tasks have a record, the manifest is written.
 
     DIR/shard_00000_00.bin, ...        the shards (tokens/shards.py), named by task and number
     DIR/preparing/00000.json, ...      the record of each finished task
-    DIR/tokenizer.json                 a copy, if the tokenizer is a trained one
+    DIR/tokenizer.json                 a copy, unless data.tokenizer is gpt2 or byte
     DIR/manifest.json                  written last
 """
 
@@ -158,7 +158,7 @@ class Preparation:
                 for blocks in itertools.islice(documents(part), 1):
                     next(iter(blocks), None)
         preparing.mkdir(parents=True, exist_ok=True)
-        if content := stored(self.tokenizer):
+        if content := stored(self.tokenizer, self.settings.tokenizer):
             atomic_write(self.folder / TOKENIZER, content)
 
     def _records(self) -> dict[int, TaskRecord]:

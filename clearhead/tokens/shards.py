@@ -6,9 +6,9 @@ A shard in the format of llm.c and modded-nanogpt, little-endian:
     n x uint16    token ids
 
 nanoGPT's train.bin and val.bin are the ids without a header. `scripts/prepare_data.py` writes
-shards, manifest.json and, of a trained tokenizer, tokenizer.json. The manifest contains the name of
-the tokenizer, the numbers of tokens and documents, and the SHA-256 of each block of 4 MiB, so that
-an error message can name the damaged block.
+shards, manifest.json and, unless data.tokenizer is gpt2 or byte, tokenizer.json. The manifest
+contains the name of the tokenizer, the numbers of tokens and documents, and the SHA-256 of each
+block of 4 MiB, so that an error message can name the damaged block.
 
     streams = open_shards("fineweb/", get_tokenizer("gpt2"))  # memory-maps the files
     streams["train"].gather(np.array([5]), 1024)              # ids 5 to 1028 (tokens/stream.py)

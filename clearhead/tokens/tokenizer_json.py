@@ -39,10 +39,10 @@ Merges = list[tuple[bytes, bytes]]
 # ---------------------------------------------------------------------------------------- writing
 
 
-def stored(tokenizer: Tokenizer) -> bytes | None:
-    """Returns the content of the tokenizer.json of a run; None for a built-in tokenizer, which is
-    not stored."""
-    return None if tokenizer.name in VOCABULARIES else to_json(tokenizer)
+def stored(tokenizer: Tokenizer, setting: str) -> bytes | None:
+    """Returns the content of the tokenizer.json of a run; None if the value of data.tokenizer is
+    the name of a built-in tokenizer. A directory may contain a tokenizer that is equal to one."""
+    return None if setting in VOCABULARIES else to_json(tokenizer)
 
 
 @functools.lru_cache(maxsize=4)

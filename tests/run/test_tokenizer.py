@@ -18,7 +18,7 @@ from clearhead.checkpoint.format import remove_optimizer
 from clearhead.errors import CheckpointError, ConfigError, DataError
 from clearhead.interop.pretrained import load_pretrained
 from clearhead.tokens.encoding import encode_text
-from clearhead.tokens.tokenizer_json import load_tokenizer
+from clearhead.tokens.tokenizer_json import load_tokenizer, to_json
 from clearhead.tokens.tokenizers import get_tokenizer
 from clearhead.tokens.training import Sample, train_tokenizer
 from scripts import compare, evaluate, export_hf, prepare_data
@@ -146,6 +146,20 @@ def test_a_stored_tokenizer_is_used(make_run, here):
     with refused(ConfigError, "data.tokenizer", "bpe") as caught:  # trained on another text
         make_run(*own, "data.tokenizer=bpe")
     assert "data.tokenizer=" in caught.value.hint
+
+
+def test_a_directory_may_contain_a_built_in_tokenizer(make_run, here, in_process):
+    """Its checkpoints and token files are complete too."""
+    Path("bytes").mkdir()
+    Path("bytes/tokenizer.json").write_bytes(to_json(get_tokenizer("byte")))
+    fit(make_run(own := "data.tokenizer=bytes", "name=own"))
+    prepared = ("data.path=de.txt", "out=tokens", own, "workers=1")
+    assert in_process(prepare_data.main, Path.cwd(), *prepared)[0] == 0
+    shutil.rmtree("bytes")
+    assert load_pretrained("runs/own").tokenizer is get_tokenizer("byte")
+    assert load_tokenizer("tokens") is get_tokenizer("byte")
+    again = make_run("trainer.resume=runs/own", "trainer.max_steps=7", tiny=False)
+    assert again.evaluator.tokenizer is get_tokenizer("byte")
 
 
 def test_a_new_text_has_a_new_vocabulary(make_run, here):
