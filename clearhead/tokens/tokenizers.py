@@ -55,6 +55,9 @@ class Tokenizer(tiktoken.Encoding):
             explicit_n_vocab=len(self.ranks) + len(self.special),
         )
 
+    def __reduce__(self) -> tuple:
+        return Tokenizer, (self.ranks, self.pattern, self.special, self.name)  # for other processes
+
     @functools.cached_property
     def checksum(self) -> str:
         """12 hexadecimal digits that are equal if and only if all ids are."""

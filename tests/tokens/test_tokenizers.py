@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pickle
 import shutil
 import socket
 import sys
@@ -14,7 +15,7 @@ from helpers.texts import encode_at_once
 
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT, VOCABULARIES
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.tokenizers import Tokenizer, get_tokenizer
 
 HELLO = [15496, 11, 995, 0]  # "Hello, world!", as published with GPT-2
 
@@ -70,3 +71,12 @@ def test_changed_or_missing_vocabulary_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with refused(DataError, "data.tokenizer", "gpt2"):
         get_tokenizer.__wrapped__("gpt2")
+
+
+def test_a_copy_in_another_process_is_equal():
+    """DataLoader gives it to its workers, on systems that start them with pickle."""
+    own = Tokenizer({bytes([n]): n + 1 for n in range(256)}, "qwen35", {END_OF_TEXT: 0})
+    for tokenizer in (get_tokenizer("byte"), own):
+        copied = pickle.loads(pickle.dumps(tokenizer))
+        assert (copied.name, copied.checksum) == (tokenizer.name, tokenizer.checksum)
+        assert copied.encode_ordinary("größer") == tokenizer.encode_ordinary("größer")
