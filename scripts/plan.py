@@ -45,7 +45,7 @@ from clearhead.distributed.hardware import (
 from clearhead.distributed.launch import check_ranks
 from clearhead.errors import ConfigError, DataError, refuse
 from clearhead.tokens import TRAINED
-from clearhead.tokens.paths import find_files
+from clearhead.tokens.paths import HUB, find_files
 from clearhead.tokens.tokenizer_json import load_tokenizer
 from clearhead.tokens.training import default_vocab_size
 
@@ -139,7 +139,13 @@ def vocab_size(data: DataConfig) -> int:
     """Returns the size of the vocabulary; for one that is not trained yet, the planned size."""
     if data.tokenizer != TRAINED:
         return load_tokenizer(data.tokenizer).n_vocab
-    return data.vocab_size or default_vocab_size(sum(map(os.path.getsize, find_files(data.path))))
+    if data.vocab_size:
+        return data.vocab_size
+    files = find_files(data.path)
+    if any(file.startswith(HUB) for file in files):
+        reason, hint = "the size of the text is not known before a download", "give a number"
+        refuse([("data.vocab_size", None, reason, hint)])
+    return default_vocab_size(sum(map(os.path.getsize, files)))
 
 
 def tokens_of_data(config: Config) -> int | None:

@@ -48,6 +48,24 @@ def test_tokens_of_the_data_and_epochs(tmp_path):
     assert figures(*given, "seed=1")["tokens_of_data"] == 1000
 
 
+def test_a_vocabulary_that_is_not_trained_yet(tmp_path):
+    """Its size follows from the size of the text; that of a dataset on the hub is not known."""
+    (tmp_path / "my.txt").write_text("boat " * 1000)
+    own = ("data=text", "data.tokenizer=bpe")
+    small, large, given, known = (
+        figures(*own, *more)["parameters"]
+        for more in (
+            (f"data.path={tmp_path}/my.txt",),
+            (f"data.path={tmp_path}/my.txt", "data.vocab_size=2048"),
+            ("data.path=hub:some/texts", "data.vocab_size=2048"),
+            ("data.path=hub:some/texts", "model.vocab_size=512"),
+        )
+    )
+    assert small == known < large == given
+    with refused(ConfigError, "data.vocab_size"):
+        figures(*own, "data.path=hub:some/texts")
+
+
 def test_measured_utilisation_follows_from_the_results():
     """Recomputes each stored value from the results: gpt2-small, windows of 256 tokens."""
     per_token = figures("model=gpt2-small", "data.max_length=256")["flops_per_token"]
