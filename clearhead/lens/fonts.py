@@ -2,7 +2,8 @@
 
 DejaVu Sans has Latin, Greek, Cyrillic, Arabic and Hebrew. For other scripts the fonts of STACK are
 searched where the system keeps its fonts. A character that no font has is drawn as its code, such
-as \\u65e5. Right-to-left text and combining marks need the library raqm, which Pillow contains.
+as \\u65e5. Right-to-left text and combining marks need the library raqm, which Pillow contains, and
+the system's library fribidi; without it they become codes too.
 """
 
 import functools
