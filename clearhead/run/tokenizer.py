@@ -72,9 +72,7 @@ def train_on_text(config: Config) -> tuple[Tokenizer, int]:
             hint = "give the tokenizer that they were made with: data.tokenizer=DIR"
             raise DataError(key, path, "token files are tokenized already", hint)
     as_bytes = get_tokenizer("byte")
-    # Windows are not needed, so a text may be shorter than one.
-    short = config.data.model_copy(update={"max_length": 1, "stride": None})
-    train = load_datasets(short, as_bytes).train
+    train = load_datasets(config.data, as_bytes).train
     sample = Sample()
     for dataset in train.datasets if isinstance(train, MixedDataset) else [train]:
         for ids in dataset.tokens.arrays:
