@@ -82,7 +82,7 @@ def drawable(text: str) -> str:
     """Returns a text with codes in place of the characters that no font has."""
     if text.isascii():
         return text
-    known = set().union(*map(_characters, (str(font_of(8).path), *installed())))
+    known = _characters(str(font_of(8).path), *installed())
     return "".join(c if _is_drawn(c, known) else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -119,8 +119,8 @@ def _at_size(path: str, size: int) -> ImageFont.FreeTypeFont:
 
 
 @functools.cache
-def _characters(path: str) -> frozenset[int]:
-    """Returns the code points for which a font has a glyph."""
+def _characters(*paths: str) -> frozenset[int]:
+    """Returns the code points for which one of the fonts has a glyph."""
     from matplotlib.ft2font import FT2Font
 
-    return frozenset(FT2Font(path).get_charmap())
+    return frozenset().union(*(FT2Font(path).get_charmap() for path in paths))
