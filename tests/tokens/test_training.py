@@ -1,7 +1,10 @@
 """tokens/training.py: merges of a plain implementation, ids equal to those of `tokenizers`."""
 
 import itertools
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -14,6 +17,7 @@ from helpers.texts import FRAGMENTS, mixes
 from hypothesis import example, given
 
 from clearhead.errors import DataError
+from clearhead.files import REPOSITORY
 from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.encoding import StreamEncoder, concatenate, utf8_blocks
 from clearhead.tokens.tokenizer_json import CHARACTERS, to_json
@@ -88,14 +92,29 @@ def trained():
     return train_tokenizer(sample_of(text))
 
 
-def test_the_same_text_has_the_same_file(trained):
-    """Also if the library starts other threads, and the text comes in other blocks."""
-    whole, parts = sample_of(TEXT * 9), sample_of(*[TEXT] * 9)
-    first, second = (to_json(train_tokenizer(whole, 400)) for _ in range(2))
-    same = first == second
-    assert same
-    assert train_tokenizer(parts, 400).n_vocab == 400
-    assert train_tokenizer(whole, 401).name != train_tokenizer(whole, 400).name
+TRAIN = """import sys
+from clearhead.tokens.tokenizer_json import to_json
+from clearhead.tokens.training import Sample, train_tokenizer
+sample = Sample()
+for _ in range(9):
+    sample.add(sys.stdin.buffer.read())
+    sys.stdin.seek(0)
+sys.stdout.buffer.write(to_json(train_tokenizer(sample, 400)))
+"""
+
+
+def test_the_same_text_has_the_same_file(tmp_path):
+    """In other processes, with any number of threads."""
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    expected = to_json(train_tokenizer(sample_of(*[TEXT] * 9), 400))
+    for changes in ({"RAYON_NUM_THREADS": "3"}, {"TOKENIZERS_PARALLELISM": "false"}):
+        env = os.environ | {"PYTHONHASHSEED": "7"} | changes
+        with open(tmp_path / "text.txt", "rb") as text:
+            command, options = [sys.executable, "-c", TRAIN], {"env": env, "cwd": REPOSITORY}
+            found = subprocess.check_output(command, stdin=text, **options)
+        same = found == expected
+        assert same
+    assert train_tokenizer(sample_of(TEXT * 9), 401).n_vocab == 401
 
 
 @trials(50, 1000)
