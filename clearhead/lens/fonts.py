@@ -51,8 +51,10 @@ class DrawnText:
             return
         ascent, descent = font_of(self.runs[0][1].size).getmetrics()
         baseline = y + (ascent if anchor == "la" else (ascent - descent) / 2)
+        # Otherwise a run that begins with Arabic would have its other words in reverse order.
+        direction = "ltr" if len(self.runs) > 1 and features.check("raqm") else None
         for run, font in self.runs:
-            draw.text((x, baseline), run, ink, font, anchor="ls")
+            draw.text((x, baseline), run, ink, font, anchor="ls", direction=direction)
             x += font.getlength(run)
 
 
