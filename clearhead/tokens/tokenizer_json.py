@@ -58,7 +58,8 @@ def to_json(tokenizer: Tokenizer) -> bytes:
         }
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = sorted(tokenizer.special.items(), key=lambda item: item[1])
-    ids = sorted(tokenizer.ranks.items(), key=lambda item: item[1])
+    # tokenizers gives an added token that is not in the vocabulary another id than its own.
+    ids = {_text(token): number for token, number in tokenizer.ranks.items()} | tokenizer.special
     merges = [list(map(_text, pair)) for pair in merges_of(tokenizer.ranks)]
     content = {
         "version": "1.0",
@@ -76,7 +77,7 @@ def to_json(tokenizer: Tokenizer) -> bytes:
             **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix")),
             "end_of_word_suffix": None,
             **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
-            "vocab": {_text(token): number for token, number in ids},
+            "vocab": dict(sorted(ids.items(), key=lambda item: item[1])),
             "merges": merges,
         },
     }

@@ -54,7 +54,11 @@ def test_ids_of_a_directory_of_another_project(specials, tmp_path):
     assert (ours.n_vocab, ours.eot_token) == (theirs.get_vocab_size(), end)
     back = from_json(to_json(ours))
     assert back.name == ours.name != get_tokenizer("gpt2").name
-    assert ours.encode(f"a{END_OF_TEXT}b", allowed_special={END_OF_TEXT})[1] == end
+    with_end = ours.encode(f"a{END_OF_TEXT}b", allowed_special={END_OF_TEXT})
+    assert with_end[1] == end
+    written = tokenizers.Tokenizer.from_str(to_json(ours).decode())
+    assert written.encode(f"a{END_OF_TEXT}b").ids == with_end
+    assert written.get_vocab_size() == ours.n_vocab
 
     @trials(20, 200)
     @given(mixes)
