@@ -346,12 +346,15 @@ def _load_source(config: DataConfig, path: str | list[str], tokenizer: Tokenizer
 def split_tokens(
     config: DataConfig, tokens: TokenStream, tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[TokenStream, TokenStream]:
-    """Splits a stream into training tokens and validation tokens. The fraction is one of bytes, so
-    the validation text is the same with every tokenizer."""
-    target = tokens.position_of_end(config.val_fraction, tokenizer.byte_lengths)
-    position = tokens.nearest_document_start(target, (len(tokens) - target) // 2)
+    """Splits a stream into training tokens and validation tokens, if possible between documents.
+    Positions are measured in bytes, so the validation text is the same with every tokenizer."""
+    target, latest = (
+        tokens.position_of_end(fraction, tokenizer.byte_lengths)
+        for fraction in (config.val_fraction, config.val_fraction / 2)
+    )
+    position = tokens.first_document_start(target, latest)
     if position is None:
         position = target
-        if tokens.nearest_document_start(target, 10**8) is not None:
+        if tokens.first_document_start(1, 10**8) is not None:
             notes.append("the validation data starts inside a document (the documents are long)")
     return tokens.split(position)

@@ -219,16 +219,12 @@ def test_evenly_spread_windows_of_a_mixture():
 def split_of(ids: list[int], val_fraction: float) -> tuple[int, int]:
     """The plain definition: (first position of the validation data, number of notes). There is a
     note if it is inside a document and the text has several documents."""
-    num_bytes = len([number for number in ids if number != 256])
-    wanted = num_bytes - int(num_bytes * val_fraction)
-    sizes = enumerate(itertools.accumulate(number != 256 for number in ids), 1)
-    target = next(place for place, size in sizes if size >= wanted)
-    max_distance = (len(ids) - target) // 2
+    sizes = [0, *itertools.accumulate(number != 256 for number in ids)]  # bytes before a position
+    wanted, latest = (sizes[-1] - int(sizes[-1] * val_fraction / n) for n in (1, 2))
     starts = [place for place in range(1, len(ids)) if ids[place] == 256]
-    near = [(abs(place - target), place) for place in starts if abs(place - target) <= max_distance]
-    if near:
-        return min(near)[1], 0
-    return target, bool(starts)
+    if later := [place for place in starts if wanted <= sizes[place] < latest]:
+        return later[0], 0
+    return sizes.index(wanted), bool(starts)
 
 
 @trials(50, 300)
@@ -238,9 +234,9 @@ def split_of(ids: list[int], val_fraction: float) -> tuple[int, int]:
     st.integers(1, 3),
     st.none() | st.integers(1, 5),
 )
-@example([60, 26, 11], 0.1, 11, None)  # one window; starts at the nearest document
-@example([83, 15], 0.1, 4, None)  # the nearest document is too far away: inside a document
-@example([10, 75, 4, 10], 0.2, 3, 1)  # two at the same distance: the first one
+@example([60, 29, 11], 0.2, 9, None)  # one window; starts at the next document
+@example([83, 15], 0.2, 4, None)  # the only other document starts too early: inside a document
+@example([10, 75, 4, 10], 0.2, 3, 1)  # two documents: the first one
 @example([39], 0.125, 4, None)  # one validation window, no note, one training window
 @example([3], 0.1, 4, None)  # four and five tokens for windows of four
 def test_validation_is_the_end_of_the_text(
@@ -271,6 +267,23 @@ def test_validation_is_the_end_of_the_text(
         predicted = list(itertools.chain(*(targets for _, targets in pairs_of(loaded.val))))
         assert predicted == ids[place + 1 :][: len(predicted)]
         assert len(ids) - place - 1 - len(predicted) < max_length
+
+
+def test_documents_are_divided_alike_with_every_tokenizer(tmp_path):
+    """GPT-2's tokens have 1.2 bytes in Korean and 4 in English, bytes always 1."""
+    random = np.random.default_rng(0)
+    for number in range(20):
+        texts = [
+            "사과와 배 " * n if n % 2 else "apples and pears " * n
+            for n in random.integers(1, 40, 20)
+        ]
+        path = write_source(tmp_path / f"{number}.txt", [END_OF_TEXT.join(texts)])
+        found = []
+        for name in ("byte", "gpt2"):
+            stream = load(path, tokenizer=name, val_fraction=0.3).val.tokens
+            ids = np.concatenate(stream.arrays).tolist()
+            found.append(get_tokenizer(name).decode(ids))
+        assert found[0] == found[1], number
 
 
 def test_validation_on_a_separate_text(tmp_path):

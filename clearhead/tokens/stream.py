@@ -104,8 +104,9 @@ class TokenStream:
         raise invalid_id(name, token, byte, self.vocab_size)
 
     def position_of_end(self, fraction: float, byte_lengths: np.ndarray) -> int:
-        """Returns the position after which a fraction of the text is. byte_lengths: of each id. The
-        text is measured in bytes, if it has more than MAX_MEASURED tokens in tokens."""
+        """Returns the position where the last `fraction` of the text begins. The text is measured in
+        bytes, with the byte_lengths of the ids, but in tokens if there are more than MAX_MEASURED.
+        """
         if len(self) > MAX_MEASURED:
             return len(self) - int(len(self) * fraction)
         starts = range(0, len(self), SEARCH_BLOCK)
@@ -156,15 +157,13 @@ class TokenStream:
             self._release_pages(n)
         return np.concatenate(found)
 
-    def nearest_document_start(self, position: int, max_distance: int) -> int | None:
-        """Returns the document start nearest to a position; None if none is within max_distance."""
-        for near in range(0, max_distance + 1, SEARCH_BLOCK):
-            far = min(max_distance + 1, near + SEARCH_BLOCK)
-            before = self._document_starts(position - far + 1, position - near + 1)
-            after = self._document_starts(position + near, position + far)
-            starts = np.concatenate([before, after])
-            if len(starts):
-                return int(starts[np.abs(starts - position).argmin()])
+    def first_document_start(self, low: int, high: int) -> int | None:
+        """Returns the first document start from `low` to `high` - 1, without 0; None if there is
+        none."""
+        for start in range(low, min(high, len(self)), SEARCH_BLOCK):
+            found = self._document_starts(start, min(high, start + SEARCH_BLOCK))
+            if len(found):
+                return int(found[0])
         return None
 
     def checksums(self) -> Checksums:

@@ -45,7 +45,7 @@ def test_positions_beyond_32_bits():
     stream = TokenStream([same, same, last], VOCAB, EOT, names)
     assert len(stream) == 2 * size + 4
     assert stream.gather(np.array([2 * size - 1, size - 1]), 3).tolist() == [[0, 1, 7], [0, 0, 0]]
-    assert stream.nearest_document_start(2 * size, 5) == 2 * size + 1
+    assert stream.first_document_start(2 * size, 2 * size + 5) == 2 * size + 1
     train, val = stream.split(2 * size - 10)
     assert (len(train), len(val)) == (2 * size - 10, 14)
     assert val.document_starts().tolist() == [0, 11]
@@ -105,29 +105,25 @@ def test_parts_windows_and_document_starts(lists, dtype, cuts, size):
 
 @some
 @given(divisions, dtypes, st.integers(0, 80), st.integers(0, 80))
-@example([[0, 7, 0, 7]], np.uint16, 2, 1)  # the same distance on both sides
-@example([[7, 0, 0, 0]], np.uint16, 1, 5)  # only the end-of-text token of the first document
-@example([[0, 0], [0, 7]], np.uint16, 1, 1)  # one that is too far away
-def test_nearest_document(lists, dtype, position, reach):
-    """The nearest document start except position 0; at equal distance, the earlier one."""
+@example([[7, 0, 0, 0]], np.uint16, 0, 5)  # only the end-of-text token of the first document
+@example([[0, 0], [0, 7]], np.uint16, 1, 3)  # one after the end
+def test_first_document_start(lists, dtype, low, high):
+    """Without position 0."""
     ids = [*itertools.chain(*lists)]
-    position = min(position, len(ids))
-    near = range(max(1, position - reach), min(len(ids), position + reach + 1))
-    starts = [place for place in near if ids[place] == EOT]
-    expected = min(starts, key=lambda place: (abs(place - position), place), default=None)
-    assert make(lists, dtype).nearest_document_start(position, reach) == expected
+    starts = [place for place in range(max(1, low), min(len(ids), high)) if ids[place] == EOT]
+    expected = min(starts, default=None)
+    assert make(lists, dtype).first_document_start(low, high) == expected
 
 
-def test_nearest_document_far_away():
-    """The search uses blocks of 2**20 tokens on both sides."""
-    block, position, ids = 2**20, 2_200_000, np.zeros(4_400_000, np.uint16)
+def test_first_document_start_far_away():
+    """The search uses blocks of 2**20 tokens."""
+    block, low, ids = 2**20, 1_200_000, np.zeros(4_400_000, np.uint16)
     stream = TokenStream(np.split(ids, [700_000, 2_300_000]), VOCAB, EOT)
-    for distances in ((1 - block, block), (-block, block - 1), (-block - 1, block), (2 * block,)):
-        ids[[position + distance for distance in distances]] = EOT
-        for reach in (block - 1, block, 10**8):
-            near = [distance for distance in distances if abs(distance) <= reach]
-            expected = position + min(near, key=abs) if near else None
-            assert stream.nearest_document_start(position, reach) == expected, (distances, reach)
+    for distance in (0, block - 1, block, 2 * block, 2 * block + 1):
+        ids[[low - 1, low + distance]] = EOT
+        for reach in (block, block + 1, 10**8):
+            expected = low + distance if distance < reach else None
+            assert stream.first_document_start(low, low + reach) == expected, (distance, reach)
         ids[:] = 0
 
 
