@@ -104,9 +104,8 @@ class TokenStream:
         raise invalid_id(name, token, byte, self.vocab_size)
 
     def position_of_end(self, fraction: float, byte_lengths: np.ndarray) -> int:
-        """Returns the position where the last `fraction` of the text begins. The text is measured in
-        bytes, with the byte_lengths of the ids, but in tokens if there are more than MAX_MEASURED.
-        """
+        """Returns the position where the last `fraction` of the text begins, measured in bytes with
+        the byte_lengths of the ids, or in tokens if there are more than MAX_MEASURED."""
         if len(self) > MAX_MEASURED:
             return len(self) - int(len(self) * fraction)
         starts = range(0, len(self), SEARCH_BLOCK)
