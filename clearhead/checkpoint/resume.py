@@ -41,6 +41,7 @@ from clearhead.distributed.launch import launch_command
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DataError, Problem, as_yaml, refuse
 from clearhead.optim.optimizers import learning_rate
+from clearhead.tokens import TRAINED, VOCABULARIES
 from clearhead.tokens.stream import Checksums, check_checksums
 
 # These settings determine the parameters' shapes, so trainer.resume_override does not apply.
@@ -315,6 +316,8 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     # A setting that is not in the checkpoint was added later; it is not compared.
     changed = {key: value for key, value in now.items() if value != saved.get(key, value)}
     changed = {k: v for k, v in changed.items() if not free & {k, k.partition(".")[0]}}
+    if not {s.get("data.tokenizer") for s in (saved, now)} & {*VOCABULARIES, TRAINED}:
+        changed.pop("data.tokenizer", None)  # of two directories, the tokenizers are compared
     if "data.tokenizer" in changed:
         changed.pop("model.vocab_size", None)  # it follows
     other = "or start a new run with another name"

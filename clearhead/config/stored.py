@@ -23,7 +23,7 @@ from clearhead.errors import (
 )
 from clearhead.files import REPOSITORY, read_object
 from clearhead.lens.config import LensConfig
-from clearhead.tokens import VOCABULARIES
+from clearhead.tokens import TRAINED, VOCABULARIES
 from clearhead.tokens.paths import HUB
 
 SETTINGS_JSON = "run.json"  # in a run directory
@@ -177,6 +177,8 @@ def complete(
     is_sample = isinstance(path, str) and Path(path).parts[-2:] == SAMPLE
     if is_sample and not Path(path).exists():  # the repository was moved
         before["data.path"] = str(REPOSITORY.joinpath(*SAMPLE))
+    if is_new and before["data.tokenizer"] not in (*VOCABULARIES, TRAINED):
+        before["data.tokenizer"] = found  # the run has a copy of the tokenizer
     merged = without_automatic(before) if is_new else before | dict.fromkeys(AUTOMATIC)
     groups = {key.partition(".")[0] for key in config.given}
     if is_new and "data" in groups:  # the prompts were passages of another text

@@ -97,7 +97,7 @@ def short_tokens(config: Config, tokenizer: Tokenizer, data: LoadedData) -> list
         return []
     reason = f"tokens of your text have {bytes_per_token:.1f} bytes, of English text 4; it uses "
     reason += f"{np.count_nonzero(counts):,} of {tokenizer.n_vocab:,} ids"
-    return [f"data.tokenizer=gpt2: {reason}; data.tokenizer=bpe learns it better"]
+    return [f"data.tokenizer=gpt2: {reason}; data.tokenizer=bpe learns faster"]
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:

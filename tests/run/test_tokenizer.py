@@ -136,6 +136,19 @@ def test_a_changed_tokenizer_is_refused(make_run, here):
     assert rows(Path("runs/mine"))[-1]["step"] == 6
 
 
+def test_a_run_has_its_own_copy(make_run, here):
+    """Its tokenizer may be given by another path, and a new run needs no other directory."""
+    shutil.copytree("hf", "mine")
+    own = ["model.vocab_size=null", "name=mine"]
+    fit(make_run("data.tokenizer=mine", *own))
+    shutil.move("mine", "moved")
+    fit(make_run("data.tokenizer=moved", *own, "trainer.max_steps=6"))
+    assert rows(Path("runs/mine"))[-1]["step"] == 6
+    shutil.rmtree("moved")
+    new = make_run("from=runs/mine", "data.path=de.txt", "name=new", "wandb=off", tiny=False)
+    assert new.evaluator.tokenizer.name == load_tokenizer("hf").name
+
+
 def test_a_stored_tokenizer_is_used(make_run, here):
     """That of a run, of a checkpoint and of an export are equal; weights need the same one."""
     names = set()
