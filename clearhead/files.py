@@ -137,7 +137,10 @@ def parse_json(content: bytes) -> object:
     if content.count(b",") > MAX_ITEMS:
         raise ValueError(f"has more than {MAX_ITEMS:,} items")
     with contextlib.suppress(RecursionError):
-        value = json.loads(content)
+        try:
+            value = json.loads(content)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"is not valid JSON: {error}") from error
         level = [[value]]
         for _ in range(MAX_NESTING):
             parts = [part.values() if isinstance(part, dict) else part for part in level]

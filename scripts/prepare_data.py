@@ -60,7 +60,7 @@ class SourceConfig(ScriptGroup):
     def _is_stored(cls, name: str) -> str:
         if name == TRAINED or not is_tokenizer(name):
             raise rejected(
-                "no such tokenizer or directory",
+                "is not trained here" if name == TRAINED else "no such tokenizer or directory",
                 "use gpt2, byte, or the directory that python -m scripts.train_tokenizer writes",
             )
         return name

@@ -40,6 +40,7 @@ def unknown_key(key: str, value: object, known: Sequence[str]) -> Problem:
             hint = f"use {setting}{remark and f' ({remark})'}"
             break
     else:
-        near = nearest(key, known)
+        same = [name for name in known if not group and name.rpartition(".")[2] == last]
+        near = " or ".join(same) or nearest(key, known)
         hint = f"did you mean {near}?" if near else "--help lists all settings"
     return Problem(key, value, "no such setting", hint)

@@ -94,7 +94,9 @@ def result(rows: list[dict], final: dict, heads: str) -> str:
             if key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
                 loss = at_end
             since = f", down from {rounded(before, 4)} at step {first:,}" if before > loss else ""
-            shown = f"{rounded(loss, 4)} nats per token after {step:,} steps{since}"
+            bits = number(final.get("bits_per_byte"))
+            bits = "" if math.isnan(bits) else f" ({bits:.3f} bits per byte)"
+            shown = f"{rounded(loss, 4)} nats per token{bits} after {step:,} steps{since}"
             parts.append(f"The {name} loss is {shown}")
             break
     parts += [heads] * bool(heads)
@@ -125,6 +127,8 @@ def facts(rows: list[dict], starts: list[dict], final: dict) -> str:
         error = number(final.get("loss_error"))
         error = "on " if math.isnan(error) else f"± {rounded(error, 4)} on "
         windows = f"{error}{number(final.get('windows')):,.0f} windows"
+        if not math.isnan(bits := number(final.get("bits_per_byte"))):
+            windows += f"; {bits:.3f} bits per byte"
         shown.append(("Validation at the end", rounded(loss, 4), windows))
     for _, parameters in finite(points_of(starts, "parameters"))[-1:]:
         shown.append(("Parameters", f"{parameters:,.0f}", ""))

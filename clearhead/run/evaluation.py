@@ -159,6 +159,8 @@ class Evaluator:
             return []
         error = self.final["loss_error"]
         text = f"{self.final['loss']:.4f}" + ("" if error is None else f" ± {rounded(error, 4)}")
+        if "bits_per_byte" in self.final:
+            text += f", {self.final['bits_per_byte']:.3f} bits per byte"
         return [f"final validation {text}  ({self.final['windows']:,} windows)"]
 
     def _check(self, loss: float, step: int) -> None:

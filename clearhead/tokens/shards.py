@@ -220,7 +220,7 @@ def open_shards(
         if manifest.tokenizer != tokenizer.name:
             reason = f"{folder} was tokenized with {manifest.tokenizer}"
             name = manifest.tokenizer if manifest.tokenizer in VOCABULARIES else folder
-            hint = f"set data.tokenizer={name}, or prepare the data with {tokenizer.name}"
+            hint = f"train with data.tokenizer={name}, or create the token files again"
             raise DataError("data.tokenizer", tokenizer.name, reason, hint)
     if resource:
         _raise_file_limit(len(files) + 256)  # each memory-mapped file needs a file descriptor

@@ -89,7 +89,8 @@ def train_tokenizer(sample: Sample, vocab_size: int | None = None) -> Tokenizer:
     found = 257 + len(pairs)
     if vocab_size and found < vocab_size:
         reason = f"the text supports {found:,} ids: no other pair of tokens occurs twice"
-        raise DataError("data.vocab_size", vocab_size, reason, f"use {found}, null, or more text")
+        fewer = f"{found}, " if found > 257 else ""
+        raise DataError("data.vocab_size", vocab_size, reason, f"use {fewer}null, or more text")
     tokens = [*CHARACTERS, *(left + right for left, right in pairs), END_OF_TEXT]
     ids = {token: number for number, token in enumerate(tokens)}
     return build_tokenizer(ids, pairs, PATTERN)
