@@ -8,7 +8,6 @@ gigatoken, tiktoken and Hugging Face's tokenizers, alternating, on the start of 
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,11 @@ from clearhead.tokens.tokenizer_json import read_tokenizer, to_json
 from clearhead.tokens.tokenizers import Tokenizer, get_tokenizer
 from clearhead.tokens.training import Sample, train_tokenizer
 
-PART = 2**20  # bytes; Hugging Face's tokenizers are slow for longer texts
+# In a small process: a new process begins with the peak memory of the one that starts it.
+PEAK_MEMORY = """import resource, subprocess, sys
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"""
+PART = 2**20  # characters; Hugging Face's tokenizers are slow for longer texts
 
 
 class BenchmarkConfig(ScriptConfig):
@@ -49,7 +52,7 @@ def main(settings: BenchmarkConfig) -> None:
     for path in settings.texts:
         with path.open("rb") as file:
             start = file.read(settings.megabytes * 10**6)
-        start = start.decode(errors="ignore").encode()  # ends with a complete character
+        start = start.decode(errors="ignore")  # without a part of a character at the end
         row = {"text": path.name, "bytes": path.stat().st_size}
         row |= counts(start, settings.vocab_size) | training(path, settings.vocab_size)
         row["mb_per_second"] = speed(start, row.pop("trained"), settings.repeats)
@@ -59,8 +62,9 @@ def main(settings: BenchmarkConfig) -> None:
         write_out(settings.out, {"machine": machine(), "texts": rows})
 
 
-def counts(text: bytes, vocab_size: int | None) -> dict:
+def counts(start: str, vocab_size: int | None) -> dict:
     """Returns, by tokenizer, the number of ids, the ids that the text uses, and bytes per token."""
+    text = start.encode()
     sample = Sample()
     sample.add(text[: len(text) * 9 // 10])
     found = {}
@@ -80,24 +84,31 @@ def training(path: Path, vocab_size: int | None) -> dict:
     """Returns seconds and peak memory of the command that trains a tokenizer, and the tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "tokenizer"
-        command = [sys.executable, "-m", "scripts.train_tokenizer", f"data.path={path.resolve()}"]
-        command += [f"out={out}", f"vocab_size={vocab_size or 'null'}"]
+        command = [
+            sys.executable,
+            "-c",
+            PEAK_MEMORY,
+            sys.executable,
+            "-m",
+            "scripts.train_tokenizer",
+        ]
+        command += [
+            f"data.path={path.resolve()}",
+            f"out={out}",
+            f"vocab_size={vocab_size or 'null'}",
+        ]
         started = time.perf_counter()
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        peak = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True).stdout
         seconds = time.perf_counter() - started
-        if process.returncode:
-            raise SystemExit(f"scripts.train_tokenizer: exit code {process.returncode}")
         unit = 1 if sys.platform == "darwin" else 1024
         return {
             "training_seconds": round(seconds, 1),
-            "training_peak_mb": round(usage.ru_maxrss * unit / 1e6),
+            "training_peak_mb": round(int(peak) * unit / 1e6),
             "trained": read_tokenizer(out),
         }
 
 
-def speed(text: bytes, tokenizer: Tokenizer, repeats: int) -> dict[str, float]:
+def speed(text: str, tokenizer: Tokenizer, repeats: int) -> dict[str, float]:
     """Returns the median MB/s of each library with the trained tokenizer."""
     theirs = tokenizers.Tokenizer.from_str(to_json(tokenizer).decode())
     parts = [text[start : start + PART] for start in range(0, len(text), PART)]
@@ -109,14 +120,16 @@ def speed(text: bytes, tokenizer: Tokenizer, repeats: int) -> dict[str, float]:
         return time.perf_counter() - started
 
     work = {
-        "gigatoken": lambda part: list(StreamEncoder(tokenizer).encode([part])),
-        "tiktoken": lambda part: tokenizer.encode_to_numpy(part.decode(errors="ignore")),
-        "tokenizers": lambda part: theirs.encode(part.decode(errors="ignore")).ids,
+        "gigatoken": lambda part: list(StreamEncoder(tokenizer).encode([part.encode()])),
+        "tiktoken": lambda part: tokenizer.encode_to_numpy(part),
+        "tokenizers": lambda part: theirs.encode(part).ids,
     }
     found = interleave(
         {name: (lambda e=encode: seconds(e)) for name, encode in work.items()}, repeats
     )
-    return {name: round(len(text) / 1e6 / median(times), 2) for name, times in found.items()}
+    return {
+        name: round(len(text.encode()) / 1e6 / median(times), 2) for name, times in found.items()
+    }
 
 
 if __name__ == "__main__":
