@@ -84,19 +84,9 @@ def training(path: Path, vocab_size: int | None) -> dict:
     """Returns seconds and peak memory of the command that trains a tokenizer, and the tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "tokenizer"
-        command = [
-            sys.executable,
-            "-c",
-            PEAK_MEMORY,
-            sys.executable,
-            "-m",
-            "scripts.train_tokenizer",
-        ]
-        command += [
-            f"data.path={path.resolve()}",
-            f"out={out}",
-            f"vocab_size={vocab_size or 'null'}",
-        ]
+        command = [sys.executable, "-m", "scripts.train_tokenizer", f"data.path={path.resolve()}"]
+        command += [f"out={out}", f"vocab_size={vocab_size or 'null'}"]
+        command = [sys.executable, "-c", PEAK_MEMORY, *command]
         started = time.perf_counter()
         peak = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True).stdout
         seconds = time.perf_counter() - started
@@ -124,12 +114,9 @@ def speed(text: str, tokenizer: Tokenizer, repeats: int) -> dict[str, float]:
         "tiktoken": lambda part: tokenizer.encode_to_numpy(part),
         "tokenizers": lambda part: theirs.encode(part).ids,
     }
-    found = interleave(
-        {name: (lambda e=encode: seconds(e)) for name, encode in work.items()}, repeats
-    )
-    return {
-        name: round(len(text.encode()) / 1e6 / median(times), 2) for name, times in found.items()
-    }
+    calls = {name: (lambda e=encode: seconds(e)) for name, encode in work.items()}
+    found, size = interleave(calls, repeats), len(text.encode()) / 1e6
+    return {name: round(size / median(times), 2) for name, times in found.items()}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ runs, so the weights of only one layer are in memory. The weights of all layers 
 Shapes: L layers, H heads, T tokens, P period of the repeated sequence.
 """
 
+import codecs
 import contextlib
 import functools
 import re
@@ -36,6 +37,7 @@ from .predictions import Predictions, predict
 from .statistics import STATISTICS, measure, positional, uniform_attention
 
 MAX_SHOWN = 256  # maximum number of tokens on pages and images; statistics use all tokens
+PARTS = "¹²³⁴"  # a character has at most four bytes
 BYTES_OF_TOKEN = re.compile(r"(<0x[0-9A-F]{2}>)+")
 MIN_COMPARED = 8  # tokens; `positional` ignores shorter prompts
 
@@ -219,23 +221,39 @@ def labels_of(tokens: Sequence[str]) -> list[str]:
     labels, first = [*tokens], 0
     while first < len(tokens):
         owners: list[int] = []  # the token of each byte
-        raw, text, n = b"", "", first
-        while not text and n < len(tokens) and BYTES_OF_TOKEN.fullmatch(tokens[n]):
-            own = bytes_of(tokens[n])
-            raw, owners, n = raw + own, owners + [n] * len(own), n + 1
-            with contextlib.suppress(UnicodeDecodeError):  # no complete character yet
-                text = raw.decode()
-        text = text if n - first > 1 else ""  # a single token is a text such as <0x41>
+        decoder, found, text, n = codecs.getincrementaldecoder("utf-8")(), "", "", first
+        with contextlib.suppress(UnicodeDecodeError):
+            while n < len(tokens) and BYTES_OF_TOKEN.fullmatch(tokens[n]):
+                own = bytes_of(tokens[n])
+                found, owners, n = found + decoder.decode(own), owners + [n] * len(own), n + 1
+                if not decoder.getstate()[0]:  # the character is complete
+                    text = found if n - first > 1 else ""  # one token is a text such as <0x41>
+                    break
         if text:
             labels[first:n] = [""] * (n - first)
         at = 0
         for character in text:
             parts = sorted({*owners[at : at + len(character.encode())]})
             for part, owner in enumerate(parts):
-                labels[owner] += character + ("¹²³⁴"[part] if len(parts) > 1 else "")
+                labels[owner] += character + (PARTS[part] if len(parts) > 1 else "")
             at += len(character.encode())
+        for each in range(first, n if text else first):
+            labels[each] = _with_marks_first(labels[each])
         first = n if text else first + 1
     return labels
+
+
+def _with_marks_first(label: str) -> str:
+    """Returns a label with the numbers of parts after combining marks, which belong to a letter."""
+    shown, numbers = "", ""
+    for character in label:
+        if character in PARTS:
+            numbers += character
+            continue
+        if not unicodedata.category(character).startswith("M"):
+            shown, numbers = shown + numbers, ""
+        shown += character
+    return shown + numbers
 
 
 def plain_text(tokens: Sequence[str]) -> str:

@@ -122,11 +122,12 @@ def test_reading_an_enlarged_head(shown):
 
 def test_character_split_over_tokens_is_joined_in_the_text(shown):
     parts = ["<0x20><0xF0><0x9F>", "<0x98>", "<0x80>"]
-    tokens = ["Hi", *parts, "<0xE2>", "<0xC3>", "<0xA9>", "<0x41>", "<0xE2>"]
+    thai = ["<0xE0><0xB8>", "<0x97><0xE0><0xB8><0xB5>"]  # a letter with a mark
+    tokens = ["Hi", *parts, "<0xE2>", "<0xC3>", "<0xA9>", "<0x41>", *thai, "<0xE2>"]
     run = a_run("split", 1, 1, (pages.prompt("1-hi", tokens),), (0,), (0,))
     lens = shown(run, fragment="#head=0.0")
     spans = lens.locator("#text [data-token]")
-    wanted = ["Hi", " \U0001f600", "", "", "<0xE2>", "é", "", "<0x41>", "<0xE2>"]
+    wanted = ["Hi", " \U0001f600", "", "", "<0xE2>", "é", "", "<0x41>", "ท", "ี", "<0xE2>"]
     assert spans.all_text_contents() == wanted
     titles = spans.evaluate_all("all => all.map((span) => span.title.split('\\n')[0])")
     assert titles == labels_of(tokens)

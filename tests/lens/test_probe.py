@@ -266,16 +266,17 @@ def test_tokens_that_share_a_character_have_it_in_their_labels():
         b"\x81\xaf",
         b" ",
         *(bytes([b]) for b in "日é".encode()),
+        *("ท".encode()[:2], "ที่จ".encode()[2:]),
         b"\xff",
     ]
     tokens = token_texts(range(len(words)), words.__getitem__)
-    labels = ["のは¹", "は²", " ", "日¹", "日²", "日³", "é¹", "é²", "<0xFF>"]
+    labels = ["のは¹", "は²", " ", "日¹", "日²", "日³", "é¹", "é²", "ท¹", "ที่²จ", "<0xFF>"]
     assert labels_of(tokens) == labels
-    assert plain_text(tokens) == "のは 日é"
+    assert plain_text(tokens) == "のは 日éที่จ"
     assert plain_text(tokens[:4]) == "のは "  # without a part of a character
     assert labels_of(tokens[4:]) == ["<0x97>", "<0xA5>", *labels[6:]]
     assert labels_of(["<0x41>", "a²"]) == ["<0x41>", "a²"]
-    for size in range(len(words)):  # a label contains the text of its token
+    for size in range(len(words)):  # the end may be inside a character
         assert len(labels_of(tokens[:size])) == size
 
 

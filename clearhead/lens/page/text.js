@@ -95,6 +95,7 @@ export function explainSigns(tokens, labels) {
 }
 
 const PARTS = "¹²³⁴"; // a character has at most four bytes
+const MARKS_AFTER_NUMBER = /([¹²³⁴])(\p{M}+)/gu;
 
 /** Returns {text, label} of each token. Of a character that several tokens share, the first token
  * has the text, and the labels of all have the number of the part: 語¹, 語², 語³. The rule for labels
@@ -129,6 +130,10 @@ export function joinBytes(tokens) {
       first = n;
       break;
     }
+  }
+  for (const token of joined) {
+    // A combining mark belongs to the letter before the number.
+    if (token) token.label = token.label.replace(MARKS_AFTER_NUMBER, "$2$1");
   }
   return joined;
 }
