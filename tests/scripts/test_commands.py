@@ -44,6 +44,7 @@ SHORT = {
     "scripts.plan": [],
     "scripts.attention_ladder": [],
     "benchmarks.plots": ["out=speed.png"],
+    "benchmarks.tokenizers": ["texts=[my.txt]", "megabytes=1", "repeats=1"],
     "scripts.runs": ["yes=true"],  # last, because it removes what the others read
 }
 # Not executed: they need other projects, minutes, hours, the network or an account.
