@@ -56,9 +56,9 @@ def test_a_vocabulary_that_is_not_trained_yet(tmp_path):
         figures(*own, *more)["parameters"]
         for more in (
             (f"data.path={tmp_path}/my.txt",),
-            (f"data.path={tmp_path}/my.txt", "data.vocab_size=2048"),
-            ("data.path=hub:some/texts", "data.vocab_size=2048"),
-            ("data.path=hub:some/texts", "model.vocab_size=512"),
+            (f"data.path={tmp_path}/my.txt", "data.vocab_size=4096"),
+            ("data.path=hub:some/texts", "data.vocab_size=4096"),
+            ("data.path=hub:some/texts", "model.vocab_size=2048"),
         )
     )
     assert small == known < large == given
