@@ -348,10 +348,8 @@ def split_tokens(
 ) -> tuple[TokenStream, TokenStream]:
     """Splits a stream into training tokens and validation tokens, if possible between documents.
     Positions are measured in bytes, so the validation text is the same with every tokenizer."""
-    target, latest = (
-        tokens.position_of_end(fraction, tokenizer.byte_lengths)
-        for fraction in (config.val_fraction, config.val_fraction / 2)
-    )
+    fractions = (config.val_fraction, config.val_fraction / 2)
+    target, latest = tokens.split_positions(fractions, tokenizer.byte_lengths)
     position = tokens.first_document_start(target, latest)
     if position is None:
         position = target

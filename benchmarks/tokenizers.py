@@ -54,8 +54,9 @@ def main(settings: BenchmarkConfig) -> None:
             start = file.read(settings.megabytes * 10**6)
         start = start.decode(errors="ignore")  # without a part of a character at the end
         row = {"text": path.name, "bytes": path.stat().st_size}
-        row |= counts(start, settings.vocab_size) | training(path, settings.vocab_size)
-        row["mb_per_second"] = speed(start, row.pop("trained"), settings.repeats)
+        trained, cost = training(path, settings.vocab_size)
+        row |= counts(start, settings.vocab_size) | cost
+        row["mb_per_second"] = speed(start, trained, settings.repeats)
         rows.append(row)
         print(json.dumps(row), flush=True)
     if settings.out:
@@ -80,8 +81,8 @@ def counts(start: str, vocab_size: int | None) -> dict:
     return found
 
 
-def training(path: Path, vocab_size: int | None) -> dict:
-    """Returns seconds and peak memory of the command that trains a tokenizer, and the tokenizer."""
+def training(path: Path, vocab_size: int | None) -> tuple[Tokenizer, dict]:
+    """Returns a tokenizer, and the seconds and peak memory of the command that trains it."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "tokenizer"
         command = [sys.executable, "-m", "scripts.train_tokenizer", f"data.path={path.resolve()}"]
@@ -91,11 +92,8 @@ def training(path: Path, vocab_size: int | None) -> dict:
         peak = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True).stdout
         seconds = time.perf_counter() - started
         unit = 1 if sys.platform == "darwin" else 1024
-        return {
-            "training_seconds": round(seconds, 1),
-            "training_peak_mb": round(int(peak) * unit / 1e6),
-            "trained": read_tokenizer(out),
-        }
+        cost = {"seconds": round(seconds, 1), "peak_mb": round(int(peak) * unit / 1e6)}
+        return read_tokenizer(out), {f"training_{key}": value for key, value in cost.items()}
 
 
 def speed(text: str, tokenizer: Tokenizer, repeats: int) -> dict[str, float]:

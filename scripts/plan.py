@@ -13,7 +13,7 @@ import contextlib
 import math
 import os
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -49,6 +49,9 @@ from clearhead.tokens.paths import HUB, find_files
 from clearhead.tokens.tokenizer_json import load_tokenizer
 from clearhead.tokens.training import default_vocab_size
 
+if TYPE_CHECKING:  # at run time, torch is imported only after the settings were checked
+    from clearhead.planning.memory import Job
+
 
 class PlanConfig(ScriptConfig):
     """python -m scripts.plan [SETTING OF train.py ...] [KEY=VALUE ...]"""
@@ -78,22 +81,13 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
 
     if config.model.vocab_size is None:
         config = config.with_values({"model.vocab_size": vocab_size(config.data)})
-    trainer, kind, strategy = config.trainer, KINDS[plan.kind], config.parallel.strategy
-    if strategy == "auto":
-        strategy = "ddp" if plan.devices > 1 else "single"
-    refuse(check_ranks(strategy, plan.devices, trainer.batch_size))
+    trainer, kind = config.trainer, KINDS[plan.kind]
     per_token = memory.meta_model(config.model).flops_per_token(config.data.max_length)
     if trainer.max_steps == UNLIMITED and not plan.tokens:
         reason = "trainer.max_minutes decides the number of steps when the run starts"
         refuse([("tokens", plan.tokens, reason, "set tokens, such as tokens=1e6")])
     tokens = plan.tokens or trainer.max_steps * trainer.batch_size * config.data.max_length
-    device = "cpu" if plan.kind == "cpu" else "cuda"
-    compiled = trainer.compile is True
-    if trainer.compile == "auto":
-        compiled = per_token * tokens / plan.devices >= WORTH_COMPILING[device]
-    precision = "bf16" if trainer.precision == "auto" else trainer.precision
-    job = memory.Job(config, strategy, plan.devices, precision, device, compiled)
-
+    job = planned_job(config, plan, per_token * tokens)
     device_memory = kind.memory if plan.memory is None else 1e9 * plan.memory
 
     def fits(windows: int) -> bool:
@@ -105,8 +99,8 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
     )
     micro = min(micro, job.windows_per_rank) if isinstance(micro, int) else largest or 1
     parts = memory.estimate(job, micro)
-    share, source = utilisation(config, plan, precision)
-    peak = kind.peak.fp32 if precision == "fp32" else kind.peak.half
+    share, source = utilisation(config, plan, job.precision)
+    peak = kind.peak.fp32 if job.precision == "fp32" else kind.peak.half
     rate = plan.devices * share * peak / per_token
     price = kind.price if plan.price is None else plan.price
     return {
@@ -114,9 +108,9 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
         "flops_per_token": per_token,
         "devices": plan.devices,
         "kind": kind.title,
-        "strategy": strategy,
-        "precision": precision,
-        "compiled": compiled,
+        "strategy": job.strategy,
+        "precision": job.precision,
+        "compiled": job.compiled,
         "batch_size": trainer.batch_size,
         "micro_batch_size": micro,
         "micro_batches": math.ceil(job.windows_per_rank / micro),
@@ -133,6 +127,23 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
         "price": price,
         "cost": tokens / rate / 3600 * plan.devices * price,
     }
+
+
+def planned_job(config: Config, plan: PlanConfig, flops: float) -> "Job":
+    """Returns the training on these devices, with automatic settings as train.py chooses them.
+    flops: of the whole training. Raises ConfigError."""
+    from clearhead.planning import memory
+
+    trainer, strategy = config.trainer, config.parallel.strategy
+    if strategy == "auto":
+        strategy = "ddp" if plan.devices > 1 else "single"
+    refuse(check_ranks(strategy, plan.devices, trainer.batch_size))
+    device = "cpu" if plan.kind == "cpu" else "cuda"
+    compiled = trainer.compile is True
+    if trainer.compile == "auto":
+        compiled = flops / plan.devices >= WORTH_COMPILING[device]
+    precision = "bf16" if trainer.precision == "auto" else trainer.precision
+    return memory.Job(config, strategy, plan.devices, precision, device, compiled)
 
 
 def vocab_size(data: DataConfig) -> int:

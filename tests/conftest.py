@@ -105,7 +105,8 @@ def command(tmp_path):
         home.mkdir(exist_ok=True)
         env = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home)}
         gpus = "CUDA_VISIBLE_DEVICES"
-        env |= {gpus: os.environ[gpus]} if gpus in os.environ else {}
+        if gpus in os.environ:  # no GPU for tests; that of the machine for tests/campaign/gpu.py
+            env[gpus] = os.environ[gpus]
         env |= {"PYTHONPATH": f"{NO_NETWORK}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
         module = ["-m", script] if not script.endswith(".py") else [str(REPOSITORY / script)]
         options = {"cwd": tmp_path, "env": env | environment, "stdin": subprocess.DEVNULL}

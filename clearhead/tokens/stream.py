@@ -11,7 +11,7 @@ import itertools
 import json
 import mmap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -103,21 +103,24 @@ class TokenStream:
         byte = first_byte + index * self.arrays[number].itemsize
         raise invalid_id(name, token, byte, self.vocab_size)
 
-    def position_of_end(self, fraction: float, byte_lengths: np.ndarray) -> int:
-        """Returns the position where the last `fraction` of the text begins, measured in bytes with
-        the byte_lengths of the ids, or in tokens if there are more than MAX_MEASURED."""
+    def split_positions(self, fractions: Sequence[float], byte_lengths: np.ndarray) -> list[int]:
+        """Returns, for each fraction, the position where that last fraction of the text begins. It
+        is measured in bytes, with the byte_lengths of the ids; in tokens if there are more than
+        MAX_MEASURED."""
         if len(self) > MAX_MEASURED:
-            return len(self) - int(len(self) * fraction)
+            return [len(self) - int(len(self) * fraction) for fraction in fractions]
         starts = range(0, len(self), SEARCH_BLOCK)
         blocks = (self._slices(start, start + SEARCH_BLOCK) for start in starts)
         sizes = [sum(int(byte_lengths[ids].sum()) for *_, ids in block) for block in blocks]
-        ends = np.cumsum(sizes)
-        wanted = ends[-1] - int(ends[-1] * fraction)  # bytes before the position
-        block = int(np.searchsorted(ends, wanted))
-        slices = self._slices(starts[block], starts[block] + SEARCH_BLOCK)
-        ids = np.concatenate([ids for *_, ids in slices])
-        within = ends[block] - sizes[block] + np.cumsum(byte_lengths[ids])
-        return starts[block] + int(np.searchsorted(within, wanted)) + 1
+        ends, positions = np.cumsum(sizes), []
+        for fraction in fractions:
+            wanted = ends[-1] - int(ends[-1] * fraction)  # bytes before the position
+            block = int(np.searchsorted(ends, wanted))
+            slices = self._slices(starts[block], starts[block] + SEARCH_BLOCK)
+            ids = np.concatenate([ids for *_, ids in slices])
+            within = ends[block] - sizes[block] + np.cumsum(byte_lengths[ids])
+            positions.append(starts[block] + int(np.searchsorted(within, wanted)) + 1)
+        return positions
 
     def id_counts(self) -> np.ndarray | None:
         """Returns how often each id occurs, int64, (V,); None for more than MAX_MEASURED tokens."""

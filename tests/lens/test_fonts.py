@@ -3,7 +3,7 @@
 import matplotlib
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw, ImageFont, features
+from PIL import Image, ImageDraw, ImageFont
 
 from clearhead.lens import fonts
 from clearhead.lens.figure import draw_figure
@@ -65,16 +65,16 @@ def test_all_runs_have_one_baseline(monkeypatch, anchor):
     assert abs(rows[0][-1] - rows[1][-1]) <= 1
 
 
-@pytest.mark.skipif(not features.check("raqm"), reason="needs the system's library fribidi")
 def test_words_after_arabic_stay_in_their_order(monkeypatch):
+    """Without the library fribidi, the Arabic letters are codes."""
     only(monkeypatch, OTHER)
-    text, size = drawn("\ue000 قارب left", 16), (200, 40)
+    text, size = drawn("\ue000 قارب left", 16), (500, 40)
     images = [Image.new("L", size, 255) for _ in range(2)]
     text.draw(ImageDraw.Draw(images[0]), 5, 5, 0, "la")
     x = 5 + text.length - font_of(16).getlength("left")
     drawn("left", 16).draw(ImageDraw.Draw(images[1]), x, 5, 0, "la")
     found, expected = (np.array(image)[:, round(x) :] / 255.0 for image in images)
-    assert np.abs(found - expected).mean() < 0.01 < (1 - expected).mean()
+    assert np.abs(found - expected).mean() < 0.004 < (1 - expected).mean()
 
 
 def test_without_a_shaping_library_marks_and_arabic_become_codes(monkeypatch):
