@@ -223,7 +223,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def capture_attention(
-        self, input_ids: Tensor, callback: AttentionCallback, logit_lens: bool = False
+        self,
+        input_ids: Tensor,
+        callback: AttentionCallback,
+        logit_lens: bool = False,
+        logits_at: Tensor | None = None,
     ) -> Tensor:
         """Runs the model on input_ids (B, T), passes the attention of each layer to a callback, and
         returns the logits (B, T, V).
@@ -232,8 +236,8 @@ class GPT(nn.Module):
         ... The tensors, (B, H, T, T) twice and (B, H, T), are fp32 and are freed before the next
         layer unless the callback stores them. With logit_lens=True, `logits` (B, T, V) are what the
         output layer predicts from the input of the layer (nostalgebraist 2020, Interpreting GPT:
-        the logit lens); otherwise they are None. The model is in eval mode during the call. With
-        FSDP, the hooks of self(...) gather the sharded parameters.
+        the logit lens); otherwise they are None. logits_at: see `forward`. The model is in eval
+        mode during the call. With FSDP, the hooks of self(...) gather the sharded parameters.
         """
         inputs: list[Tensor] = []  # of each layer, (B, T, C)
 
@@ -253,7 +257,7 @@ class GPT(nn.Module):
             for block in (self.blocks if logit_lens else [])
         ]
         try:
-            logits, _ = self(input_ids, layer_kernel=capturing)
+            logits, _ = self(input_ids, layer_kernel=capturing, logits_at=logits_at)
             return logits
         finally:
             for hook in hooks:

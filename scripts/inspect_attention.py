@@ -5,20 +5,25 @@
     python -m scripts.inspect_attention checkpoint=runs/NAME ablation=exact
     python -m scripts.inspect_attention checkpoint=runs/NAME figure=head.pdf layer=1 head=2
     python -m scripts.inspect_attention checkpoint=hub:gpt2 out=gpt2.npz   # for compare_heads
+    python -m scripts.inspect_attention checkpoints='out/checkpoint-*' text="The bell rang twice."
 
-`checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory or hub:NAME. The page
-is the same as in training (docs/lens.md), with the prompts of the run, so heads have the same names
-as there. `text` replaces all prompts except the repeated sequence. The command also prints the most
-significant heads of each name. With ablation=exact it also measures the loss without each head, on
-the validation data of the run or on data.path. With figure= and without out=, it writes no page.
+`checkpoint` is a run directory, a checkpoint, a Hugging Face directory or hub:NAME. Other models
+than GPT-2 need the package transformers. The page is the same as in training (docs/lens.md), with
+the prompts of the run, so heads have the same names as there. `text` replaces all prompts except
+the repeated sequence. The command also prints the most significant heads of each name. With
+ablation=exact it also measures the loss without each head, on the validation data of the run or on
+data.path. With figure= and without out=, it writes no page.
+
+`checkpoints` is a pattern of checkpoints of one training, of transformers' Trainer or of a run, or
+hub:NAME@REVISION,REVISION or hub:NAME@PATTERN. The page is a time-lapse of them.
 """
 
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -41,24 +46,31 @@ from clearhead.config.schema import (
     Threads,
     rejected,
 )
-from clearhead.errors import ClearheadError, Problem, refuse, sanitize
+from clearhead.errors import CheckpointError, ClearheadError, Problem, refuse, sanitize
 from clearhead.lens.config import LensConfig
 
 if TYPE_CHECKING:
     import torch
 
+    from clearhead.interop.foreign import ForeignModel
     from clearhead.interop.pretrained import PretrainedModel
     from clearhead.lens.snapshot_data import SnapshotData
     from clearhead.lens.snapshots import Lens
-    from clearhead.tokens.tokenizers import Tokenizer
     from clearhead.tokens.windows import WindowDataset
+    from data import LoadedData
+
+    Model = PretrainedModel | ForeignModel
+
+TEXT_BYTES = 2**20  # of the text on which heads of other models than ours are measured
 
 
 class AblationText(ScriptGroup):
-    """The text for ablation."""
+    """The text on which heads are measured."""
 
     path: Paths | None = Field(
-        None, description="text or token files for ablation; null: the validation data of the run"
+        None,
+        description="text or token files on which heads are measured and removed; null: the "
+        "validation data of the run",
     )
 
 
@@ -67,7 +79,19 @@ class InspectConfig(ScriptConfig):
 
     lists_in_quotes = ("text",)
 
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None = Field(
+        None, description="run (last checkpoint), checkpoint, Hugging Face directory or hub:NAME"
+    )
+    checkpoints: str = Field(
+        "",
+        description="checkpoints of one training, for a time-lapse: a pattern such as "
+        "'out/checkpoint-*', hub:NAME@REVISION,REVISION or hub:NAME@PATTERN",
+    )
+    tokenizer: str = Field(
+        "",
+        description="directory or hub:NAME of the tokenizer, for a model of transformers without "
+        "one",
+    )
     text: Text | list[Text] = Field(
         "",
         description='prompt; several: \'["one","two"]\'; empty: the prompts of the run, or three '
@@ -127,79 +151,229 @@ class InspectConfig(ScriptConfig):
 @settings_command(InspectConfig)
 def main(settings: InspectConfig) -> None:
     from clearhead.distributed.device import check, prepare
-    from clearhead.interop.pretrained import load_pretrained
-    from clearhead.lens.heatmap import grid_url
-    from clearhead.lens.page import page, run_data
+    from clearhead.interop.foreign import load_any
+    from clearhead.lens.page import run_data
     from clearhead.lens.snapshot_data import snapshot_bytes
-    from clearhead.run.lens_runner import lens_of
 
-    refuse(check(settings.device))
+    refuse(check(settings.device) + conflicts(settings))
     out = settings.out if settings.out or settings.figure else "attention.html"
-    is_data = out is not None and out.lower().endswith(".npz")
-    if is_data and settings.compare:
-        refuse([Problem("compare", settings.compare, "an .npz file has one model", "use .html")])
     device = prepare(settings.device, seed=0, threads=settings.threads)
+    if settings.checkpoints:
+        write_page(out, [timelapse(settings, device)], settings)
+        return
     runs, settled = [], None
     for key in ("checkpoint", "compare"):
         if path := getattr(settings, key):
-            trained = load_pretrained(path, key)
-            settled = settled or prompts_of(trained, settings)
-            config, vocabulary, tokenizer = settled
-            if trained.tokenizer.name != tokenizer.name:
-                vocabulary = range(trained.tokenizer.n_vocab)
-            lens = lens_of(config, trained.tokenizer, trained.window, vocabulary)
-            if not lens.prompts:
-                hint = "give a text, or no repeat_length"
-                refuse([Problem("text", "", "no prompt is left", hint)])
-            for prompt in lens.prompts[: len(settings.texts)] if not runs else ():
-                if prompt.truncated:
-                    shown = f"only its first {len(prompt.token_ids)} tokens are used"
-                    print(f"text: {shown} (max_tokens=, training window)", file=sys.stderr)
+            trained = load_any(path, key, settings.tokenizer)
+            loaded = load_data(trained, settings)
+            settled = settled or prompts_of(trained, settings, loaded)
+            lens, dataset = lens_of(trained, settings, loaded, settled)
+            lens.run_name = Path(path).resolve().name
             if not runs:
+                check_prompts(settings, lens)
                 check_figure(settings, lens, trained)
-            runs.append(inspect(path, trained, lens, settings, device))
+            runs.append(inspect(key, path, trained, lens, dataset, settings, device))
             if settings.figure and len(runs) == 1:
                 draw(runs[0], settings)
-    if is_data:
+    if out is not None and out.lower().endswith(".npz"):
         write_out(out, snapshot_bytes(runs[0]))
     elif out:
-        datas = [run_data([run]) for run in runs]
-        if settings.texts:
-            datas[0]["opening_prompt"] = 0
-        title = f"attention of {' and '.join(run.run for run in runs)}"
-        write_out(out, page(datas, title, grid_url(runs[0].codes[0])).encode())
-        print(sanitize(f"open {out} in a browser"))
+        write_page(out, [(run, run_data([run])) for run in runs], settings)
+
+
+def conflicts(settings: InspectConfig) -> list[Problem]:
+    """Returns the problems of settings that exclude each other."""
+    if not settings.checkpoints:
+        needed = [Problem("checkpoint", None, "is required", "set checkpoint= or checkpoints=")]
+        is_data = (settings.out or "").lower().endswith(".npz")
+        one = Problem("compare", settings.compare, "an .npz file has one model", "use .html")
+        return needed * (not settings.checkpoint) + [one] * (is_data and bool(settings.compare))
+    found = []
+    for key in ("checkpoint", "compare", "figure", "ablation"):
+        if value := getattr(settings, key):
+            hint = "use it for a single checkpoint"
+            found.append(Problem(key, value, "not possible with checkpoints=", hint))
+    if (settings.out or "").lower().endswith(".npz"):
+        found.append(Problem("out", settings.out, "an .npz file has one step", "use .html"))
+    return found
+
+
+def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[SnapshotData, dict]":
+    """Returns the last step and the data of a page with all checkpoints of a training. One model is
+    in memory at a time. Prints the most significant heads of the last step."""
+    from clearhead.interop.foreign import load_any, series, series_name
+    from clearhead.lens.history import evenly_spaced
+    from clearhead.lens.page import run_data
+    from clearhead.reporting.console import progress
+
+    key, pattern = "checkpoints", settings.checkpoints
+    found = series(pattern, key)
+    lens, frames, rows, lines = None, [], [], []
+    with progress("checkpoints") as report:
+        for number, (step, path) in enumerate(found, start=1):
+            trained = load_any(path, key, settings.tokenizer)
+            if lens is None:
+                loaded = load_data(trained, settings)
+                settled = prompts_of(trained, settings, loaded)
+                lens, _ = lens_of(trained, settings, loaded, settled)
+                lens.run_name = series_name(pattern)
+                check_prompts(settings, lens)
+                shown = evenly_spaced(found, lens.config.frames)
+            data, lines = inspected(key, path, lens, trained.model.to(device), step)
+            del trained  # before the next one is loaded
+            rows.append(data.row)
+            if data.row.names.shape != rows[0].names.shape:
+                reason = "has other numbers of layers or heads than the first"
+                raise CheckpointError(key, path, reason, "give checkpoints of one training")
+            if (step, path) in shown:
+                frames.append(data)
+            report(number, len(found))
+    print_heads(f"{found[-1][1]}, step {found[-1][0]}", lines)
+    return frames[-1], run_data(frames, rows, losses(found[-1][1]))
+
+
+def losses(path: str) -> dict[str, list]:
+    """Returns the losses of a training until a checkpoint, for the page."""
+    from clearhead.checkpoint.listing import run_directory_of
+    from clearhead.files import read_rows
+    from clearhead.interop.foreign import curves_of
+    from clearhead.reporting.charts import CURVES, curves
+
+    run = run_directory_of(Path(path).absolute())
+    return curves([*read_rows(run / "metrics.jsonl", *CURVES)]) if run else curves_of(path)
+
+
+def write_page(
+    out: str, runs: "Sequence[tuple[SnapshotData, dict]]", settings: InspectConfig
+) -> None:
+    """Writes the page of one or several models. runs: the last step of each, and its data."""
+    from clearhead.lens.heatmap import grid_url
+    from clearhead.lens.page import page
+
+    datas = [data for _, data in runs]
+    if settings.texts:
+        datas[0]["opening_prompt"] = 0
+    title = f"attention of {' and '.join(data['name'] for data in datas)}"
+    write_out(out, page(datas, title, grid_url(runs[0][0].codes[0])).encode())
+    print(sanitize(f"open {out} in a browser"))
 
 
 def prompts_of(
-    trained: "PretrainedModel", settings: InspectConfig
-) -> tuple[LensConfig, Sequence[int], "Tokenizer"]:
+    trained: "Model", settings: InspectConfig, loaded: "LoadedData | None"
+) -> tuple[LensConfig, Sequence[int] | None, Any]:
     """Returns the prompts, those of the run unless settings replace them; the tokens of which the
-    repeated sequence consists; and their tokenizer."""
-    from data import load_datasets
-
+    repeated sequence consists, the frequent ones of the data; and their tokenizer."""
     stored = dict(trained.state.settings.get("lens", {})) if trained.state else {}
     keys = ("prompts", "max_tokens", "repeat_length")
     known = {key: stored[key] for key in keys if key in stored}
     config = LensConfig(**LensSettings.with_defaults(**known).model_dump())
     config.prompts = settings.texts or config.prompts
+    config.logit_lens = settings.logit_lens
     for key in keys[1:]:
         if (value := getattr(settings, key)) is not None:
             setattr(config, key, value)
-    vocabulary: Sequence[int] = range(trained.tokenizer.n_vocab)
-    if trained.state and config.repeat_length:
-        try:
-            loaded = load_datasets(data_config(trained), trained.tokenizer)
-            vocabulary = loaded.train.common_tokens().tolist()
-        except ClearheadError:
-            print("repeated sequence: of all tokens, as the data of the run cannot be read")
+    vocabulary = all_ids(trained)
+    if loaded and trained.state:
+        vocabulary = loaded.train.common_tokens().tolist()
     return config, vocabulary, trained.tokenizer
 
 
-def check_figure(settings: InspectConfig, lens: "Lens", trained: "PretrainedModel") -> None:
+def all_ids(trained: "Model") -> Sequence[int] | None:
+    """Returns all token ids; None lets the lens choose them."""
+    return range(trained.tokenizer.n_vocab) if hasattr(trained.tokenizer, "n_vocab") else None
+
+
+def lens_of(
+    trained: "Model",
+    settings: InspectConfig,
+    loaded: "LoadedData | None",
+    settled: tuple[LensConfig, Sequence[int] | None, Any],
+) -> tuple["Lens", "WindowDataset | None"]:
+    """Returns the lens of a model, and the windows on which heads are removed."""
+    from clearhead.lens.snapshots import Lens
+    from clearhead.lens.text import MAX_TOKENS, MAX_WINDOWS
+    from clearhead.run.lens_runner import some_windows
+
+    config, vocabulary, tokenizer = settled
+    if getattr(trained.tokenizer, "name", None) != getattr(tokenizer, "name", None):
+        vocabulary = all_ids(trained)
+    dataset, text = loaded and (loaded.val or loaded.train), None
+    if dataset:
+        text = some_windows(dataset, MAX_WINDOWS, MAX_TOKENS)
+    elif settings.data.path:
+        text = text_of(settings.data.path)
+    try:
+        lens = Lens(
+            trained.tokenizer,
+            config,
+            context_length=trained.window,
+            text=text,
+            vocabulary=vocabulary,
+        )
+    except ValueError as error:  # the text is too short
+        refuse([Problem("data.path", settings.data.path, str(error), "give a longer text")])
+    return lens, dataset
+
+
+def text_of(path: str | list[str]) -> str:
+    """Returns the beginning of the texts of data.path. Raises DataError."""
+    from clearhead.tokens.paths import find_files
+    from clearhead.tokens.readers import documents, split_file
+
+    parts = (part for file in find_files(path) for part in split_file(file, TEXT_BYTES))
+    blocks = (block for part in parts for document in documents(part) for block in document)
+    read = bytearray()
+    for block in blocks:
+        read += block
+        if len(read) >= TEXT_BYTES:
+            break
+    return bytes(read[:TEXT_BYTES]).decode("utf-8", "ignore")
+
+
+def check_prompts(settings: InspectConfig, lens: "Lens") -> None:
+    """Raises ConfigError without a prompt. Prints which texts are truncated."""
+    if not lens.prompts:
+        hint = "give a text, or no repeat_length"
+        refuse([Problem("text", "", "no prompt is left", hint)])
+    for prompt in lens.prompts[: len(settings.texts)]:
+        if prompt.truncated:
+            shown = f"only its first {len(prompt.token_ids)} tokens are used"
+            print(f"text: {shown} (max_tokens=, training window)", file=sys.stderr)
+
+
+def load_data(trained: "Model", settings: InspectConfig) -> "LoadedData | None":
+    """Returns the data on which heads are measured and removed: of data.path, or of the run. None
+    for a model of transformers, see text_of. Raises DataError or ConfigError."""
+    from clearhead.interop.pretrained import PretrainedModel
+    from data import load_datasets
+
+    if not isinstance(trained, PretrainedModel):
+        if settings.ablation:
+            reason = "heads of this architecture cannot be removed"
+            refuse([Problem("ablation", settings.ablation, reason, "use a GPT-2, or no ablation")])
+        return None
+    changes = {}
+    if path := settings.data.path:
+        changes = {"path": path, "synthetic": None, "val_path": None, "val_fraction": 0.0}
+        changes["weights"] = None
+    elif not trained.state:
+        if settings.ablation:
+            reason = "a model without a run needs a text for ablation"
+            refuse([Problem("data.path", None, reason, "set data.path=FILE")])
+        return None
+    try:
+        return load_datasets(data_config(trained, **changes), trained.tokenizer)
+    except ClearheadError:
+        if settings.data.path or settings.ablation:
+            raise
+        print("heads are measured on the prompts, as the data of the run cannot be read")
+        return None
+
+
+def check_figure(settings: InspectConfig, lens: "Lens", trained: "Model") -> None:
     """Raises ConfigError for a prompt or a head that does not exist."""
-    config = trained.model.config
-    limits = {"prompt": len(lens.prompts) + 1, "layer": config.num_layers, "head": config.num_heads}
+    layers, heads = trained.sizes
+    limits = {"prompt": len(lens.prompts) + 1, "layer": layers, "head": heads}
     problems = []
     for key, limit in limits.items():
         value = getattr(settings, key)
@@ -224,15 +398,15 @@ def draw(data: "SnapshotData", settings: InspectConfig) -> None:
 
 
 def inspect(
+    key: str,
     path: str,
-    trained: "PretrainedModel",
+    trained: "Model",
     lens: "Lens",
+    dataset: "WindowDataset | None",
     settings: InspectConfig,
     device: "torch.device",
 ) -> "SnapshotData":
     """Returns the data of one model. Prints its most significant heads."""
-    import torch
-
     from clearhead.inference.ablation import ablate_heads
     from clearhead.lens.snapshots import most_important_heads
     from clearhead.reporting.console import progress
@@ -240,44 +414,40 @@ def inspect(
     model, state = trained.model.to(device), trained.state
     is_synthetic = bool(state and state.settings["data"].get("synthetic"))
 
-    def capture_attention(token_ids: list[int], capture: Callable) -> torch.Tensor:
-        input_ids = torch.tensor([token_ids], device=device)
-        return model.capture_attention(input_ids, capture, settings.logit_lens)
-
     step = state.step if state else 0
     ablate = None
     if settings.ablation:
         ablate = functools.partial(
             ablate_heads,
             model,
-            dataset=ablation_data(trained, settings),
+            dataset=dataset,
             is_synthetic=is_synthetic and not settings.data.path,
             max_tokens=math.inf if settings.ablation == "exact" else 0,
         )
     with progress("passes without heads") as report:
         ablate = ablate and functools.partial(ablate, report=report)
-        data, lines = lens.inspect(capture_attention, step, Path(path).resolve().name, ablate)
-    print(sanitize(f"{path}: most significant heads (in parentheses: uniform attention)"))
-    print("\n".join(f"  {line}" for line in lines))
+        data, lines = inspected(key, path, lens, model, step, ablate)
+    print_heads(path, lines)
     if settings.ablation:
         print("largest increases of the loss:")
         print("\n".join(f"  without {line}" for line in most_important_heads(data)))
     return data
 
 
-def ablation_data(trained: "PretrainedModel", settings: InspectConfig) -> "WindowDataset":
-    """Returns the windows on which heads are removed. Raises DataError or ConfigError."""
-    from data import load_datasets
+def inspected(
+    key: str, path: str, lens: "Lens", model: Any, step: int, ablate: Any = None
+) -> tuple["SnapshotData", list[str]]:
+    """Returns Lens.inspect. Raises CheckpointError for a model without known attention."""
+    try:
+        return lens.inspect(model, step, ablate)
+    except (TypeError, ValueError) as error:
+        hint = "use a decoder with attention in each layer"
+        raise CheckpointError(key, path, str(error).splitlines()[0], hint) from error
 
-    changes = {}
-    if path := settings.data.path:
-        changes = {"path": path, "synthetic": None, "val_path": None, "val_fraction": 0.0}
-        changes["weights"] = None
-    elif not trained.state:
-        reason = "a model without a run needs a text for ablation"
-        refuse([Problem("data.path", None, reason, "set data.path=FILE")])
-    loaded = load_datasets(data_config(trained, **changes), trained.tokenizer)
-    return loaded.val or loaded.train
+
+def print_heads(what: str, lines: Sequence[str]) -> None:
+    print(sanitize(f"{what}: most significant heads (in parentheses: uniform attention)"))
+    print("\n".join(f"  {line}" for line in lines))
 
 
 def data_config(trained: "PretrainedModel", **changes: object) -> DataConfig:

@@ -28,8 +28,8 @@ def main(settings: RenderConfig) -> None:
     from clearhead.checkpoint.run_directory import attention_page, settings_of
     from clearhead.files import read_rows
     from clearhead.lens.render import render_run
+    from clearhead.reporting.charts import CURVES, curves
     from clearhead.reporting.report import write_report
-    from clearhead.run.lens_runner import CURVES, curves
 
     folder = Path(settings.run)
     stored = settings_of(folder)

@@ -42,6 +42,7 @@ from clearhead.distributed.strategy import Strategy
 from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedError
 from clearhead.interop.huggingface import to_hf
 from clearhead.interop.pretrained import load_pretrained
+from clearhead.lens.snapshot_data import read_snapshot
 from clearhead.optim.optimizers import NonFiniteCheck
 from clearhead.reporting.report import write_report
 from clearhead.reporting.tracker import Tracker
@@ -185,8 +186,13 @@ def test_weights_depend_on_the_seed_and_not_on_evaluation(make_run):
 def test_bf16_keeps_weights_and_moments_in_fp32(make_run):
     same = ("model.dropout=0", "lens=default")
     full, half = make_run(*same), make_run(*same, "trainer.precision=bf16")
-    shots = [run.lens.snapshot(run.model, 0, 4, {}) for run in (full, half)]
-    assert shots[0].heads == shots[1].heads  # equal models, and the lens computes in fp32
+    for run in (full, half):
+        run.lens.snapshot(run.model, 0, 4, {})
+    files = [run.directory / "attention" / "step_00000000.npz" for run in (full, half)]
+    shots = [read_snapshot(path) for path in files]  # of equal models
+    assert shots[0].details == shots[1].details  # the lens runs the prompts in fp32
+    for key, values in shots[0].row.values.items():  # and the text in the precision of the run
+        assert shots[1].row.values[key] == pytest.approx(values, abs=1e-2, nan_ok=True), key
     for _ in range(4):
         loss, half_loss = train_step(full)[0], train_step(half)[0]
         assert float(half_loss) == pytest.approx(float(loss), abs=0.02)

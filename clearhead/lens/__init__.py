@@ -1,32 +1,35 @@
 """The attention lens: statistics, heatmaps and an interactive page of a model's attention heads.
 
-The folder imports no other package of this repository, so you can copy it into another project. You
-provide a function that runs the model and calls `capture` with the attention weights of each layer:
+The folder imports no other package of this repository, so you can copy it into another project.
 
-    def capture_attention(token_ids, capture):  # of a transformers model with eager attention
-        output = model(torch.tensor([token_ids]), output_attentions=True)
-        for layer, attn_weights in enumerate(output.attentions):
-            capture(layer, attn_weights)
-        return output.logits
+    from clearhead.lens import Lens, capture, show
 
-    from clearhead.lens import Lens, LensConfig
+    captured = capture(model, input_ids)  # our GPT, or a decoder of transformers
+    captured.layers[3].weights  # (B, H, T, T)
 
-    lens = Lens(LensConfig(), tokenizer.encode, token_bytes, context_length=1024)
-    snapshot = lens.snapshot(capture_attention, step=100, max_steps=1000, folder=Path("attention"))
+    lens = Lens(tokenizer, context_length=1024, max_steps=1000, text=validation_text)
+    if lens.due(step):
+        lens.snapshot(model, step)  # writes data, images and pages to attention/
 
-In reading order: config.py (settings), statistics.py (statistics of heads), probe.py (prompts and
-forward pass), predictions.py (what the model predicts), history.py (statistics of all snapshots),
-heads.py (names of heads), stages.py (when the model learns to copy), snapshot_data.py (a snapshot
-as a file), rounding.py (digits of numbers), heatmap.py, panel.py, figure.py and animation.py
-(images), ablation.py (what a head is good for), page/ and assemble.py (the interactive page),
-render.py (images and pages from snapshot files), snapshots.py (attention snapshots during
-training). matching.py, matching_runs.py and matching_page/ find the heads that several runs have in
-common.
+In reading order: config.py (settings), tokens.py (what the lens needs of a tokenizer), prompts.py
+(prompts), capturing.py (attention weights of a model), statistics.py (statistics of heads), text.py
+(heads on whole text), predictions.py (what the model predicts), probe.py (all of this at one step),
+history.py (statistics of all snapshots), heads.py (names of heads), stages.py (when the model
+learns to copy), snapshot_data.py (a snapshot as a file), rounding.py (digits of numbers),
+heatmap.py, fonts.py, panel.py, figure.py and animation.py (images), ablation.py (what a head is
+good for), page/ and assemble.py (the interactive page), render.py (images and pages from snapshot
+files), snapshots.py (attention snapshots during training), trainer.py (of transformers' Trainer),
+notebook.py (the page in a notebook), live.py (the data of a page that follows a run). matching.py,
+matching_runs.py and matching_page/ find the heads that several runs have in common.
 """
 
 import importlib
 
 _PLACES = {
+    "capture": "capturing",
+    "Captured": "capturing",
+    "LayerAttention": "capturing",
+    "lens_tokenizer": "tokens",
     "LensConfig": "config",
     "Lens": "snapshots",
     "Snapshot": "snapshots",
@@ -35,6 +38,7 @@ _PLACES = {
     "write_snapshot": "snapshot_data",
     "write_page": "render",
     "render_run": "render",
+    "show": "notebook",
     "draw_figure": "figure",
     "clearest_prompt": "snapshots",
 }

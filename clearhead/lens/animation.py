@@ -27,7 +27,7 @@ from .heatmap import (
     tile,
 )
 from .history import atomic_write, evenly_spaced
-from .probe import Prompt
+from .prompts import Prompt
 from .statistics import STATISTICS
 
 SIZE = (900, 800)  # pixels, at most

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from .fonts import drawable, families
 from .heatmap import COLOUR_MAP, TICKS, fitted, label, rgb, tile, title_of
-from .probe import Prompt
+from .prompts import Prompt
 from .snapshot_data import SnapshotData
 
 KINDS = ("pdf", "svg", "png")

@@ -6,12 +6,19 @@ weight, and c is its value for uniform attention:
 
     significance = (v - c) / (1 - c)     0: as uniform attention; 1: all weight on these key tokens
 
-A head can have the name of a statistic if its significance is at least `named_from` (see KINDS) on
-every prompt on which the statistic is defined. So a head that attends to a certain word, which is
-the first token of one prompt, is not a first-token head. If several names are possible, it has the
-one with the largest significance (the smallest over prompts). If none is, it is "positional" if its
-statistic `positional` is at least `named_from`, "uniform" if its entropy is at least UNIFORM_FROM,
-and else it has no name, "".
+A name can hold in two places, and a head can have it in each of them:
+
+- on the text, if the significance there is at least `named_from` (see KINDS), and at least
+  MIN_ERRORS times its standard error over windows;
+- on the prompts, if the significance is at least `named_from` on every prompt on which the
+  statistic is defined. So a head that attends to a certain word, which is the first token of one
+  prompt, is not a first-token head.
+
+If several names are possible, the head has the one with the largest significance on the text, or if
+none holds there, on the prompts (the smallest over prompts). Where there is a text, only names of
+the repeated sequence can hold on prompts alone: for the others, a prompt is a short text. If no
+name is possible, the head is "positional" if its statistic `positional` is at least `named_from`,
+"uniform" if its entropy is at least UNIFORM_FROM, and else it has no name, "".
 
 Shapes: L layers, H heads.
 """
@@ -46,16 +53,21 @@ KINDS = {
         "I",
         "Each token attends to the token that followed its earlier occurrence. So the model can"
         " continue a sequence that it has seen before.",
-        "the token after it in copy 1",
+        "the tokens after its earlier occurrences",
     ),
     "duplicate_token": Kind(
-        "D", "Each token attends to its earlier occurrence.", "the same token in copy 1"
+        "D", "Each token attends to its earlier occurrences.", "its earlier occurrences"
     ),
     "first_token": Kind(
         "F",
         "Most tokens attend to the first token, an attention sink.",
         "the first token",
         is_simple=True,
+    ),
+    "offset": Kind(
+        "O",
+        "Each token attends to the token a fixed number of places before it, from 2 to 8.",
+        "the token {} places before",
     ),
     "diagonal": Kind("S", "Each token attends to itself.", "the token itself", is_simple=True),
     # A text has few different separators: heads of random models reach 0.36.
@@ -77,14 +89,38 @@ KINDS = {
 }
 NAMES = tuple(key for key in KINDS if key != "positional")
 ALL_NAMES = ("", *KINDS, "uniform")
+PLACES = ("text and prompts", "text", "prompts")
 UNIFORM_FROM = 0.95  # normalised entropy
-# since_step: the first step from which all snapshots give the head this name
-COLUMNS = ("rank", "layer", "head", "name", "since_step", "significance", *STATISTICS)
+MIN_ERRORS = 3  # standard errors
+# since_step: the first step from which all snapshots give the head this name. holds_on: one of
+# PLACES. error: the standard error of the statistic that names the head. tokens_back: of "offset".
+COLUMNS = ("rank", "layer", "head", "name", "holds_on", "since_step", "significance", "error")
+COLUMNS += ("tokens_back", *STATISTICS)
 
 
-def title_of(name: str) -> str:
-    """Returns a name as people read it: "previous token"."""
-    return STATISTICS[name].title if name in STATISTICS else name
+def title_of(name: str, tokens_back: int | None = None) -> str:
+    """Returns a name as people read it: "previous token", "offset 3"."""
+    title = STATISTICS[name].title if name in STATISTICS else name
+    return f"{title} {tokens_back}" if name == "offset" and tokens_back else title
+
+
+def title_of_head(row: Mapping) -> str:
+    """Returns the name of a head in a row of the table, and where it holds if it does not hold on
+    text and prompts: "induction (on repeated sequences only)"."""
+    return title_of(row["name"], row["tokens_back"]) + only_on(row["name"], row["holds_on"])
+
+
+def only_on(name: str, place: str | None) -> str:
+    """Returns where a name holds if it does not hold on text and prompts; else ""."""
+    if place == "prompts":
+        is_repeated = STATISTICS[name].on == "repeated"
+        return " (on repeated sequences only)" if is_repeated else " (on the prompts only)"
+    return " (on the text only)" if place == "text" else ""
+
+
+def target_of(row: Mapping) -> str:
+    """Returns the target tokens of the name of a head: "the token before"."""
+    return KINDS[row["name"]].target.format(row["tokens_back"])
 
 
 def prompt_of(name: str, periods: Sequence[int]) -> int:
@@ -93,7 +129,7 @@ def prompt_of(name: str, periods: Sequence[int]) -> int:
 
     periods: of all prompts; 0 for a text.
     """
-    is_repeated = name in STATISTICS and STATISTICS[name].needs == "repeated"
+    is_repeated = name in STATISTICS and STATISTICS[name].on == "repeated"
     return next((n for n, period in enumerate(periods) if bool(period) == is_repeated), 0)
 
 
@@ -107,23 +143,39 @@ def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndar
 
 
 def names_of(
+    row: Row,
+    uniform: Mapping,
     of_prompts: Sequence[Mapping[str, np.ndarray]],
-    uniform: Sequence[Mapping],
-    mean: Mapping[str, np.ndarray],
-) -> np.ndarray:
-    """Returns the name of each head as its index in ALL_NAMES, (L, H).
+    uniform_of_prompts: Sequence[Mapping],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the name of each head as its index in ALL_NAMES, and where it holds as an index in
+    PLACES, (L, H) each.
 
-    of_prompts: the statistics on each prompt. uniform: their values for uniform attention. mean:
-    the means over prompts.
+    row: with errors if it has the statistics on a text. of_prompts: the statistics on each prompt.
+    uniform, uniform_of_prompts: their values for uniform attention.
     """
-    found = [significances(*pair) for pair in zip(of_prompts, uniform, strict=True)]
-    least = np.fmin.reduce(found)  # (names, L, H), without NaN
     limits = np.array([KINDS[key].named_from for key in NAMES])[:, None, None]
-    possible = np.where(least >= limits, least, -np.inf)
-    others = np.where(mean["entropy"] >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
-    is_positional = mean["positional"] >= KINDS["positional"].named_from
+    found = [significances(*pair) for pair in zip(of_prompts, uniform_of_prompts, strict=True)]
+    least = np.fmin.reduce(found)  # (names, L, H), without NaN
+    on_prompts = least >= limits
+    on_text, on_each = np.zeros_like(on_prompts), np.where(on_prompts, least, -np.inf)
+    if row.errors:
+        is_repeated = np.array([STATISTICS[key].on == "repeated" for key in NAMES])
+        on_each[~is_repeated] = -np.inf
+        significant = significances(row.values, uniform)
+        errors = np.stack([row.errors[key] / (1 - (uniform[key] or 0)) for key in NAMES])
+        on_text = (significant >= limits) & (significant >= MIN_ERRORS * errors)
+        # A significance is at most 1: names that hold on the text come first.
+        on_each = np.where(on_text, 2 + significant, on_each)
+    entropy, positional = row.values["entropy"], row.values["positional"]
+    others = np.where(entropy >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
+    is_positional = positional >= KINDS["positional"].named_from
     others = np.where(is_positional, ALL_NAMES.index("positional"), others)
-    return np.where(possible.max(0) > -np.inf, possible.argmax(0) + 1, others)
+    has_name, best = on_each.max(0) > -np.inf, on_each.argmax(0)[None]
+    places = [np.take_along_axis(on, best, axis=0)[0] for on in (on_text, on_prompts)]
+    both, text, prompts = (PLACES.index(place) for place in PLACES)
+    place = np.where(places[0], np.where(places[1], both, text), prompts)
+    return np.where(has_name, best[0] + 1, others), np.where(has_name, place, both)
 
 
 def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
@@ -132,28 +184,40 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
     rows: the statistics of all snapshots. The keys of a row are COLUMNS. A head without a name has
     the name "" and the since_step None. An undefined statistic or significance is None.
     """
+    last = rows[-1]
     names = np.stack([row.names for row in rows])  # (rows, L, H)
     differs = names != names[-1]
     since = np.where(differs.any(0), len(rows) - differs[::-1].argmax(0), 0)
-    statistics = {key: json_values(rows[-1].values[key].ravel()) for key in STATISTICS}
-    largest = np.nan_to_num(significances(rows[-1].values, uniform), nan=-np.inf).max(0)
+    statistics = {key: json_values(last.values[key].ravel()) for key in STATISTICS}
+    errors = {key: json_values(values.ravel()) for key, values in last.errors.items()}
+    largest = np.nan_to_num(significances(last.values, uniform), nan=-np.inf).max(0)
     significant = json_values(largest.ravel())
     table = []
     for rank, index in enumerate(np.argsort(-largest, axis=None, kind="stable"), start=1):
         layer, head = divmod(int(index), largest.shape[1])
         name = ALL_NAMES[names[-1][layer, head]]
-        since_step = rows[since[layer, head]].step if name else None
-        values = [of_heads[index] for of_heads in statistics.values()]
-        row = (rank, layer, head, name, since_step, significant[index], *values)
-        table.append(dict(zip(COLUMNS, row, strict=True)))
+        row = {"rank": rank, "layer": layer, "head": head, "name": name}
+        row["holds_on"] = PLACES[last.places[layer, head]] if name in NAMES else None
+        row["since_step"] = rows[since[layer, head]].step if name else None
+        row["significance"] = significant[index]
+        row["error"] = errors[name][index] if name in errors else None
+        row["tokens_back"] = int(last.offsets[layer, head]) if name == "offset" else None
+        table.append(row | {key: of_heads[index] for key, of_heads in statistics.items()})
     return table
 
 
 def most_significant(table: Sequence[dict]) -> list[dict]:
     """Returns the most significant head of each name in a table, without positional and uniform
-    heads. Heads that attend to themselves or to the first token are last: they say least."""
-    first = {row["name"]: row for row in reversed(table) if row["name"] in NAMES}
-    return sorted(first.values(), key=lambda row: (KINDS[row["name"]].is_simple, row["rank"]))
+    heads. Names that hold on the text come first. Heads that attend to themselves or to the first
+    token are last: they say least."""
+    rows = [row for row in table if row["name"] in NAMES]
+    rows.sort(key=lambda row: (row["holds_on"] == "prompts", row["rank"]))
+    first = {row["name"]: row for row in reversed(rows)}
+    return sorted((row for row in rows if row is first[row["name"]]), key=_is_simple)
+
+
+def _is_simple(row: dict) -> bool:
+    return KINDS[row["name"]].is_simple
 
 
 def clearest(table: Sequence[dict]) -> list[dict]:

@@ -17,7 +17,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from .fonts import DrawnText, drawn, font_of
 from .history import atomic_write
-from .probe import BYTES_OF_TOKEN, Prompt, from_codes, plain_text, triangle_to_square
+from .prompts import BYTES_OF_TOKEN, Prompt, plain_text
+from .snapshot_data import from_codes, triangle_to_square
 from .statistics import uniform_attention
 
 COLOUR_MAP = "viridis"  # perceptually uniform; readable in grey and by colour-blind people

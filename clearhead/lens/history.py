@@ -3,8 +3,11 @@
 attention/statistics.jsonl has one line for each snapshot:
 
     {"step": 40, "entropy": [[one number for each head] for each layer], "distance": ..., ...,
+     "errors": {"first_token": [[one number for each head] for each layer], ...},
      "losses": [[one number for each position] for each prompt],
-     "names": [[one index in heads.ALL_NAMES for each head] for each layer]}
+     "names": [[one index in heads.ALL_NAMES for each head] for each layer],
+     "places": [[one index in heads.PLACES for each head] for each layer],
+     "offsets": [[the best number of tokens back for each head] for each layer]}
 
 Shapes: L layers, H heads, T tokens of a prompt.
 """
@@ -28,13 +31,20 @@ class Row:
     """The statistics of every head at one step."""
 
     step: int
-    values: dict[str, np.ndarray]  # by statistic: an fp32 array (L, H); NaN where undefined
+    # By statistic an fp32 array (L, H), on the text, or without one the mean over prompts. NaN:
+    # undefined.
+    values: dict[str, np.ndarray]
     # For each prompt the loss at each position in nats, fp32 (T - 1); [] if unknown.
     losses: list[np.ndarray] = field(default_factory=list)
+    # Standard errors over windows of the text, as `values`; {} without a text.
+    errors: dict[str, np.ndarray] = field(default_factory=dict)
     names: np.ndarray = field(init=False)  # int (L, H): indices in heads.ALL_NAMES; 0: no name
+    places: np.ndarray = field(init=False)  # int (L, H): indices in heads.PLACES
+    offsets: np.ndarray = field(init=False)  # int (L, H): the best number of tokens back, "offset"
 
     def __post_init__(self):
-        self.names = np.zeros(next(iter(self.values.values())).shape, np.int64)
+        shape = next(iter(self.values.values())).shape
+        self.names, self.places, self.offsets = (np.zeros(shape, np.int64) for _ in range(3))
 
 
 class History:
@@ -89,19 +99,20 @@ def json_values(values: np.ndarray) -> list:
 def row_values(row: Row) -> dict:
     """Returns a row for JSON: a line of statistics.jsonl."""
     values = {key: json_values(value) for key, value in row.values.items()}
+    errors = {key: json_values(value) for key, value in row.errors.items()}
     losses = [json_values(of_prompt) for of_prompt in row.losses]
-    return {"step": row.step, **values, "losses": losses, "names": row.names.tolist()}
+    found = {"step": row.step, **values, "errors": errors, "losses": losses}
+    return found | {key: getattr(row, key).tolist() for key in ("names", "places", "offsets")}
 
 
 def row_of(values: dict) -> Row:
-    """Returns the row of `row_values`. Statistics that it lacks are NaN; it has no names then,
-    because those of a version with other statistics have other numbers."""
-    known = {key: np.array(values[key], np.float32) for key in STATISTICS if key in values}
-    unknown = np.full_like(next(iter(known.values())), np.nan)
+    """Returns the row of `row_values`. Raises KeyError for a row with other statistics."""
+    found = {key: np.array(values[key], np.float32) for key in STATISTICS}
     losses = [np.array(of_prompt, np.float32) for of_prompt in values["losses"]]
-    row = Row(values["step"], {key: known.get(key, unknown) for key in STATISTICS}, losses)
-    if len(known) == len(STATISTICS):
-        row.names = np.array(values["names"], np.int64).reshape(row.names.shape)
+    errors = {key: np.array(value, np.float32) for key, value in values["errors"].items()}
+    row = Row(values["step"], found, losses, errors)
+    for key in ("names", "places", "offsets"):
+        setattr(row, key, np.array(values[key], np.int64).reshape(row.names.shape))
     return row
 
 

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .probe import from_codes, to_codes
+from .probe import to_codes
+from .snapshot_data import from_codes
 from .statistics import uniform_attention
 
 MATCHED_FROM = 0.5  # smallest similarity of a match

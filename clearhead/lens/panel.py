@@ -21,7 +21,7 @@ from .heatmap import (
     tile,
     title_of,
 )
-from .probe import Prompt
+from .prompts import Prompt
 from .rounding import formatted
 from .statistics import STATISTICS
 

@@ -34,11 +34,3 @@ def predict(logits: Tensor, token_ids: Sequence[int]) -> Predictions:
     return Predictions(
         losses.cpu().numpy(), most.indices.cpu().numpy(), most.values.exp().cpu().numpy()
     )
-
-
-def loss_of_copy(losses: np.ndarray, period: int) -> np.ndarray:
-    """Returns the mean loss on the second copy of a repeated sequence. losses: (..., T - 1).
-
-    The first token of the second copy is not counted, because it is not predictable.
-    """
-    return losses[..., period + 1 : 2 * period].mean(-1)

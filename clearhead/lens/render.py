@@ -12,7 +12,7 @@ from .heatmap import draw_grid, grid_url
 from .history import Row, atomic_write, evenly_spaced, read_history
 from .page import page, run_data
 from .panel import draw_panel
-from .probe import Prompt, uniform_values
+from .prompts import Prompt
 from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
 
 Files = dict[str, Path]  # by the key on a dashboard
@@ -48,8 +48,8 @@ def draw_snapshot(
         if not panels:
             continue
         path = path.with_stem(f"{path.stem}_panel")
-        of_prompt, uniform = Row(step, values), uniform_values([prompt])
-        of_prompt.names = row.names
+        of_prompt, uniform = Row(step, values), prompt.uniform
+        of_prompt.names, of_prompt.places, of_prompt.offsets = row.names, row.places, row.offsets
         # Without names of statistics that this prompt does not have, such as induction.
         table = most_significant(head_table([of_prompt], uniform))
         heads = [head for head in table if head[head["name"]] is not None]
@@ -76,12 +76,10 @@ def draw_timelapse(
 ) -> tuple[Files, Files]:
     """Writes the time-lapse, of at most `frames` steps that have the prompts of the last one, and
     optionally the animated image. Returns images and pages for a dashboard."""
-    files = snapshot_files(folder)
-    if not files:
+    snapshots = shown_snapshots(folder, frames)
+    if not snapshots:
         return {}, {}
-    chosen = [read_snapshot(path) for path in evenly_spaced(files, frames)]
-    prompts = chosen[-1].prompts
-    snapshots = [snapshot for snapshot in chosen if snapshot.prompts == prompts]
+    prompts = snapshots[-1].prompts
     path = folder / "timelapse.html"
     write_page(path, snapshots, history, curves)
     pages = {"attention/timelapse": path}
@@ -89,7 +87,7 @@ def draw_timelapse(
         return {}, pages
     path = folder / "timelapse.webp"
     # The repeated sequence if a head of the last step needs it, for example an induction head.
-    uniform, periods = uniform_values(prompts), [prompt.period for prompt in prompts]
+    uniform, periods = snapshots[-1].uniform, [prompt.period for prompt in prompts]
     named = heads_by_name(head_table([snapshots[-1].row], uniform))
     number = max((prompt_of(name, periods) for name in named), default=0)
     write_animation(
@@ -100,6 +98,13 @@ def draw_timelapse(
         [most_significant(head_table([snapshot.row], uniform))[:3] for snapshot in snapshots],
     )
     return {"attention/animation": path}, pages
+
+
+def shown_snapshots(folder: Path, frames: int) -> list[SnapshotData]:
+    """Returns at most `frames` snapshots of a run, of those that have the prompts of the last one.
+    Raises ValueError for an invalid snapshot file."""
+    chosen = [read_snapshot(path) for path in evenly_spaced(snapshot_files(folder), frames)]
+    return [snapshot for snapshot in chosen if snapshot.prompts == chosen[-1].prompts]
 
 
 def write_page(

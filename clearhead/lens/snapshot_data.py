@@ -5,10 +5,11 @@
 
 The file has numpy arrays and is read without pickle:
 
-    weights_0, weights_1, ...   for each prompt uint8 (L, H, t (t + 1) / 2), see probe.to_codes: the
+    weights_0, weights_1, ...   for each prompt uint8 (L, H, t (t + 1) / 2), round(255 sqrt(w)): the
                                 lower triangle of the weights row by row, t tokens shown
     norms_0, norms_1, ...       for each prompt uint8 (L, H, t), round(255 sqrt(norm / largest)):
-                                norms of the value vectors, see probe.py; absent if unknown
+                                norms of the value vectors, see capturing.py; absent if unknown
+    cells, cell_weights         those of Contexts; absent without a text
     json                        the other fields of SnapshotData as UTF-8 text, uint8
 
 Shapes: L layers, H heads, T tokens of a prompt.
@@ -19,19 +20,40 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .history import Row, atomic_write, json_values, row_of, row_values
-from .predictions import MOST_LIKELY, Predictions
-from .probe import Frame, Prompt, token_texts
+from .history import Row, atomic_write, row_of, row_values
+from .prompts import Prompt
 
-FORMAT = 2
+FORMAT = 3
+CONTEXTS = 5  # cells that a head moves most, and cells at random
 MAX_BYTES, MAX_JSON_BYTES = 2**30, 2**25  # uncompressed; a JSON object takes 30 times its bytes
+
+
+@dataclass
+class Contexts:
+    """Cells of each head in windows of a text, see text.py."""
+
+    tokens: list[list[str]]  # of each window
+    # int16 (L, H, 2, CONTEXTS, 3): window, query and key, -1 if there are fewer cells. First those
+    # that the head moves most, then those of query tokens at random.
+    cells: np.ndarray
+    codes: np.ndarray  # their weights as bytes, uint8 (L, H, 2, CONTEXTS)
+    # The fraction of query tokens that have a target, for each statistic with targets but `offset`.
+    coverage: dict[str, float]
+
+    def explained(self, head: Mapping) -> float:
+        """Returns the fraction of the attention of a head that its name explains: the weight on the
+        targets, of all query tokens. head: a row of heads.head_table with a name."""
+        name, last = head["name"], len(self.tokens[0]) - 1
+        back = head["tokens_back"]
+        covered = (last + 1 - back) / last if name == "offset" else self.coverage[name]
+        return head[name] * covered
 
 
 @dataclass
@@ -40,12 +62,14 @@ class SnapshotData:
 
     run: str  # name of the run
     prompts: list[Prompt]
-    row: Row  # the step, and the statistics as means over the prompts
+    row: Row  # the step, and the statistics on the text; without a text, means over the prompts
     # {"statistics": [{key: [one per head]} per prompt], "largest_norms": ..., "predictions": ...}:
     # the details of a frame of the page, described in page/index.html
     details: dict
     codes: list[np.ndarray]
-    norms: list[np.ndarray] = field(default_factory=list)
+    norms: list[np.ndarray]
+    uniform: dict[str, float | None]  # the statistics of the row for uniform attention
+    contexts: Contexts | None = None
     ablation: dict | None = None  # the loss without each head, see ablation.py
 
     @property
@@ -62,33 +86,6 @@ class SnapshotData:
         ]
 
 
-def snapshot_data(
-    run: str,
-    prompts: Sequence[Prompt],
-    frame: Frame,
-    token_bytes: Callable[[int], bytes] | None = None,
-) -> SnapshotData:
-    """Returns the data of a snapshot.
-
-    token_bytes(id): the bytes of a token, for predictions, which are omitted without it.
-    """
-    details: dict = {
-        "statistics": [
-            {key: json_values(value.ravel()) for key, value in of_prompt.items()}
-            for of_prompt in frame.of_prompts
-        ]
-    }
-    if frame.predictions and token_bytes:
-        details["predictions"] = _predictions(prompts, frame, token_bytes)
-    norms = []
-    if frame.value_norms:
-        largest = [norms.max(-1, keepdims=True) + 1e-9 for norms in frame.value_norms]  # (L, H, 1)
-        scaled = [n / most for n, most in zip(frame.value_norms, largest, strict=True)]
-        norms = [(255 * np.sqrt(n)).round().astype(np.uint8) for n in scaled]
-        details["largest_norms"] = [json_values(most.ravel()) for most in largest]
-    return SnapshotData(run, list(prompts), frame.row, details, frame.codes, norms)
-
-
 def snapshot_files(folder: Path) -> list[Path]:
     """Returns the snapshots of a run in the order of their steps. folder: runs/NAME/attention."""
     return sorted(folder.glob("step_*.npz"))
@@ -102,11 +99,16 @@ def snapshot_bytes(data: SnapshotData) -> bytes:
         "prompts": [dataclasses.asdict(prompt) for prompt in data.prompts],
         "row": row_values(data.row),
         "details": data.details,
+        "uniform": data.uniform,
         "ablation": data.ablation,
     }
+    if contexts := data.contexts:
+        values["contexts"] = {"tokens": contexts.tokens, "coverage": contexts.coverage}
     arrays: dict[str, Any] = {"json": np.frombuffer(json.dumps(values).encode(), np.uint8)}
     for key, of_prompts in (("weights", data.codes), ("norms", data.norms)):
         arrays |= {f"{key}_{number}": array for number, array in enumerate(of_prompts)}
+    if contexts:
+        arrays |= {"cells": contexts.cells, "cell_weights": contexts.codes}
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)
     return file.getvalue()
@@ -133,6 +135,10 @@ def read_snapshot(path: Path) -> SnapshotData:
             row = row_of(values["row"])
             codes = [arrays[f"weights_{number}"] for number in range(len(prompts))]
             norms = [arrays[key] for key in arrays.files if key.startswith("norms_")]
+            contexts = None
+            if found := values.get("contexts"):
+                cells = arrays["cells"], arrays["cell_weights"]
+                contexts = Contexts(found["tokens"], *cells, found["coverage"])
         for prompt, of_prompt in zip(prompts, codes, strict=True):
             triangle = prompt.shown * (prompt.shown + 1) // 2
             if (of_prompt.dtype, of_prompt.shape) != (np.uint8, (*row.names.shape, triangle)):
@@ -143,28 +149,26 @@ def read_snapshot(path: Path) -> SnapshotData:
     ) as error:
         raise ValueError(f"{path} is not a snapshot of this lens: {error}") from error
     return SnapshotData(
-        values["run"], prompts, row, values["details"], codes, norms, values["ablation"]
+        run=values["run"],
+        prompts=prompts,
+        row=row,
+        details=values["details"],
+        codes=codes,
+        norms=norms,
+        uniform=values["uniform"],
+        contexts=contexts,
+        ablation=values["ablation"],
     )
 
 
-def _predictions(
-    prompts: Sequence[Prompt], frame: Frame, token_bytes: Callable[[int], bytes]
-) -> dict:
-    """Returns losses and most likely tokens of the shown positions; tokens as indices of texts."""
-    ids = np.unique([i for of in frame.predictions for p in of for i in p.token_ids.ravel()])
+def from_codes(codes: np.ndarray) -> np.ndarray:
+    """Returns the weights of codes, the inverse of probe.to_codes: (code / 255)^2, fp32."""
+    return (codes.astype(np.float32) / 255) ** 2
 
-    def values(found: Predictions, count: int, most: int) -> dict:
-        return {
-            "losses": json_values(found.losses[:count]),
-            "tokens": np.searchsorted(ids, found.token_ids[:count, :most]).tolist(),
-            "probabilities": json_values(found.probabilities[:count, :most]),
-        }
 
-    return {
-        "tokens": token_texts(ids.tolist(), token_bytes),
-        "of_prompts": [
-            values(final, prompt.shown, MOST_LIKELY)
-            | {"layers": [values(reading, prompt.shown, most=1) for reading in readings]}
-            for (*readings, final), prompt in zip(frame.predictions, prompts, strict=True)
-        ],
-    }
+def triangle_to_square(codes: np.ndarray) -> np.ndarray:
+    """Returns lower triangles (..., T (T + 1) / 2) as (..., T, T), zero above the diagonal."""
+    num_tokens = int((2 * codes.shape[-1]) ** 0.5)
+    square = np.zeros((*codes.shape[:-1], num_tokens, num_tokens), codes.dtype)
+    square[..., *np.tril_indices(num_tokens)] = codes
+    return square

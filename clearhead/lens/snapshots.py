@@ -6,12 +6,17 @@ Lens.inspect records a model without a training run.
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from .ablation import COLUMNS, Ablate, removal_lines
+from .capturing import AttentionFunction, Captured, Visit, capture
 from .config import DEFAULT_PROMPTS, LensConfig
 from .heads import (
     ALL_NAMES,
@@ -24,22 +29,29 @@ from .heads import (
     head_table,
     heads_by_name,
     most_significant,
+    only_on,
+    target_of,
     title_of,
+    title_of_head,
 )
 from .heatmap import fitted, rgb
 from .history import History, Row, atomic_write, evenly_spaced
 from .page import MAX_HISTORY
 from .panel import caption
-from .probe import CaptureAttention, make_prompt, probe, repeated_prompt, uniform_values
+from .probe import record
+from .prompts import make_prompt, repeated_prompt
 from .render import draw_snapshot, draw_timelapse, heatmap_key
 from .rounding import formatted
-from .snapshot_data import SnapshotData, snapshot_data, write_snapshot
+from .snapshot_data import SnapshotData, write_snapshot
 from .stages import stage_step
 from .statistics import STATISTICS
+from .text import Text, TextRecorder, windows_of
+from .tokens import lens_tokenizer
 
 MAX_FILES = 900  # images and pages that a run logs; dashboards become slow with more than 1,000
 MAX_THUMBNAILS = 100  # part of MAX_FILES: heatmaps in the table of heads
 THUMBNAIL = 128  # pixels
+MAX_SYMBOLS = 256  # tokens that the repeated sequence is drawn from
 
 
 @dataclass
@@ -56,7 +68,8 @@ class Snapshot:
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
     # Rows with the same keys. A cell may be an image, uint8 (height, width, 3).
     tables: dict[str, list[dict]] = field(default_factory=dict)
-    # (layer, head) of all heads of each name that no head had before in this run, see heads_by_name
+    # (layer, head) of all heads with a name that no head had before in this run, by the title of
+    # the name: {"previous token": [(0, 1)]}
     first_heads: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     # At the last step, curves of each statistic: (steps, for each layer the mean over its heads at
     # each step).
@@ -64,118 +77,140 @@ class Snapshot:
 
 
 class Lens:
-    """Takes attention snapshots on a fixed set of prompts and writes images and pages.
+    """Takes attention snapshots of a model, on fixed prompts and on a text, and writes images and
+    pages.
 
-    encode(text) returns token ids, token_bytes(id) the bytes of a token (KeyError if unknown). The
-    repeated sequence starts with `bos`; its other tokens are drawn from `vocabulary`. An empty
-    vocabulary disables the repeated sequence.
+    tokenizer: of tiktoken, of transformers, or with their methods, see tokens.py. context_length:
+    of the model, in tokens. max_steps: of the training. text: a text on which heads are measured,
+    or windows of its token ids, (N, T); without it they are measured on the prompts alone.
+    vocabulary: the ids of which the repeated sequence consists, [] for no repeated sequence; by
+    default the most frequent of the text, or all. attention: see capturing.py. dashboard: whether a
+    dashboard shows the snapshots; otherwise there is no page of each step, because the time-lapse
+    has it, and only the last step has the smaller images. autocast: a context in which the model
+    runs on the text, such as torch.autocast.
     """
 
     def __init__(
         self,
-        config: LensConfig,
-        encode: Callable[[str], list[int]],
-        token_bytes: Callable[[int], bytes],
+        tokenizer: Any,
+        config: LensConfig | None = None,
+        *,
         context_length: int,
-        vocabulary: Sequence[int] = (),
-        bos: int = 0,
+        max_steps: int = 0,
+        folder: str | Path = "attention",
+        run_name: str = "",
+        text: str | Tensor | None = None,
+        vocabulary: Sequence[int] | None = None,
+        attention: AttentionFunction | None = None,
+        dashboard: bool = True,
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        self.config = config
-        limit = min(config.max_tokens, context_length)
-        texts = DEFAULT_PROMPTS if config.prompts is None else config.prompts
+        self.config = config or LensConfig()
+        self.tokenizer = tokens = lens_tokenizer(tokenizer)
+        self.max_steps, self.folder, self.run_name = max_steps, Path(folder), run_name
+        self.attention, self.dashboard, self.autocast = attention, dashboard, autocast
+        limit = min(self.config.max_tokens, context_length)
+        texts = DEFAULT_PROMPTS if self.config.prompts is None else self.config.prompts
         self.prompts = [
-            make_prompt(number, text, encode, token_bytes, limit)
-            for number, text in enumerate(texts, start=1)
+            make_prompt(number, prompt, tokens.encode_text, tokens.token_bytes, limit)
+            for number, prompt in enumerate(texts, start=1)
         ]
-        if config.repeat_length and len(vocabulary):
+        windows = windows_of(text, tokens, context_length) if isinstance(text, str) else text
+        self.text = None if windows is None else Text(windows, tokens.token_bytes)
+        if vocabulary is None:
+            ids = range(tokens.num_ids) if windows is None else frequent(windows)
+            vocabulary = [token for token in ids if token not in tokens.special]
+        if self.config.repeat_length and len(vocabulary):
             number = len(self.prompts) + 1
-            period = min(config.repeat_length, (limit - 1) // 2)
+            period = min(self.config.repeat_length, (limit - 1) // 2)
+            bos, token_bytes = tokens.bos, tokens.token_bytes
             repeated = repeated_prompt(number, vocabulary, bos, token_bytes, period)
             self.prompts += [repeated] if repeated else []
-        self.token_bytes = token_bytes
         self.history: History | None = None  # created at the first snapshot
         self.table: list[dict] = []  # all heads, the most significant first; set at the end
         self.last: SnapshotData | None = None  # of the last step
 
-    def due(self, step: int, max_steps: int) -> bool:
+    def due(self, step: int) -> bool:
         """Whether this step has a snapshot: each multiple of the interval (also 0) and the last."""
-        every = self.config.interval(max_steps)
-        return every > 0 and bool(self.prompts) and (step % every == 0 or step == max_steps)
+        every = self.config.interval(self.max_steps)
+        return every > 0 and bool(self.prompts) and (step % every == 0 or step == self.max_steps)
 
-    def draws(self, step: int, max_steps: int) -> bool:
+    def draws(self, step: int) -> bool:
         """Whether the snapshot at this step has images and a page; in a long run only some have."""
-        return step % self._drawn_every(max_steps) == 0 or step == max_steps
+        return step % self._drawn_every() == 0 or step == self.max_steps
 
     def snapshot(
         self,
-        capture_attention: CaptureAttention,
+        model: Any,
         step: int,
-        max_steps: int,
-        folder: Path,
-        run_name: str = "",
-        write: bool = True,
         curves: Callable[[], dict[str, list]] = dict,
         ablate: Ablate | None = None,
-        dashboard: bool = True,
+        write: bool = True,
     ) -> Snapshot | None:
-        """Runs the model on all prompts and writes statistics, images and pages to `folder`.
+        """Runs the model on the prompts and the text and writes statistics, images and pages.
 
-        capture_attention: see probe.py. run_name: the name of the run on the pages. With
-        write=False it only runs the model and returns None: for ranks other than 0 with FSDP.
         curves(): losses of the training for the time-lapse, {name: [(step, value)]}.
         ablate: receives the heads of each name at the last step; returns the result of ablation.py.
-        dashboard: whether a dashboard shows this snapshot. Otherwise there is no page of this step,
-        because the time-lapse has it, and only the last step has the smaller images.
+        With write=False it only runs the model and returns None: for ranks other than 0 with FSDP.
         """
-        frame = probe(capture_attention, self.prompts, step)
+        data = self._record(model, step)
         if not write:
             return None
         if self.history is None:
-            _remove_from(folder, step)
-            self.history = History(folder / "statistics.jsonl", step)
-        self.history.add(frame.row)
-        snapshot, is_last = _dashboard_values(frame.row), step == max_steps
-        snapshot.first_heads = self._first_heads(self.history.rows)
-        data = snapshot_data(run_name, self.prompts, frame, self.token_bytes)
+            _remove_from(self.folder, step)
+            self.history = History(self.folder / "statistics.jsonl", step)
+        self.history.add(data.row)
+        snapshot, is_last = _dashboard_values(data.row), step == self.max_steps
+        snapshot.first_heads = self._first_heads(data)
         if is_last:
-            self.table, self.last = head_table(self.history.rows, self._uniform()), data
+            self.table, self.last = head_table(self.history.rows, data.uniform), data
             found = ablate(heads_by_name(self.table)) if ablate else None
             if found and math.isfinite(found["loss"]):  # else the model has diverged
                 data.ablation = {"step": step} | found
-                self._add_ablation(data.ablation, folder)
-            atomic_write(folder / "heads.csv", as_csv(self.table).encode())
+                self._add_ablation(data.ablation)
+            atomic_write(self.folder / "heads.csv", as_csv(self.table).encode())
             snapshot.tables["attention/table"] = self._with_thumbnails(data)
             snapshot.charts = _charts(self.history)
-        if self.draws(step, max_steps):
-            write_snapshot(folder / f"step_{step:08d}.npz", data)
-            shown = draw_snapshot(data, folder, panels=dashboard or is_last, viewer=dashboard)
+        if self.draws(step):
+            write_snapshot(self.folder / f"step_{step:08d}.npz", data)
+            panels = self.dashboard or is_last
+            shown = draw_snapshot(data, self.folder, panels=panels, viewer=self.dashboard)
             snapshot.images, snapshot.pages = shown
             snapshot.captions = {heatmap_key(p): caption(p, step) for p in self.prompts}
-            if self._timelapse_is_due(step, max_steps, dashboard):
+            if self._timelapse_is_due(step):
                 rows, frames = self.history.rows, self.config.frames
-                images, pages = draw_timelapse(folder, rows, frames, curves(), is_last)
+                images, pages = draw_timelapse(self.folder, rows, frames, curves(), is_last)
                 snapshot.images |= images
                 snapshot.pages |= pages
         return snapshot
 
     def inspect(
-        self,
-        capture_attention: CaptureAttention,
-        step: int,
-        run_name: str,
-        ablate: Ablate | None = None,
+        self, model: Any, step: int = 0, ablate: Ablate | None = None
     ) -> tuple[SnapshotData, list[str]]:
         """Returns the data of one step, and a line for each name of heads with the most significant
         heads and, in parentheses, the value for uniform attention. Writes no files.
         ablate: as in `snapshot`.
         """
-        frame, uniform = probe(capture_attention, self.prompts, step), self._uniform()
-        data = snapshot_data(run_name, self.prompts, frame, self.token_bytes)
-        table = head_table([frame.row], uniform)
-        lines = [_line(key, table, uniform[key]) for key in KINDS]
+        data = self._record(model, step)
+        table = head_table([data.row], data.uniform)
+        lines = [_line(key, table, data.uniform[key]) for key in KINDS]
         if ablate and (found := ablate(heads_by_name(table))):
             data.ablation = {"step": step} | found
         return data, [line for line in lines if line]
+
+    def _record(self, model: Any, step: int) -> SnapshotData:
+        """Returns the data of a step."""
+
+        def run_prompt(input_ids: Tensor, visit: Visit) -> Captured:
+            return capture(model, input_ids, visit, self.attention, self.config.logit_lens)
+
+        def run_text(input_ids: Tensor, visit: Visit) -> Captured:
+            with self.autocast():
+                return capture(model, input_ids, visit, self.attention, logits=False)
+
+        on_text = TextRecorder(self.text).run(run_text) if self.text else None
+        run_name, token_bytes = self.run_name, self.tokenizer.token_bytes
+        return record(run_prompt, self.prompts, step, on_text, run_name, token_bytes)
 
     def most_significant_heads(self) -> list[str]:
         """Returns the number of heads with a name, and a line for the clearest head of each name,
@@ -189,62 +224,63 @@ class Lens:
         lines += [counts_of_names(self.table)] * bool(rows)
         for row in rows:
             name, place = row["name"], f"L{row['layer']} H{row['head']}"
-            value, target = formatted(row[name]), KINDS[name].target
+            value, target = formatted(row[name]), target_of(row)
             # The value of a positional head is not a weight.
             what = f"mean weight {value} on" if name in NAMES else f"value {value}, depends on"
+            if name in NAMES and self.text:
+                target += " in the text"
             since = f"(since step {row['since_step']})"
-            lines.append(f"{title_of(name)} {place}: {what} {target} {since}")
+            lines.append(f"{place} {title_of_head(row)}: {what} {target} {since}")
         return lines
 
     def most_important_heads(self) -> list[str]:
         """Returns `most_important_heads` at the last step. Empty before."""
         return most_important_heads(self.last) if self.last else []
 
-    def _uniform(self) -> dict[str, float | None]:
-        return uniform_values(self.prompts)
-
-    def _first_heads(self, rows: Sequence[Row]) -> dict[str, list[tuple[int, int]]]:
-        """Returns the heads of the last row by name, of the names that no row before has."""
-        *before, last = rows
-        named = heads_by_name(head_table([last], self._uniform()))
-
-        def is_known(name: str) -> bool:
+    def _first_heads(self, data: SnapshotData) -> dict[str, list[tuple[int, int]]]:
+        """Returns the heads of the last row with a name that no row before has, by its title."""
+        assert self.history is not None
+        before = self.history.rows[:-1]
+        first: dict[str, list[tuple[int, int]]] = {}
+        for row in head_table([data.row], data.uniform):
+            name = row["name"]
             number = ALL_NAMES.index(name)
-            return any((row.names == number).any() for row in before)
+            if name in KINDS and not any((other.names == number).any() for other in before):
+                title = title_of(name) + only_on(name, row["holds_on"])
+                first.setdefault(title, []).append((row["layer"], row["head"]))
+        return first
 
-        return {name: heads for name, heads in named.items() if not is_known(name)}
-
-    def _add_ablation(self, found: dict, folder: Path) -> None:
+    def _add_ablation(self, found: dict) -> None:
         """Writes ablation.json and adds the results to the table."""
         text = json.dumps(found, indent=1) + "\n"
-        atomic_write(folder / "ablation.json", text.encode())
+        atomic_write(self.folder / "ablation.json", text.encode())
         results = {(row["layer"], row["head"]): row for row in found["heads"]}
         for row in self.table:
             result = results[row["layer"], row["head"]]
             known = COLUMNS if result["accuracy_without"] is not None else COLUMNS[:2]
             row |= {key: result[key] for key in known}
 
-    def _drawn_every(self, max_steps: int) -> int:
+    def _drawn_every(self) -> int:
         """Returns the steps between snapshots with images, so that MAX_FILES is not exceeded."""
         files = len(self.prompts) + 1
         # The first and the last snapshot always have images.
         drawn = max(2, (MAX_FILES - MAX_THUMBNAILS) // files)
-        every = max(1, self.config.interval(max_steps))
-        return every * max(1, math.ceil(max_steps / every / (drawn - 1)))
+        every = max(1, self.config.interval(self.max_steps))
+        return every * max(1, math.ceil(self.max_steps / every / (drawn - 1)))
 
-    def _timelapse_is_due(self, step: int, max_steps: int, dashboard: bool) -> bool:
+    def _timelapse_is_due(self, step: int) -> bool:
         """Whether another quarter of the run was completed since the last images. Without the pages
         of single steps for a dashboard also at the 1st, 2nd, 4th, 8th ... snapshot."""
         count = len(self.history.rows) if self.history else 0
-        if not dashboard and count & (count - 1) == 0:
+        if not self.dashboard and count & (count - 1) == 0:
             return True
-        before = max(0, step - self._drawn_every(max_steps))
-        return step == max_steps or 4 * step // max_steps > 4 * before // max_steps
+        before, last = max(0, step - self._drawn_every()), self.max_steps
+        return step >= last or 4 * step // last > 4 * before // last
 
     def _with_thumbnails(self, data: SnapshotData) -> list[dict]:
         """Returns the table with a heatmap of the first heads, on the prompt where each is most
         significant."""
-        prompts = clearest_prompts(data.of_prompts, [uniform_values([p]) for p in self.prompts])
+        prompts = clearest_prompts(data.of_prompts, [p.uniform for p in data.prompts])
         rows = []
         for row in self.table:
             layer, head = row["layer"], row["head"]
@@ -257,9 +293,9 @@ class Lens:
 def clearest_prompt(data: SnapshotData, head: tuple[int, int] | None = None) -> int:
     """Returns the index of the prompt on which a head, (layer, head), is most significant; without
     one, the most significant head."""
-    table = head_table([data.row], uniform_values(data.prompts))
+    table = head_table([data.row], data.uniform)
     row = (most_significant(table) or table)[0]
-    prompts = clearest_prompts(data.of_prompts, [uniform_values([p]) for p in data.prompts])
+    prompts = clearest_prompts(data.of_prompts, [prompt.uniform for prompt in data.prompts])
     return int(prompts[head or (row["layer"], row["head"])])
 
 
@@ -283,14 +319,18 @@ def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:
         return ""
     what = f"{title_of(key)} ({formatted(uniform)})"
     if named:
-        values = [f"L{row['layer']} H{row['head']} {formatted(row[key])}" for row in named[:5]]
+        values = [
+            f"L{row['layer']} H{row['head']} {formatted(row[key])}{only_on(key, row['holds_on'])}"
+            for row in named[:5]
+        ]
         return f"{what:<24} {'   '.join(values)}"
     if key not in NAMES:
         return ""
     row = max(table, key=lambda row: row[key])
     is_above = (row[key] - uniform) / (1 - uniform) >= KINDS[key].named_from
-    # A mean above the limit: either another name fits better, or one prompt is below the limit.
-    where = " on every prompt" if is_above and row["name"] not in NAMES else ""
+    # A mean above the limit: another name fits better, one prompt is below the limit, or the
+    # standard error is large.
+    where = " clearly" if is_above and row["name"] not in NAMES else ""
     other = f" ({title_of(row['name'])})" if is_above and row["name"] in NAMES else ""
     largest = f"L{row['layer']} H{row['head']} {formatted(row[key])}{other}"
     return f"{what:<24} no head{where}; largest mean: {largest}"
@@ -336,3 +376,9 @@ def _remove_from(folder: Path, step: int) -> None:
     if not any(folder.glob("step_*")):
         for name in ("timelapse.html", "timelapse.webp", "heads.csv", "ablation.json"):
             (folder / name).unlink(missing_ok=True)
+
+
+def frequent(windows: Tensor) -> list[int]:
+    """Returns the most frequent token ids of a text, at most MAX_SYMBOLS."""
+    ids, counts = torch.unique(windows, return_counts=True)
+    return sorted(ids[counts.argsort(descending=True, stable=True)[:MAX_SYMBOLS]].tolist())

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .history import Row
-from .predictions import loss_of_copy
-from .probe import Prompt
+from .prompts import Prompt
 
 
 def stage_begins(losses: Sequence[float | np.ndarray], num_symbols: int) -> int | None:
@@ -42,3 +41,11 @@ def stage_step(prompts: Sequence[Prompt], history: Sequence[Row]) -> int | None:
             first = stage_begins(losses, prompt.num_symbols)
             return None if first is None else rows[first].step
     return None
+
+
+def loss_of_copy(losses: np.ndarray, period: int) -> np.ndarray:
+    """Returns the mean loss on the second copy of a repeated sequence. losses: (..., T - 1).
+
+    The first token of the second copy is not counted, because it is not predictable.
+    """
+    return losses[..., period + 1 : 2 * period].mean(-1)

@@ -1,18 +1,21 @@
-"""Attention statistics: each function reduces the attention weights of a head to one number.
+"""Attention statistics: each reduces the attention weights of a head to one number.
 
-The argument A has the attention weights of some heads on one prompt, fp32 (H, T, T), rows are
-queries. The result (H,) is a mean over queries; that of `largest_logit` is a maximum. Query 0
-attends only to itself, so most statistics exclude it. Two statistics are defined only on the
-repeated sequence [BOS] + R + R, where R has P random tokens; P is their argument `period`. Three
-are defined only on texts: `separator`, `segment_start`, and `positional`, which compares the maps
-of different texts.
+A[q, k] is the attention weight of key token k for query token q. Most statistics are the mean
+weight on target tokens:
 
-"Uniform" is the value for uniform attention, A[q, k] = 1 / (q + 1), as in an untrained model.
+    mean over q with a target of  sum over targets k of A[q, k]
 
-Shapes: H heads, T tokens; q query and k key positions from 0; h(T) = 1 + 1/2 + ... + 1/T.
+For "previous token" the target of query token q is token q - 1, for "induction" its targets are the
+tokens that followed earlier occurrences of token q. A function for each returns the targets of all
+query tokens, bool (B, T, T) or (T, T).
+
+"Uniform" is the value for uniform attention, A[q, k] = 1 / (q + 1), as in an untrained model: the
+fraction of the weight that chance gives.
+
+Shapes: B texts, H heads, T tokens, K kinds of targets; q query and k key positions from 0;
+h(T) = 1 + 1/2 + ... + 1/T.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -22,110 +25,136 @@ import numpy as np
 import torch
 from torch import Tensor
 
+OFFSETS = range(2, 9)  # tokens back; 1 is `previous_token`
+
+
+@dataclass
+class Texts:
+    """Texts of the same length: token ids (B, T), and which tokens are separators, bool (B, T)."""
+
+    token_ids: Tensor
+    separators: Tensor
+
+    def to(self, device: torch.device) -> "Texts":
+        return Texts(self.token_ids.to(device), self.separators.to(device))
+
+    def back(self) -> Tensor:
+        """Returns the distance from query to key, q - k, (T, T)."""
+        positions = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)
+        return positions[:, None] - positions
+
+
+# ------------------------------------------------------------------- targets of query tokens
+
+
+def first_token(texts: Texts) -> Tensor:
+    """The first token, for all q >= 1: an attention sink. Uniform: (h(T) - 1) / (T - 1).
+
+    (Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks.)
+    """
+    back = texts.back()
+    keys = torch.arange(len(back), device=back.device)
+    return (keys == 0) & (back > 0)
+
+
+def diagonal(texts: Texts) -> Tensor:
+    """The query token itself, for all q >= 1. Uniform: (h(T) - 1) / (T - 1).
+
+    (Attention to relative positions: Clark et al. 2019, section 3.1.)
+    """
+    back = texts.back()
+    keys = torch.arange(len(back), device=back.device)
+    return (back == 0) & (keys > 0)
+
+
+def previous_token(texts: Texts) -> Tensor:
+    """The token before. Uniform: (h(T) - 1) / (T - 1).
+
+    (Elhage et al. 2021, A Mathematical Framework for Transformer Circuits.)
+    """
+    return texts.back() == 1
+
+
+def duplicate_token(texts: Texts) -> Tensor:
+    """Earlier occurrences of the query token.
+
+    (Wang et al. 2022, Interpretability in the Wild: duplicate token heads.)
+    """
+    same = texts.token_ids[:, :, None] == texts.token_ids[:, None]  # (B, T, T)
+    return same & (texts.back() > 0)
+
+
+def induction(texts: Texts) -> Tensor:
+    """The tokens that followed earlier occurrences of the query token, without the query token.
+
+    An induction head completes "... A B ... A" with B (Olsson et al. 2022, In-context Learning and
+    Induction Heads: "prefix matching").
+    """
+    followed = duplicate_token(texts).roll(1, dims=-1)  # token k - 1 is the query token
+    followed[..., 0] = False
+    return followed & (texts.back() > 0)
+
+
+def separator(texts: Texts) -> Tensor:
+    """Earlier separators. Position 0 does not count, because it is often an attention sink.
+
+    (Clark et al. 2019, section 3.2: heads that attend to [SEP] and to periods and commas.)
+    """
+    return _earlier(texts, texts.separators)
+
+
+def segment_start(texts: Texts) -> Tensor:
+    """Earlier tokens that follow a separator and are none: in letters, the starts of words."""
+    after = texts.separators.roll(1, dims=-1)
+    return _earlier(texts, after & ~texts.separators)
+
+
+def _earlier(texts: Texts, targets: Tensor) -> Tensor:
+    """Returns the targets (B, T), bool, that are before q and not at position 0."""
+    before = texts.back() > 0
+    before[:, 0] = False
+    return targets[:, None] & before
+
+
+def _offset(number: int) -> Callable[[Texts], Tensor]:
+    return lambda texts: texts.back() == number
+
+
+# ------------------------------------------------------------------------------ statistics
+
 
 def entropy(attn_weights: Tensor) -> Tensor:
-    """Returns the normalised entropy (0: all weight on one key token; 1: uniform). -> (H,).
+    """Returns the normalised entropy (0: all weight on one key token; 1: uniform).
 
     mean over q >= 1 of  -sum_k A[q, k] ln A[q, k] / ln(q + 1).    Uniform: 1.
     Entropy of attention rows: Clark et al. 2019 (What Does BERT Look At?), section 3.3. Here
     it is divided by its maximum, so that rows of different lengths are comparable.
+    (..., T, T) -> (...).
     """
-    nats = -torch.special.xlogy(attn_weights, attn_weights).sum(-1)  # (H, T); 0 ln 0 = 0
+    nats = -torch.special.xlogy(attn_weights, attn_weights).sum(-1)  # (..., T); 0 ln 0 = 0
     longest = torch.arange(1, nats.shape[-1] + 1, device=nats.device).log()
-    return (nats[:, 1:] / longest[1:]).mean(-1)
+    return (nats[..., 1:] / longest[1:]).mean(-1)
 
 
 def distance(attn_weights: Tensor) -> Tensor:
-    """Returns the mean distance from query token to key token, in tokens. (H, T, T) -> (H,).
+    """Returns the mean distance from query token to key token, in tokens. (..., T, T) -> (...).
 
     mean over q of  sum_k A[q, k] (q - k).    Uniform: (T - 1) / 4.
     Mean attention distance (Vig and Belinkov 2019), averaged over queries.
     """
-    positions = torch.arange(attn_weights.shape[-1], device=attn_weights.device)
-    distances = (positions[:, None] - positions).float()  # (T, T): q - k
-    return (attn_weights * distances).sum(-1).mean(-1)
-
-
-def first_token(attn_weights: Tensor) -> Tensor:
-    """Returns the mean weight on the first token, the attention sink. (H, T, T) -> (H,).
-
-    mean over q >= 1 of  A[q, 0].    Uniform: (h(T) - 1) / (T - 1).
-    (Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks.)
-    """
-    return attn_weights[:, 1:, 0].mean(-1)
-
-
-def diagonal(attn_weights: Tensor) -> Tensor:
-    """Returns the mean weight of a query token on itself. (H, T, T) -> (H,).
-
-    mean over q >= 1 of  A[q, q].    Uniform: (h(T) - 1) / (T - 1).
-    (Attention to relative positions: Clark et al. 2019, section 3.1.)
-    """
-    return attn_weights.diagonal(dim1=-2, dim2=-1)[:, 1:].mean(-1)
-
-
-def previous_token(attn_weights: Tensor) -> Tensor:
-    """Returns the mean weight of a query token on the previous token. (H, T, T) -> (H,).
-
-    mean over q >= 1 of  A[q, q - 1].    Uniform: (h(T) - 1) / (T - 1).
-    (Elhage et al. 2021, A Mathematical Framework for Transformer Circuits.)
-    """
-    return attn_weights.diagonal(offset=-1, dim1=-2, dim2=-1).mean(-1)
-
-
-def induction(attn_weights: Tensor, period: int) -> Tensor:
-    """Returns the mean weight of a token in copy 2 on the token that follows it in copy 1. -> (H,).
-
-    mean over q = P + 1 .. 2 P of  A[q, q - P + 1].    Uniform: (h(2 P + 1) - h(P + 1)) / P.
-    An induction head completes "... A B ... A" with B (Olsson et al. 2022, In-context Learning and
-    Induction Heads: "prefix matching").
-    """
-    return _second_copy(attn_weights, period, back=period - 1)
-
-
-def duplicate_token(attn_weights: Tensor, period: int) -> Tensor:
-    """Returns the mean weight of a token in copy 2 on the same token in copy 1. -> (H,).
-
-    mean over q = P + 1 .. 2 P of  A[q, q - P].    Uniform: (h(2 P + 1) - h(P + 1)) / P.
-    (Wang et al. 2022, Interpretability in the Wild: duplicate token heads.)
-    """
-    return _second_copy(attn_weights, period, back=period)
-
-
-def _second_copy(attn_weights: Tensor, period: int, back: int) -> Tensor:
-    """Returns the mean over q = P + 1 .. 2 P of A[q, q - back]."""
-    weights = attn_weights.diagonal(offset=-back, dim1=-2, dim2=-1)  # (H, T - back)
-    first = period + 1 - back  # entry q - back of the diagonal belongs to query q
-    return weights[:, first : first + period].mean(-1)
+    # sum_k A[q, k] (q - k) = q - sum_k A[q, k] k, as the weights of a row sum to 1
+    positions = torch.arange(attn_weights.shape[-1], device=attn_weights.device).float()
+    return (positions - attn_weights @ positions).mean(-1)
 
 
 def largest_logit(attn_scores: Tensor) -> Tensor:
-    """Returns the largest attention score. attn_scores (H, T, T), -inf where masked -> (H,).
+    """Returns the largest attention score. attn_scores (..., T, T), -inf where masked -> (...).
 
     max over q and k <= q of  Q[q] . K[k] / sqrt(D).    Uniform: any value, if all are equal.
     If it keeps growing, rows become one-hot and training becomes unstable (Dehghani et al. 2023,
     Scaling Vision Transformers to 22 Billion Parameters; Wortsman et al. 2023).
     """
     return attn_scores.amax((-2, -1))
-
-
-def on_earlier(attn_weights: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean weight on earlier tokens of a kind, such as separators. -> (H,).
-
-    mean over q with a target before q of  sum over targets k < q of A[q, k]. Position 0 does
-    not count, because it is often an attention sink. targets: bool (T,). NaN without any.
-    (Clark et al. 2019, section 3.2: heads that attend to [SEP] and to periods and commas.)
-    """
-    earlier = (targets & (torch.arange(len(targets)) > 0)).to(attn_weights.device).float()
-    on_targets = attn_weights @ earlier - attn_weights.diagonal(dim1=-2, dim2=-1) * earlier
-    defined = (earlier.cumsum(0) - earlier > 0).float()  # (T,): 1 with a target before q
-    return (on_targets * defined).sum(-1) / defined.sum()  # a mask as index would synchronise
-
-
-def segment_starts(separators: Tensor) -> Tensor:
-    """Returns which tokens follow a separator and are none, bool (T,). separators: bool (T,)."""
-    after = torch.cat([separators.new_zeros(1), separators[:-1]])
-    return after & ~separators
 
 
 def positional(triangles: Sequence[np.ndarray]) -> np.ndarray:
@@ -148,19 +177,25 @@ def positional(triangles: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic: its title, description and function, and the arguments that it needs."""
+    """A statistic: its title, description and function."""
 
     title: str
     description: str  # one sentence, shown on the page
-    function: Callable[..., Any]  # returns a tensor (H,); `positional` an array
-    # weights | repeated (the repeated sequence) | scores | separators | segment_starts |
-    # texts (at least two)
-    needs: str = "weights"
+    function: Callable[..., Any]
+    # What the function reduces: targets (it returns targets), weights, scores or maps of texts.
+    of: str = "targets"
+    # Prompts on which it is defined: all, the repeated sequence, or texts: between random tokens, a
+    # separator separates nothing. On whole text, each is defined.
+    on: str = "all"
 
 
 STATISTICS = {
-    "entropy": Statistic("entropy", "0: all weight on one key; 1: uniform attention.", entropy),
-    "distance": Statistic("distance", "Mean distance from query to key, in tokens.", distance),
+    "entropy": Statistic(
+        "entropy", "0: all weight on one key; 1: uniform attention.", entropy, "weights"
+    ),
+    "distance": Statistic(
+        "distance", "Mean distance from query to key, in tokens.", distance, "weights"
+    ),
     "first_token": Statistic(
         "first token", "Mean weight on the first token (attention sink).", first_token
     ),
@@ -170,68 +205,120 @@ STATISTICS = {
     "previous_token": Statistic(
         "previous token", "Mean weight of a query token on the previous token.", previous_token
     ),
+    "offset": Statistic(
+        "offset",
+        "Mean weight of a query token on the token 2 to 8 before it: of these, the number with the"
+        " largest weight.",
+        _offset,
+    ),
     "induction": Statistic(
         "induction",
-        "On the repeated sequence: mean weight of a token of the second copy on the token that"
-        " follows it in the first copy.",
+        "Mean weight of a token that occurred before on the tokens that followed it there.",
         induction,
-        "repeated",
+        on="repeated",
     ),
     "duplicate_token": Statistic(
         "duplicate token",
-        "On the repeated sequence: mean weight of a token of the second copy on the same token in"
-        " the first copy.",
+        "Mean weight of a token that occurred before on its earlier occurrences.",
         duplicate_token,
-        "repeated",
+        on="repeated",
     ),
     "separator": Statistic(
         "separator",
         "Mean weight on earlier separators: punctuation and white space.",
-        on_earlier,
-        "separators",
+        separator,
+        on="texts",
     ),
     "segment_start": Statistic(
         "segment start",
         "Mean weight on earlier tokens that follow a separator: in letters, the starts of words.",
-        on_earlier,
-        "segment_starts",
+        segment_start,
+        on="texts",
     ),
     "positional": Statistic(
         "positional",
-        "How much of the attention depends on positions only: 1 if it is the same in all texts.",
+        "How much of the attention depends on positions only: 1 if it is the same in all prompts.",
         positional,
-        "texts",
+        "maps",
     ),
     "largest_logit": Statistic(
         "largest logit", "Largest attention score before the softmax.", largest_logit, "scores"
     ),
 }
+# What `measure` computes, in this order. The offsets are separate until the best one is known.
+TARGETS: dict[str, Callable[[Texts], Tensor]] = {
+    key: statistic.function
+    for key, statistic in STATISTICS.items()
+    if statistic.of == "targets" and key != "offset"
+}
+TARGETS |= {f"offset_{number}": _offset(number) for number in OFFSETS}
+OTHERS = [key for key, statistic in STATISTICS.items() if statistic.of in ("weights", "scores")]
+MEASURED = (*TARGETS, *OTHERS)
 
 
-def measure(
-    attn_weights: Tensor, attn_scores: Tensor | None, period: int, separators: Tensor
-) -> Tensor:
-    """Returns all statistics of some heads on one prompt, (len(STATISTICS), H). Undefined: NaN.
+def targets_of(texts: Texts) -> Tensor:
+    """Returns the targets of all query tokens: 1 at a target, else 0. -> (B, K, T, T), fp32."""
+    shape = len(texts.token_ids), *texts.back().shape
+    return torch.stack([find(texts).expand(shape) for find in TARGETS.values()], dim=1).float()
 
-    attn_weights: (H, T, T) fp32. attn_scores: (H, T, T) before the softmax, or None. period: P if
-    the prompt is [BOS] + R + R, else 0. separators: bool (T,), on the CPU: which tokens are
-    punctuation or white space. Does not synchronise with the device.
+
+def measure(attn_weights: Tensor, attn_scores: Tensor | None, targets: Tensor) -> Tensor:
+    """Returns sums for each text: for targets the sum over queries of the weight on them, for the
+    others the value of the text; NaN if it is undefined. -> (B, len(MEASURED), H).
+
+    attn_weights: (B, H, T, T) fp32. attn_scores: the same before the softmax, or None. targets: of
+    `targets_of`. Does not synchronise with the device.
     """
-    given = {
-        "weights": (attn_weights,),
-        "repeated": (attn_weights, period) if period else None,
-        "scores": (attn_scores,) if attn_scores is not None else None,
-        # Between random tokens, a separator separates nothing.
-        "separators": None if period else (attn_weights, separators),
-        "segment_starts": None if period else (attn_weights, segment_starts(separators)),
-        "texts": None,  # see probe.py
-    }
-    undefined = attn_weights.new_full(attn_weights.shape[:1], math.nan)
-    rows = []
-    for statistic in STATISTICS.values():
-        arguments = given[statistic.needs]
-        rows.append(undefined if arguments is None else statistic.function(*arguments))
-    return torch.stack(rows)
+    on_targets = targets.flatten(2) @ attn_weights.flatten(2).mT  # (B, K, H)
+    given = {"weights": attn_weights, "scores": attn_scores}
+    unknown = torch.full_like(on_targets[:, 0], torch.nan)
+    others = []
+    for key in OTHERS:
+        reduced = given[STATISTICS[key].of]
+        others.append(unknown if reduced is None else STATISTICS[key].function(reduced))
+    return torch.cat([on_targets, torch.stack(others, dim=1)], dim=1)
+
+
+def num_queries(targets: Tensor) -> Tensor:
+    """Returns of how many values each sum of `measure` consists: the queries with a target, or 1.
+    (B, K, T, T) -> (B, len(MEASURED))."""
+    with_target = targets.amax(-1).sum(-1)  # (B, K)
+    ones = with_target.new_ones(len(with_target), len(OTHERS))
+    return torch.cat([with_target, ones], dim=1)
+
+
+def ratio_of_sums(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the mean of each statistic over the queries of all texts, and its standard error,
+    (len(MEASURED), ...) each. NaN without a query; the error is NaN for one text.
+
+    sums: of `measure`, (B, len(MEASURED), ...). counts: of `num_queries`. The error is that of a
+    ratio of sums, because texts have different numbers of queries with a target.
+    """
+    counts = counts.reshape(*counts.shape, *[1] * (sums.ndim - 2)).astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = sums.sum(0, dtype=np.float64) / counts.sum(0)
+        rest = sums - counts * mean
+        texts = len(sums)
+        error = np.sqrt((rest**2).sum(0) * texts / (texts - 1)) / counts.sum(0)
+    return mean, error
+
+
+def best_offsets(means: np.ndarray) -> np.ndarray:
+    """Returns the number of tokens back, in OFFSETS, on which each head has the largest weight.
+    (len(MEASURED), L, H) -> (L, H)."""
+    first = MEASURED.index(f"offset_{OFFSETS[0]}")
+    of_offsets = np.nan_to_num(means[first : first + len(OFFSETS)], nan=-1.0)  # in short texts
+    return OFFSETS[0] + of_offsets.argmax(0)
+
+
+def by_statistic(values: np.ndarray, offsets: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns {statistic: (L, H)} from (len(MEASURED), L, H). offsets: of `best_offsets`. The value
+    of "positional" is NaN."""
+    first = MEASURED.index(f"offset_{OFFSETS[0]}") - OFFSETS[0]
+    found = dict(zip(MEASURED, values.astype(np.float32), strict=True))
+    found["offset"] = np.take_along_axis(values, first + offsets[None], axis=0)[0]
+    found["positional"] = np.full_like(found["entropy"], np.nan)
+    return {key: found[key].astype(np.float32) for key in STATISTICS}
 
 
 def uniform_attention(num_tokens: int) -> Tensor:

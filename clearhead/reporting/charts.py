@@ -1,4 +1,4 @@
-"""Data for the charts in report.html, from the rows of metrics.jsonl.
+"""Data for the charts of report.html and of attention pages, from the rows of metrics.jsonl.
 
     json.dumps(chart_data(rows))
 
@@ -17,6 +17,12 @@ KEYS = (
     "train/tokens_per_second",
     "train/grad_norm",
 )
+CURVES = {  # those on an attention page
+    "train/loss": "training loss",
+    "val/loss": "validation loss",
+    "val/accuracy": "validation accuracy",
+}
+MAX_POINTS = 300  # of a curve on an attention page
 POINTS_PER_LINE = 1000  # a screen cannot show more
 SMOOTH_FROM = 60  # with fewer points, smoothing is not necessary
 
@@ -53,6 +59,18 @@ def chart_data(rows: list[dict]) -> dict:
             if points
         },
     }
+
+
+def curves(rows: list[dict]) -> dict[str, Points]:
+    """Returns the curves that the attention page shows. rows: of metrics.jsonl."""
+    found = {}
+    for key, name in CURVES.items():
+        points = points_of(rows, key)
+        is_smoothed = key == "train/loss" and len(points) >= SMOOTH_FROM
+        if known := thin(finite(smooth(points) if is_smoothed else points), MAX_POINTS):
+            title = name + " (smoothed)" * is_smoothed
+            found[title] = [(at, round(value, 4)) for at, value in known]
+    return found
 
 
 def smooth(points: Points) -> Points:

@@ -181,8 +181,8 @@ def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes
         return ""
     where = quote(page.relative_to(folder).as_posix())
     start = (
-        f'<p class="quiet">All heads of all layers. <a href="{where}">Open the attention page</a>'
-        " in a separate tab, or drag the lower right corner to change its height.</p>"
+        f'<p class="quiet">All heads of all layers. <a href="{where}" target="_top">Open the '
+        "attention page</a>, or drag the lower right corner to change its height.</p>"
         '<div class="embedded"><iframe sandbox="allow-scripts" title="Attention of all heads" '
         'srcdoc="'
     )

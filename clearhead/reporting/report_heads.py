@@ -15,12 +15,12 @@ from clearhead.lens.heads import (
     head_table,
     prompt_of,
     title_of,
+    title_of_head,
 )
 from clearhead.lens.heatmap import data_url
 from clearhead.lens.history import Row, read_history
-from clearhead.lens.probe import uniform_values
 from clearhead.lens.rounding import formatted, formatted_change, formatted_loss
-from clearhead.lens.snapshot_data import SnapshotData, read_snapshot, snapshot_files
+from clearhead.lens.snapshot_data import Contexts, SnapshotData, read_snapshot, snapshot_files
 from clearhead.reporting.charts import finite, thin
 
 THUMBNAIL = 128  # pixels, as in style.css
@@ -34,7 +34,7 @@ def heads_section(folder: Path) -> tuple[str, str]:
         return "", ""
     data = read_snapshot(files[-1])
     rows = read_history(folder / "statistics.jsonl") or [data.row]
-    table = head_table(rows, uniform_values(data.prompts))
+    table = head_table(rows, data.uniform)
     removed = data.ablation or {"heads": [], "groups": [], "method": ""}
     changes = {(row["layer"], row["head"]): row for row in removed["heads"]}
     changes |= {group["name"]: group for group in removed["groups"]}
@@ -46,14 +46,14 @@ def heads_section(folder: Path) -> tuple[str, str]:
     if not named:
         largest = formatted(max(row["significance"] or 0 for row in table))
         least, *_, most = sorted({kind.named_from for kind in KINDS.values()})
-        limit = f"A name needs a significance of {least} (some names: {most}) on every prompt"
-        notes.append(f"{limit}; the largest mean is {largest}.")
+        limit = f"A name needs a significance of {least} (some names: {most})"
+        notes.append(f"{limit}; the largest is {largest}.")
     elif removed["method"] == "estimate":
         notes.append("Changes of the loss are first-order estimates.")
     cards = []
     for head in clearest(table):
         others = [row for row in named if row["name"] == head["name"] and row is not head]
-        text = description(head, others, changes) + curve(head, rows)
+        text = description(head, others, changes, data.contexts) + curve(head, rows)
         cards.append(f"<article>{thumbnail(head, data)}<div>{text}</div></article>")
     notes = f'<p class="quiet">{" ".join(notes)}</p>' if notes else ""
     return counts_of_names(table), f'{notes}<div class="heads">{"".join(cards)}</div>'
@@ -66,14 +66,21 @@ def change(row: dict) -> str:
     return formatted_change(row["loss_change"], row["loss_change_error"])
 
 
-def description(row: dict, others: list[dict], changes: dict) -> str:
+def description(
+    row: dict, others: list[dict], changes: dict, contexts: Contexts | None = None
+) -> str:
     """Returns what a head does as HTML. others: heads with the same name. changes: of the loss,
-    without a head, by (layer, head), and without all heads of a name, by name."""
+    without a head, by (layer, head), and without all heads of a name, by name. contexts: if heads
+    were measured on a text."""
     name = row["name"]
     is_weight = name in NAMES  # "positional" is not, and has no significance
     facts = [f"{'mean weight' if is_weight else 'value'} {formatted(row[name])}"]
+    if is_weight and row["error"] is not None:
+        facts[0] += f" ± {row['error']:.2g} on the text"
     if is_weight:
         facts.append(f"significance {formatted(row['significance'])}")
+    if is_weight and contexts:
+        facts.append(f"its name explains {contexts.explained(row):.0%} of its attention")
     if found := changes.get((row["layer"], row["head"])):
         facts.append(f"loss without this head: {change(found)}")
     if others and name in changes:
@@ -83,8 +90,9 @@ def description(row: dict, others: list[dict], changes: dict) -> str:
         listed = ", ".join(map(place, others[:MAX_LISTED]))
         more = len(others) - MAX_LISTED
         facts.append(f"also {listed}" + (f" and {more} more" if more > 0 else ""))
+    since = f"<small> since step {row['since_step']:,}</small>"
     return (
-        f"<h3>{place(row)}: {title_of(name)}<small> since step {row['since_step']:,}</small></h3>"
+        f"<h3>{place(row)}: {title_of_head(row)}{since}</h3>"
         f'<p>{KINDS[name].meaning}</p><p class="quiet">{" · ".join(facts)}</p>'
     )
 

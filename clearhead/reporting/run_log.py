@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clearhead.errors import best_effort
-from clearhead.lens.heads import title_of
 from clearhead.lens.rounding import formatted
 from clearhead.lens.snapshots import Snapshot
 from clearhead.reporting.console import Console
@@ -61,7 +60,7 @@ class RunLog:
             if len(heads) > MAX_NAMED:
                 listed += f" and {len(heads) - MAX_NAMED} more"
             width = len(str(self.console.max_steps))
-            self.console.print(f"step {step:>{width}}  new name: {title_of(name)} {listed}")
+            self.console.print(f"step {step:>{width}}  new name: {name} {listed}")
 
     def write_report(self, is_training: bool = False) -> None:
         """Writes report.html, on rank 0. is_training: while the run trains, at most one percent of

@@ -7,6 +7,7 @@ its state and receives its inputs as arguments; none has a reference to the run.
 import contextlib
 import dataclasses
 import functools
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from clearhead.checkpoint.resume import (
 )
 from clearhead.checkpoint.saver import Saver
 from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors
+from clearhead.config.application import is_single_run
 from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
 from clearhead.distributed import device, launch
@@ -417,6 +419,10 @@ class Builder:
         lines.append(f"run directory: {log.directory}")
         if where := log.tracker.where():
             lines.append(f"W&B: {where}")
+        if is_single_run() and self.config.lens.every and not self.start.was_finished:
+            given = f"runs_dir={self.config.runs_dir}"
+            setting = "" if given == "runs_dir=runs" else f" {shlex.quote(given)}"
+            lines.append(f"watch it live: python -m scripts.live{setting}")
         if self.start.was_finished:
             more = longer(self.config, step)
             lines.append(f"already finished after step {step}; to train further, use {more}")

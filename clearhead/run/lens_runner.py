@@ -3,7 +3,7 @@
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,18 +22,15 @@ from clearhead.lens.ablation import Head
 from clearhead.lens.config import LensConfig
 from clearhead.lens.heads import heads_by_name
 from clearhead.lens.snapshots import Lens, Snapshot
-from clearhead.reporting.charts import SMOOTH_FROM, Points, finite, points_of, smooth, thin
+from clearhead.lens.text import MAX_TOKENS, MAX_WINDOWS
+from clearhead.reporting.charts import CURVES, curves
 from clearhead.tokens.tokenizers import Tokenizer
-from clearhead.tokens.windows import WindowDataset
+from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
 from data import LoadedData
 from model import GPT
 
-CURVES = {
-    "train/loss": "training loss",
-    "val/loss": "validation loss",
-    "val/accuracy": "validation accuracy",
-}
-MAX_POINTS = 300  # of a curve
+MIN_WINDOWS, MIN_TOKENS = 4, 64  # on which heads are measured
+MANY_WINDOWS = 8  # before they become longer
 OFF = "lens: attention logging is off for the rest of this run"
 
 
@@ -45,13 +42,15 @@ class LensRunner:
     strategy: Strategy
     directory: Path  # the run directory
     debug: bool  # whether an error ends the run
-    dashboard: bool  # whether W&B shows the snapshots
     # (model, heads by name) -> the loss without each head, see inference/ablation.py; None: off
     ablate: Callable[[GPT, dict[str, list[Head]]], dict] | None
     failures: Failures = field(default_factory=Failures)  # of snapshots, on any rank
 
     def is_due(self, step: int, last_step: int) -> bool:
-        return self.lens is not None and self.lens.due(step, last_step)
+        if self.lens is None:
+            return False
+        self.lens.max_steps = last_step
+        return self.lens.due(step)
 
     def snapshot(
         self, model: GPT, step: int, last_step: int, row: dict[str, float]
@@ -67,30 +66,22 @@ class LensRunner:
             self.failures.count(True)
             return None
 
-        def capture_attention(token_ids: list[int], capture: Callable) -> torch.Tensor:
-            input_ids = torch.tensor([token_ids], device=self.strategy.device)
-            with self.strategy.probing(model):
-                return model.capture_attention(input_ids, capture, self.lens.config.logit_lens)
-
         def ablate(groups: dict[str, list[Head]]) -> dict | None:
-            with best_effort("lens.ablation: failed", self.debug), self.strategy.probing(model):
+            with best_effort("lens.ablation: failed", self.debug):
                 return self.ablate(model, groups)
             return None  # after an error
 
         snapshot, failed, log = None, True, self.directory / "metrics.jsonl"
         what = f"lens: the snapshot of step {step} failed"
         with best_effort(what, self.debug, self.strategy.label):
-            snapshot = self.lens.snapshot(
-                capture_attention,
-                step,
-                last_step,
-                self.directory / "attention",
-                run_name=self.directory.name,
-                write=self.strategy.is_rank_0,
-                curves=lambda: curves([*read_rows(log, *CURVES), {"step": step, **row}]),
-                ablate=ablate if self.ablate else None,
-                dashboard=self.dashboard,
-            )
+            with self.strategy.probing(model):
+                snapshot = self.lens.snapshot(
+                    model,
+                    step,
+                    curves=lambda: curves([*read_rows(log, *CURVES), {"step": step, **row}]),
+                    ablate=ablate if self.ablate else None,
+                    write=self.strategy.is_rank_0,
+                )
             failed = False
         self.failures.count(bool(self.strategy.all_reduce_max(failed)))
         if self.failures.is_off and self.strategy.is_rank_0:
@@ -122,32 +113,6 @@ class LensRunner:
         return f"; to train longer, {command}"
 
 
-def curves(rows: list[dict]) -> dict[str, Points]:
-    """Returns the curves that the attention page shows. rows: of metrics.jsonl."""
-    found = {}
-    for key, name in CURVES.items():
-        points = points_of(rows, key)
-        is_smoothed = key == "train/loss" and len(points) >= SMOOTH_FROM
-        if known := thin(finite(smooth(points) if is_smoothed else points), MAX_POINTS):
-            title = name + " (smoothed)" * is_smoothed
-            found[title] = [(at, round(value, 4)) for at, value in known]
-    return found
-
-
-def lens_of(
-    config: LensConfig, tokenizer: Tokenizer, context_length: int, vocabulary: Sequence[int]
-) -> Lens:
-    """Returns the lens of a model. vocabulary: the tokens of the repeated sequence."""
-    return Lens(
-        config,
-        encode=tokenizer.encode_ordinary,
-        token_bytes=tokenizer.decode_single_token_bytes,
-        context_length=context_length,
-        vocabulary=vocabulary,
-        bos=tokenizer.eot_token,
-    )
-
-
 def build_lens(
     config: Config,
     strategy: Strategy,
@@ -157,12 +122,22 @@ def build_lens(
     notes: list[str],
 ) -> LensRunner:
     """Builds the lens. An error on any rank turns it off, as during training."""
-    lens = None
+    lens, dashboard = None, config.wandb.wanted() != "disabled"
     if config.lens.every:
         with best_effort(OFF, config.debug, strategy.label):
             settings = LensConfig(**config.lens.model_dump())
-            tokens = data.train.common_tokens()
-            lens = lens_of(settings, tokenizer, config.data.max_length, tokens)
+            lens = Lens(
+                tokenizer,
+                settings,
+                context_length=config.data.max_length,
+                max_steps=config.trainer.max_steps,
+                folder=directory / "attention",
+                run_name=directory.name,
+                text=text_windows(config, settings, data.val or data.train),
+                vocabulary=data.train.common_tokens(),
+                dashboard=dashboard,
+                autocast=strategy.autocast,
+            )
         if strategy.all_reduce_max(lens is None):
             lens = None
     ablate = None
@@ -171,8 +146,30 @@ def build_lens(
             notes.append("lens.ablation: no effect with FSDP")
         else:
             ablate = build_ablation(config, strategy, data.val)
-    dashboard = config.wandb.wanted() != "disabled"
-    return LensRunner(lens, strategy, directory, config.debug, dashboard, ablate)
+    return LensRunner(lens, strategy, directory, config.debug, ablate)
+
+
+def text_windows(config: Config, lens: LensConfig, dataset: WindowDataset) -> torch.Tensor:
+    """Returns the windows on which heads are measured, (N, T).
+
+    At each snapshot they have at most one percent of the tokens that are trained until the next
+    one. They are counted and not timed, so that equal runs measure the same. There are at least
+    MIN_WINDOWS windows, of at least MIN_TOKENS tokens; those of synthetic data are complete, as
+    only their second half repeats symbols.
+    """
+    trainer, longest = config.trainer, min(config.data.max_length, MAX_TOKENS)
+    shortest = longest if config.data.synthetic else min(MIN_TOKENS, longest)
+    steps = min(lens.interval(trainer.max_steps), trainer.max_steps)
+    budget = int(0.01 * steps * trainer.batch_size * config.data.max_length)
+    length = min(max(budget // MANY_WINDOWS, shortest), longest)
+    count = min(max(budget // length, MIN_WINDOWS), MAX_WINDOWS)
+    return some_windows(dataset, count, length)
+
+
+def some_windows(dataset: WindowDataset, count: int, length: int) -> torch.Tensor:
+    """Returns the first `length` token ids of evenly spaced windows, (N, T)."""
+    input_ids, _ = dataset.batch(evenly_spaced_windows(dataset, count))
+    return input_ids[:, :length]
 
 
 def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -> Callable:

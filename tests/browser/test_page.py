@@ -9,8 +9,8 @@ from helpers import pages
 from helpers.pages import HISTORY, PROMPTS, STEPS, WORDS, a_run
 from playwright.sync_api import expect
 
-from clearhead.lens.page import START, page
-from clearhead.lens.probe import labels_of
+from clearhead.lens.page import START, VERSION, page
+from clearhead.lens.prompts import labels_of
 from clearhead.lens.rounding import formatted
 from clearhead.lens.statistics import STATISTICS
 
@@ -346,7 +346,7 @@ def test_other_pages_are_opened_to_compare_with(shown):
     for text in (
         "<!doctype html><script>parent.hacked = window.hacked = 1</script><p>hello",
         START + '{"version": 3, "runs": [{"name"',
-        page([data], "x").replace('"version": 3', '"version": 2'),
+        page([data], "x").replace(f'"version": {VERSION}', '"version": 2'),
         page([data | {"frames": [*frames, truncated]}], "x"),
     ):
         lens.evaluate("document.getElementById('message').textContent = ''")

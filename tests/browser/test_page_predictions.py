@@ -7,12 +7,11 @@ import re
 import numpy as np
 import pytest
 from helpers import pages
-from helpers.pages import PROMPTS, STEPS, VOCABULARY, WORDS, a_run
+from helpers.pages import STEPS, VOCABULARY, WORDS, a_run
 from playwright.sync_api import expect
 
 from clearhead.lens.page import frame_data
 from clearhead.lens.rounding import formatted_loss
-from clearhead.lens.snapshot_data import snapshot_data
 
 SPANS = """all => all.map((span) => {
   const { backgroundColor, color } = getComputedStyle(span);
@@ -30,7 +29,7 @@ ARCS = """svg => [...svg.children].map((path) => {
 
 
 def losses_at(step, prompt=0, run=None):
-    return (run or a_run()).frames[step].predictions[prompt][-1].losses
+    return (run or a_run()).predictions[step][prompt][-1].losses
 
 
 def alphas(lens):
@@ -48,6 +47,10 @@ def assert_readable(lens):
         below = alpha * np.array(colour[:3]) + (1 - alpha) * page
         text = [float(n) for n in re.findall(r"\d+", span["color"])]
         assert pages.contrast(text, below) >= 4.5
+
+
+def without_predictions(data):
+    return dataclasses.replace(data, details={"statistics": data.details["statistics"]}, norms=[])
 
 
 def test_text_is_coloured_by_the_loss_of_each_token(shown):
@@ -109,7 +112,7 @@ def assert_predicts(lens, predictions, query, words, side=0):
 
 def test_most_likely_next_tokens_of_the_query_token(shown):
     lens, run = shown(fragment="#head=none"), a_run()
-    found = run.frames[120].predictions[0][-1]
+    found = run.predictions[120][0][-1]
     assert_predicts(lens, found, len(WORDS) - 1, WORDS)
     lens.locator("#text [data-token]").nth(4).hover()
     assert_predicts(lens, found, 4, WORDS)
@@ -123,14 +126,14 @@ def test_most_likely_next_tokens_of_the_query_token(shown):
     lens.mouse.move(*pages.cell(lens, 8, 3))
     assert_predicts(lens, found, 8, WORDS)
     compare.select_option("step:40")
-    assert_predicts(lens, run.frames[40].predictions[0][-1], 8, WORDS)
+    assert_predicts(lens, run.predictions[40][0][-1], 8, WORDS)
     assert_predicts(lens, found, 8, WORDS, side=1)
 
 
 def test_true_token_is_marked_among_the_most_likely_tokens(shown):
     words = [f"<{n}>" for n in range(200)]
     run = a_run("ids", 1, 1, (pages.prompt("ids", words),), (0,), (0,))
-    found = run.frames[0].predictions[0][-1]
+    found = run.predictions[0][0][-1]
     among = [n for n in range(199) if n + 1 in found.token_ids[n]]
     assert among
     lens = shown(run, fragment="#head=none")
@@ -141,7 +144,7 @@ def test_true_token_is_marked_among_the_most_likely_tokens(shown):
 
 def products_at(step, prompt=0):
     run = a_run()
-    return run.weights[step][prompt] * run.frames[step].value_norms[prompt][:, :, None]
+    return run.weights[step][prompt] * run.value_norms[step][prompt][:, :, None]
 
 
 def test_value_weighted_maps(shown):
@@ -155,7 +158,7 @@ def test_value_weighted_maps(shown):
         pages.assert_drawn(lens, part[1, 1], "#map", within=9)
     pages.go_to(lens, "head=1.1&map=valued")
     true, weights = products_at(120)[1, 1], a_run().weights[120][0][1, 1]
-    norms = a_run().frames[120].value_norms[0][1, 1]
+    norms = a_run().value_norms[120][0][1, 1]
     for query, key in ((8, 3), (11, 2), (5, 5)):
         lens.mouse.move(*pages.cell(lens, query, key))
         numbers = [float(n) for n in re.findall(r"\d\.\d+", lens.locator("#readout").inner_text())]
@@ -176,9 +179,7 @@ def test_value_weighted_maps_are_compared_on_one_scale(shown):
 
 def test_data_with_neither_predictions_nor_norms(shown):
     run = a_run()
-    bare = [frame_data(snapshot_data("x", PROMPTS, run.frames[step])) for step in STEPS]
-    for frame in bare:
-        del frame["norms"]
+    bare = [frame_data(without_predictions(run.frames[step])) for step in STEPS]
     lens = shown(dataclasses.replace(run, data=run.data | {"frames": bare}), fragment="#head=none")
     assert lens.locator("#words").is_hidden()
     assert lens.locator("#kind").is_hidden()

@@ -146,19 +146,19 @@ def assert_layers(lens, predictions, query, side=0):
 def test_predictions_of_each_layer(shown):
     run = a_run("layers", logit_lens=True)
     lens = shown(run, fragment="#head=none&query=4")
-    assert_layers(lens, run.frames[120].predictions[0], 4)
+    assert_layers(lens, run.predictions[120][0], 4)
     lens.locator("#text [data-token]").nth(7).hover()
-    assert_layers(lens, run.frames[120].predictions[0], 7)
+    assert_layers(lens, run.predictions[120][0], 7)
     pages.go_to(lens, f"head=1.1&compare=step:40&query={len(WORDS) - 1}")
     for side, step in enumerate((40, 120)):
-        assert_layers(lens, run.frames[step].predictions[0], len(WORDS) - 1, side)
+        assert_layers(lens, run.predictions[step][0], len(WORDS) - 1, side)
 
 
 def test_true_token_of_a_layer_is_marked(shown):
     words = [f"<{n}>" for n in range(200)]
     prompts = (pages.prompt("ids", words),)
     run = a_run("ids", 3, 1, prompts, (0,), (0,), logit_lens=True)
-    found = run.frames[0].predictions[0]
+    found = run.predictions[0][0]
     true = [n for n in range(199) if any(of.token_ids[n, 0] == n + 1 for of in found)]
     lens = shown(run, fragment="#head=none")
     for query in (*true[:2], 150):

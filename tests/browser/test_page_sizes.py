@@ -11,8 +11,7 @@ from PIL import Image
 from playwright.sync_api import expect
 
 from clearhead.lens.page import run_data
-from clearhead.lens.probe import probe
-from clearhead.lens.snapshot_data import snapshot_data
+from clearhead.lens.probe import record
 
 LENGTHS = (21, 64, 128, 255)
 KINDS = ("previous token", "induction", "first token", "uniform")  # of head 0, 1, 2, 3, 0, ...
@@ -42,8 +41,7 @@ def planted_run(layers, heads):
         for layer in range(layers):
             capture(layer, kinds.repeat(heads // 4, 1, 1))
 
-    frame = probe(capture_attention, prompts, 0)
-    data = run_data([snapshot_data("planted", prompts, frame)])
+    data = run_data([record(pages.capturing(capture_attention), prompts, 0, run_name="planted")])
     return pages.PageRun(data, {}, {}, {}, [])
 
 

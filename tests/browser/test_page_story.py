@@ -14,8 +14,7 @@ from playwright.sync_api import expect
 
 from clearhead.lens.heads import ALL_NAMES, significances
 from clearhead.lens.page import run_data
-from clearhead.lens.probe import probe, uniform_values
-from clearhead.lens.snapshot_data import snapshot_data
+from clearhead.lens.probe import record, uniform_of
 from clearhead.lens.statistics import STATISTICS
 
 PERIOD = 6
@@ -32,8 +31,8 @@ def planted(name, prompt):
     for query in range(1, size):
         copies = query > prompt.period > 0
         key = {"diagonal": query, "previous_token": query - 1}.get(name)
-        if name == "two back" and query > 1:
-            key = query - 2
+        if name == "two to four back" and query > 3:
+            key = query - 2 - query % 3
         if name == "induction" and copies:
             key = query - prompt.period + 1
         if name == "previous_token in words" and not prompt.period:
@@ -62,13 +61,14 @@ def story_run(stages, steps=STEPS, repeated=REPEATED):
                     logits[position, token_ids[position + 1]] = 9.0
             return logits
 
-        frames[step] = probe(capture_attention, prompts, step)
+        run = pages.capturing(capture_attention)
+        frames[step] = record(run, prompts, step, run_name="story", token_bytes=text_of)
     rows = {step: frame.row for step, frame in frames.items()}
     curves = {
         "training loss": [(step, 3 - step / 60) for step in range(0, 121, 20)],
         "validation accuracy": [(0, 0.0), (60, 0.25), (120, 1.0)],
     }
-    data = [snapshot_data("story", prompts, frame, text_of) for frame in frames.values()]
+    data = list(frames.values())
     run = run_data(data, list(rows.values()), curves) | {"stage": 80}
     return pages.PageRun(run, {}, rows, frames, data)
 
@@ -102,7 +102,7 @@ def test_statistics_of_the_shown_prompt_and_the_mean(shown):
         for number, prompt in enumerate(PROMPTS):
             lens.locator("#prompt").select_option(str(number))
             values = run.rows[120].values if over == "mean" else run.frames[120].of_prompts[number]
-            uniform = uniform_values(PROMPTS if over == "mean" else [prompt])
+            uniform = uniform_of(PROMPTS if over == "mean" else [prompt])
             found = lens.locator("#values > div").locator("visible=true").all_inner_texts()
             found = dict(text.split("\n") for text in found)
             for key, statistic in STATISTICS.items():
@@ -145,7 +145,7 @@ def test_order_by_significance(shown):
     lens, run = shown(), a_run()
     pages.option(lens, "over").select_option("mean")
     pages.option(lens, "sort").select_option("significance")
-    values = significances(run.rows[120].values, uniform_values(PROMPTS))
+    values = significances(run.rows[120].values, uniform_of(PROMPTS))
     assert pages.grid_order(lens) == pages.ranked(np.nanmax(values, axis=0), descending=True)
 
 
@@ -171,7 +171,7 @@ def test_sentence_of_a_head_with_a_pattern_on_one_prompt(shown):
     lens = shown(run, fragment="#head=0.1")
     assert lens.locator("#detail-name").inner_text() == ""
     value = run.frames[120].of_prompts[0]["previous_token"][0, 1]
-    wanted = [f"{number:.2f}" for number in (value, uniform_values([SOME])["previous_token"])]
+    wanted = [f"{number:.2f}" for number in (value, uniform_of([SOME])["previous_token"])]
     found = lens.locator("#finding")
     assert re.findall(r"\d\.\d+", found.inner_text()) == wanted
     lens.locator("#prompt").select_option("1")
@@ -232,16 +232,21 @@ def test_a_name_with_an_interruption(shown):
 
 
 def test_finding_of_a_positional_head(shown):
-    """The sentence says how far back the head attends: on each row to the token two before."""
-    run = story_run({(0, 1): ("two back", 40)})
+    """The sentence says how far back the head attends most, and the mean weight there."""
+    run = story_run({(0, 1): ("two to four back", 40)})
     lens = shown(run, fragment="#head=0.1&prompt=0")
     assert lens.locator("#detail-name").get_attribute("class") == "kind-positional"
     text = lens.locator("#finding").inner_text()
     (query,), (key,) = re.findall(r"\((\d+)\) it", text), re.findall(r"to .*? \((\d+)\), the", text)
-    assert int(query) - int(key) == 2
-    maps = planted("two back", SOME)
-    mean = np.mean([maps[q, q - 2] for q in range(2, len(maps))])
-    assert re.findall(r"average (\d\.\d+)", text) == [f"{mean:.2f}"]
+    maps = planted("two to four back", SOME)
+    means = {
+        back: np.mean([maps[q, q - back] for q in range(max(2, back), len(maps))])
+        for back in range(len(maps) - 2)
+    }
+    distance, mean = max(means.items(), key=lambda item: item[1])
+    assert int(query) - int(key) == distance
+    (average,) = re.findall(r"average (\d\.\d+)", text)
+    assert float(average) == pytest.approx(mean, abs=0.0051 + 1 / 255)
 
 
 def test_marks_on_the_slider(story):
@@ -271,7 +276,7 @@ def test_page_opens_with_the_most_significant_head(story):
     lens = story("")
     frame = a_story().frames[120]
     found = [
-        significances(values, uniform_values([prompt]))
+        significances(values, uniform_of([prompt]))
         for values, prompt in zip(frame.of_prompts, (SOME, REPEATED), strict=True)
     ]
     best = {
@@ -292,7 +297,7 @@ def test_page_opens_with_the_most_significant_head(story):
     wanted = [float(maps[query, query - back]), 1 / (query + 1)]
     name, planted_prompt = PLANTED[place][0], (SOME, REPEATED)[prompt]
     wanted.append(frame.of_prompts[prompt][name][place])
-    wanted.append(uniform_values([planted_prompt])[name])
+    wanted.append(uniform_of([planted_prompt])[name])
     assert [float(number) for number in numbers] == pytest.approx(wanted, abs=0.0051)
     lens.locator("#close").click()
     expect(lens).to_have_url(re.compile("head=none"))

@@ -10,7 +10,7 @@ from helpers import pages
 from helpers.pages import STEPS
 from playwright.sync_api import expect
 
-from clearhead.lens.probe import uniform_values
+from clearhead.lens.probe import uniform_of
 from clearhead.lens.statistics import STATISTICS
 
 QUERY = 9  # the planted heads are clearest there
@@ -123,7 +123,7 @@ def test_tour_of_a_run_without_copying(shown):
     lens.locator("#tour-next").click()
     assert view(lens) == (place, frame, prompt, query)
     at = [run.frames[step].of_prompts[prompt]["previous_token"][PREVIOUS] for step in (0, 120)]
-    uniform = uniform_values([(SOME, REPEATED)[prompt]])["previous_token"]
+    uniform = uniform_of([(SOME, REPEATED)[prompt]])["previous_token"]
     assert has(numbers(lens), at[1], uniform)
     lens.locator("#tour-next").click()
     assert view(lens) == (place, frame, prompt, query)

@@ -5,15 +5,18 @@ import functools
 import json
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import matplotlib
 import numpy as np
 import torch
 
+from clearhead.lens.capturing import capture
 from clearhead.lens.page import END, START, run_data
-from clearhead.lens.probe import Prompt, probe
-from clearhead.lens.snapshot_data import snapshot_data
+from clearhead.lens.predictions import predict
+from clearhead.lens.probe import record, uniform_of
+from clearhead.lens.prompts import Prompt
+from clearhead.lens.snapshot_data import SnapshotData
 
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
 WORDS = ["She", " sat", " on", " the", "\n", " bank", " of", " a", " river", ",", " ", " far"]
@@ -25,6 +28,8 @@ class Given(Prompt):
 
 def prompt(name, tokens, period=0):
     ids, symbols = list(range(len(tokens))), max(period, 2)
+    if period:
+        ids[period + 1 :] = ids[1 : period + 1]
     return Given(name, "".join(tokens), ids, tokens, period=period, num_symbols=symbols)
 
 
@@ -38,6 +43,42 @@ VOCABULARY = 300  # ids; the text of the id 3 is "<3>"
 HISTORY = (0, 20, 40, 60, 80, 100, 120)  # with statistics
 
 
+class GivenModel(torch.nn.Module):
+    """A model with known attention: attend(token_ids, capture) calls capture(layer, weights,
+    scores, value_norms, logits) with tensors of one text, (H, T, T), and may return logits."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.attend = attend
+
+    def capture_attention(self, input_ids, callback, logit_lens=False):
+        found = {}  # layer -> its tensors for each text
+
+        def of_text(layer, *tensors):
+            found.setdefault(layer, []).append(tensors)
+
+        logits = [self.attend(token_ids, of_text) for token_ids in input_ids.tolist()]
+        for layer, of_texts in found.items():
+            callback(layer, *map(stacked, zip(*of_texts, strict=True)))
+        return stacked(logits)
+
+
+def stacked(tensors):
+    return None if tensors[0] is None else torch.stack([*tensors])
+
+
+def capturing(attend):
+    """Returns the argument `capture` of `record` for a GivenModel."""
+    return functools.partial(capture, GivenModel(attend))
+
+
+def snapshot_of(name, prompt, row, codes):
+    """Returns a snapshot with one prompt from its statistics and weights."""
+    values = [{key: value.ravel().tolist() for key, value in row.values.items()}]
+    prompt.uniform = uniform_of([prompt])
+    return SnapshotData(name, [prompt], row, {"statistics": values}, [codes], [], prompt.uniform)
+
+
 @dataclass
 class PageRun:
     """The data of a run for the page, and the weights and statistics behind it."""
@@ -45,8 +86,11 @@ class PageRun:
     data: dict
     weights: dict  # step -> for each prompt fp32 (L, H, T, T)
     rows: dict  # step -> Row
-    frames: dict  # step -> Frame
-    snapshots: list  # SnapshotData of each step with weights
+    frames: dict  # step -> SnapshotData
+    snapshots: list  # those of the steps with weights
+    value_norms: dict = field(default_factory=dict)  # step -> for each prompt (L, H, T)
+    # step -> for each prompt the Predictions from the input of each layer, and the final ones
+    predictions: dict = field(default_factory=dict)
 
 
 @functools.cache
@@ -63,11 +107,11 @@ def a_run(
 ):
     """Returns a run of random heads whose attention becomes sharper with each step. sharp: the
     attention scores are multiplied by this number. logit_lens: also predictions of each layer."""
-    weights, rows, snapshots, of_steps = {}, {}, [], {}
+    weights, rows, snapshots, of_steps, norms, predictions = {}, {}, [], {}, {}, {}
     for step in history:
         draw = torch.Generator().manual_seed(1000 * seed + step)
         more = torch.Generator().manual_seed(2000 * seed + step)
-        weights[step] = []
+        weights[step], norms[step], predictions[step] = [], [], []
 
         def capture_attention(token_ids, capture, step=step, draw=draw, more=more):
             size = len(token_ids)
@@ -77,21 +121,28 @@ def a_run(
             scores = scores.masked_fill(torch.ones(size, size).triu(1).bool(), -torch.inf)
             value_norms = torch.rand(layers, heads, size, generator=more)
             of_layers = torch.Generator().manual_seed(3000 * seed + step + size)
+            found = []
             for layer in range(layers):
                 logits = torch.randn(size, VOCABULARY, generator=of_layers) if logit_lens else None
+                found += [logits] * logit_lens
                 capture(layer, scores[layer].softmax(-1), scores[layer], value_norms[layer], logits)
+            found.append(torch.randn(size, VOCABULARY, generator=more) * (1 + step / 40))
             weights[step].append(scores.softmax(-1).numpy())
-            return torch.randn(size, VOCABULARY, generator=more) * (1 + step / 40)
+            norms[step].append(value_norms.numpy())
+            predictions[step].append([predict(logits, token_ids) for logits in found])
+            return found[-1]
 
-        frame = probe(capture_attention, prompts, step)
+        frame = record(
+            capturing(capture_attention), prompts, step, run_name=name, token_bytes=text_of
+        )
         if (layers, heads) == (2, 3):  # a head without a value
             frame.row.values["largest_logit"][1, 2] = np.nan
         rows[step], of_steps[step] = frame.row, frame
         if step in steps:
-            snapshots.append(snapshot_data(name, prompts, frame, text_of))
+            snapshots.append(frame)
     curves = {"training loss": [(step, 5 - step / 40) for step in range(0, 121, 10)]}
     data = run_data(snapshots, list(rows.values()), curves) | {"stage": 80}
-    return PageRun(data, weights, rows, of_steps, snapshots)
+    return PageRun(data, weights, rows, of_steps, snapshots, norms, predictions)
 
 
 def text_of(token):

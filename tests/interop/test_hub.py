@@ -8,15 +8,19 @@ import json
 import threading
 
 import pytest
+from helpers.foreign import byte_level_tokenizer, foreign_model
 from helpers.models import tiny_model
+from helpers.pages import read
 from helpers.ranks import free_port
 from helpers.refusals import refused
 from helpers.runs import assert_same
 from huggingface_hub import constants
 
 from clearhead.errors import CheckpointError
+from clearhead.interop.foreign import series
 from clearhead.interop.huggingface import to_hf
 from clearhead.interop.pretrained import load_pretrained
+from scripts import inspect_attention
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -31,6 +35,13 @@ class Answer(http.server.BaseHTTPRequestHandler):
         folder, rest = self.server.models[name], path.removeprefix(f"{name}/")
         if folder == "gated":
             return self.say(403, {}, {"X-Error-Code": "GatedRepo"})
+        if rest == "refs":
+            refs = {kind: [] for kind in ("branches", "tags", "converts")}
+            for kind, ref in self.server.refs:
+                path = "heads" if kind == "branches" else kind
+                about = {"name": ref, "ref": f"refs/{path}/{ref}", "targetCommit": SHA}
+                refs[kind].append(about)
+            return self.say(200, refs)
         if rest.startswith("revision/"):
             siblings = [{"rfilename": file.name} for file in folder.iterdir()]
             return self.say(200, {"id": name, "sha": SHA, "siblings": siblings})
@@ -62,6 +73,7 @@ def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as started:
         started.models = {}  # name -> folder or "gated"
         started.asked = []  # the path of each request
+        started.refs = []  # branches and tags of each model
         threading.Thread(target=started.serve_forever, args=(0.01,), daemon=True).start()
         yield started
         started.shutdown()
@@ -121,6 +133,42 @@ def test_downloaded_once_and_cached(server, model, new_process):
     check_is(model, "hub:some/model")
     error_of("hub:new/one")
     assert server.asked == []
+
+
+def test_a_revision(server, model, new_process):
+    new_process()
+    check_is(model, "hub:some/model@step512")
+    assert downloaded(server) == {"config.json", "model.safetensors"}
+    assert any(path.endswith("/revision/step512") for path in server.asked)
+    assert not any("main" in path for path in server.asked)
+    for name in ("hub:some/model@", "hub:some/model@../x", "hub:some/model@a b"):
+        error_of(name)
+
+
+def test_revisions_of_a_list_and_of_a_pattern(server, model, new_process):
+    new_process()
+    name = "hub:some/model"
+    assert series(f"{name}@step512,step8") == [(8, f"{name}@step8"), (512, f"{name}@step512")]
+    assert server.asked == []
+    server.refs = [("branches", "main"), ("branches", "step16"), ("tags", "step4")]
+    assert series(f"{name}@step*") == [(4, f"{name}@step4"), (16, f"{name}@step16")]
+    for wrong in (f"{name}@other*", f"{name}@main", name, "hub:no/such@step*"):
+        with refused(CheckpointError, "checkpoints"):
+            series(wrong)
+
+
+def test_time_lapse_of_revisions(server, tmp_path, new_process, in_process):
+    foreign_model("llama", vocab_size=320).save_pretrained(tmp_path / "llama")
+    byte_level_tokenizer().save_pretrained(tmp_path / "llama")
+    server.models = {"some/llama": tmp_path / "llama"}
+    server.refs = [("branches", "main"), ("branches", "step16"), ("branches", "step4")]
+    new_process()
+    settings = ("checkpoints=hub:some/llama@step*", "text=The bell", "repeat_length=0")
+    code, _, err = in_process(inspect_attention.main, tmp_path, *settings)
+    assert (code, err) == (0, "")
+    (run,) = read(tmp_path / "attention.html")
+    assert run["name"] == "hub:some/llama"
+    assert [frame["step"] for frame in run["frames"]] == [4, 16]
 
 
 def test_weights_of_another_kind_of_model_are_not_downloaded(server, model, new_process):

@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 import torch
+from helpers.pages import GivenModel
 from PIL import Image, ImageSequence
 
 from clearhead.lens import animation
 from clearhead.lens.animation import LAST_MILLISECONDS, MILLISECONDS, SIZE, write_animation
 from clearhead.lens.config import LensConfig
 from clearhead.lens.heatmap import ACCENT
-from clearhead.lens.probe import Prompt
+from clearhead.lens.prompts import Prompt
 from clearhead.lens.snapshots import Lens
 from clearhead.lens.statistics import uniform_attention
+from data import get_tokenizer
 
 YELLOW = (253, 231, 37)  # weight 1
 
@@ -36,12 +38,12 @@ def test_each_frame_shows_a_step_on_the_prompt_of_the_names(tmp_path, shown):
     """At step 10 n, head n is an induction head or attends to the first token, and is outlined. An
     induction head has its name on the repeated sequence."""
     lens = Lens(
+        get_tokenizer("byte"),
         LensConfig(every=10, prompts=["text"], repeat_length=4),
-        encode=lambda text: [ord(c) for c in text],
-        token_bytes=lambda token: b"a",
         context_length=64,
+        max_steps=30,
+        folder=tmp_path,
         vocabulary=range(200),
-        bos=256,
     )
     for step in (0, 10, 20, 30):
 
@@ -54,7 +56,7 @@ def test_each_frame_shows_a_step_on_the_prompt_of_the_names(tmp_path, shown):
             weights[step // 10, queries, keys] += share
             capture(0, weights)
 
-        snapshot = lens.snapshot(capture_attention, step, 30, tmp_path)
+        snapshot = lens.snapshot(GivenModel(capture_attention), step)
         assert ("attention/animation" in snapshot.images) == (step == 30)
     path = tmp_path / "timelapse.webp"
     assert snapshot.images["attention/animation"] == path

@@ -9,7 +9,7 @@ from clearhead.lens import fonts
 from clearhead.lens.figure import draw_figure
 from clearhead.lens.fonts import drawn, font_of
 from clearhead.lens.heatmap import fit_title
-from clearhead.lens.probe import Prompt
+from clearhead.lens.prompts import Prompt
 
 OTHER = f"{matplotlib.get_data_path()}/fonts/ttf/STIXNonUni.ttf"  # has U+E000, DejaVu Sans has not
 

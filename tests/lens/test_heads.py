@@ -39,7 +39,7 @@ def one_head(uniform=UNIFORM, **values):
 
 def named(row, uniform=UNIFORM):
     """Gives the heads their names, as on a single prompt."""
-    row.names = names_of([row.values], [uniform], row.values)
+    row.names, row.places = names_of(row, uniform, [row.values], [uniform])
     return row
 
 
@@ -55,7 +55,8 @@ def test_a_row_for_each_head_the_most_significant_first():
     )
     table = head_table([last], UNIFORM | {"duplicate_token": None})
     assert [tuple(found) for found in table] == [COLUMNS] * 4
-    found = [tuple(found.values())[:6] for found in table]
+    keys = ("rank", "layer", "head", "name", "since_step", "significance")
+    found = [tuple(found[key] for key in keys) for found in table]
     assert found == [
         (1, 1, 0, "first_token", 40, 0.875),
         (2, 0, 1, "induction", 40, 0.5),
@@ -106,12 +107,53 @@ def test_a_name_needs_each_prompt_on_which_it_is_defined():
             {"first_token": 0.3, "previous_token": 0.6, "induction": 0.8},
         )
     ]
-    mean = one_head(first_token=0.6, previous_token=0.55, induction=0.8)[0].values
-    (index,) = names_of(prompts, [UNIFORM | {"induction": None}, UNIFORM], mean).ravel()
+    (mean,) = one_head(first_token=0.6, previous_token=0.55, induction=0.8)
+    uniform = [UNIFORM | {"induction": None}, UNIFORM]
+    (index,) = names_of(mean, UNIFORM, prompts, uniform)[0].ravel()
     assert ALL_NAMES[index] == "induction"
     prompts[1]["induction"][:] = 0.2
-    (index,) = names_of(prompts, [UNIFORM | {"induction": None}, UNIFORM], mean).ravel()
+    (index,) = names_of(mean, UNIFORM, prompts, uniform)[0].ravel()
     assert ALL_NAMES[index] == "previous_token"
+
+
+def on_text(error=0.01, prompts=None, **values):
+    """Returns the row of one head with statistics on a text, and on one prompt (as on the text)."""
+    (row,) = one_head(**values)
+    row.errors = {key: np.full((1, 1), error, np.float32) for key in NAMES}
+    (of_prompt,) = one_head(**(values if prompts is None else prompts))
+    row.names, row.places = names_of(row, UNIFORM, [of_prompt.values], [UNIFORM])
+    return row
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "place"),
+    [
+        (on_text(induction=0.9), "induction", "text and prompts"),
+        (on_text(induction=0.9, prompts={"induction": 0.3}), "induction", "text"),
+        (on_text(induction=0.3, prompts={"induction": 0.9}), "induction", "prompts"),
+        # The text decides, also if another name is clearer on the prompts.
+        (on_text(separator=0.7, prompts={"induction": 1}), "separator", "text"),
+        (on_text(offset=0.5, induction=0.6, prompts={"offset": 1}), "induction", "text"),
+        # 0.5 is a significance of 0.375, less than three errors of 0.14 / (1 - 0.2)
+        (on_text(offset=0.5, error=0.14, prompts={}), "", None),
+        (on_text(offset=0.5, error=0.08, prompts={}), "offset", "text"),
+        (on_text(offset=0.5, error=NAN), "", None),  # of a single window
+        (on_text(prompts={"previous_token": 1}), "", None),  # a prompt is a short text
+        (on_text(), "", None),
+    ],
+)
+def test_a_name_says_where_it_holds(row, name, place):
+    (head,) = head_table([row], UNIFORM)
+    assert (head["name"], head["holds_on"]) == (name, place)
+
+
+def test_errors_and_offsets_of_named_heads_are_in_the_table():
+    row = on_text(offset=0.5, error=0.02)
+    row.offsets[:] = 3
+    (head,) = head_table([row], UNIFORM)
+    assert (head["error"], head["tokens_back"]) == (0.02, 3)
+    (head,) = head_table([on_text(induction=0.5, error=0.03)], UNIFORM)
+    assert (head["error"], head["tokens_back"]) == (0.03, None)
 
 
 def test_since_step_is_the_first_of_the_last_snapshots_with_the_name():

@@ -17,7 +17,8 @@ from clearhead.lens.heatmap import (
     rgb,
 )
 from clearhead.lens.panel import draw_panel
-from clearhead.lens.probe import Prompt, triangle_to_square
+from clearhead.lens.prompts import Prompt
+from clearhead.lens.snapshot_data import triangle_to_square
 
 EXACT = 4  # of 255; an image has 256 colours
 TABLE = (matplotlib.colormaps[COLOUR_MAP](np.linspace(0, 1, 256))[:, :3] * 255).round()

@@ -30,7 +30,7 @@ def test_rows_are_appended_and_read_on_resume(tmp_path):
     history = History(file, step=0)
     history.add(row(0, entropy=[[1, 0.123456], [0, NAN]]))
     (first,) = logged(file)  # written immediately
-    assert list(first) == ["step", *STATISTICS, "losses", "names"]
+    assert first.keys() == {"step", *STATISTICS, "errors", "losses", "names", "places", "offsets"}
     assert first["entropy"] == [[1, 0.1235], [0, None]]
     for step in (40, 80, 120):
         history.add(row(step, entropy=[[step, 1], [2, NAN]]))
@@ -39,31 +39,19 @@ def test_rows_are_appended_and_read_on_resume(tmp_path):
     np.testing.assert_array_equal(resumed.rows[1].values["entropy"], [[40, 1], [2, NAN]])
     row_80 = row(80)
     row_80.names = np.array([[1, 0], [2, 8]])
+    row_80.places, row_80.offsets = np.array([[0, 0], [1, 2]]), np.array([[2, 3], [4, 8]])
+    row_80.errors = {"induction": np.float32([[0.123456, NAN], [0, 1]])}
     row_80.losses = [np.float32([1.5, NAN]), np.float32([])]
     resumed.add(row_80)
     assert [of_prompt.tolist()[:1] for of_prompt in resumed.rows[-1].losses] == [[1.5], []]
     assert logged(file)[-1]["losses"] == [[1.5, None], []]
     assert resumed.rows[-1].names.tolist() == logged(file)[-1]["names"] == [[1, 0], [2, 8]]
+    assert resumed.rows[-1].places.tolist() == logged(file)[-1]["places"] == [[0, 0], [1, 2]]
+    assert resumed.rows[-1].offsets.tolist() == [[2, 3], [4, 8]]
+    assert logged(file)[-1]["errors"] == {"induction": [[0.1235, None], [0, 1]]}
+    found = resumed.rows[-1].errors["induction"]
+    np.testing.assert_array_equal(found, np.float32([[0.1235, NAN], [0, 1]]))
     assert [line["step"] for line in logged(file)] == [0, 40, 80]
-
-
-def test_rows_without_a_newer_statistic_are_kept(tmp_path):
-    """Without names, whose numbers were others."""
-    file = tmp_path / "statistics.jsonl"
-    History(file, step=0).add(row(0, entropy=[[1, 2], [3, 4]]))
-    (old,) = logged(file)
-    del old["induction"]
-    old["names"] = [[7, 8], [0, 1]]
-    file.write_text(json.dumps(old) + "\n")
-    history = History(file, step=40)
-    history.add(row(40, induction=[[0.5, 0], [0, 0]]))
-    assert [line["step"] for line in logged(file)] == [0, 40]
-    assert logged(file)[0]["induction"] == [[None, None], [None, None]]
-    first, second = history.rows
-    assert np.isnan(first.values["induction"]).all()
-    assert first.values["entropy"][1, 1] == 4
-    assert not first.names.any()
-    assert second.values["induction"][0, 0] == 0.5
 
 
 def test_damaged_lines_are_dropped(tmp_path):

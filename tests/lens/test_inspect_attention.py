@@ -20,8 +20,8 @@ from clearhead.interop.huggingface import to_hf
 from clearhead.interop.pretrained import load_pretrained
 from clearhead.lens.figure import draw_figure
 from clearhead.lens.heads import NAMES
-from clearhead.lens.probe import from_codes, triangle_to_square, uniform_values
-from clearhead.lens.snapshot_data import read_snapshot
+from clearhead.lens.probe import uniform_of
+from clearhead.lens.snapshot_data import from_codes, read_snapshot, triangle_to_square
 from clearhead.lens.snapshots import clearest_prompt
 from clearhead.reporting import console
 from data import get_tokenizer
@@ -187,7 +187,7 @@ def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
     data = read_snapshot(home / "runs" / "seen" / "attention" / "step_00000004.npz")
     clear = []
     for values, prompt in zip(data.of_prompts, data.prompts, strict=True):
-        uniform = uniform_values([prompt])
+        uniform = uniform_of([prompt])
         pairs = [(values[key][1, 0], uniform[key]) for key in NAMES if uniform[key] is not None]
         clear.append(max((v - c) / (1 - c) for v, c in pairs))
     assert clearest_prompt(data, (1, 0)) == clear.index(max(clear))
@@ -218,7 +218,7 @@ def test_bad_values(in_process, home):
         (2, ["layer"], ["figure=a.pdf", "head=1"]),
         (3, ["checkpoint"], ["checkpoint=runs/none"]),
         (3, ["compare"], ["compare=runs/none"]),
-        (3, ["checkpoint"], ["checkpoint=other", "text=The fox"]),
+        (3, ["tokenizer"], ["checkpoint=other", "text=The fox"]),
     ):
         chosen = [] if arguments[0].startswith("checkpoint") else ["checkpoint=runs/one"]
         found, _, err = in_process(main, home, *chosen, *arguments)

@@ -13,7 +13,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from helpers.pages import a_run, read, unpacked
+from helpers.pages import GivenModel, a_run, read, snapshot_of, unpacked
 from helpers.runs import assert_same, rows, weights
 from helpers.tally import trials
 from hypothesis import given
@@ -27,17 +27,17 @@ from clearhead.lens.heatmap import fitted, rgb
 from clearhead.lens.history import Row, read_history
 from clearhead.lens.page import page, run_data
 from clearhead.lens.panel import draw_panel
-from clearhead.lens.probe import Frame, Prompt, to_codes
+from clearhead.lens.probe import to_codes
+from clearhead.lens.prompts import Prompt
 from clearhead.lens.render import render_run
 from clearhead.lens.snapshot_data import (
     read_snapshot,
     snapshot_bytes,
-    snapshot_data,
     write_snapshot,
 )
 from clearhead.lens.snapshots import MAX_FILES, MAX_THUMBNAILS, Lens
 from clearhead.lens.statistics import STATISTICS, uniform_attention
-from clearhead.run.lens_runner import curves
+from clearhead.reporting.charts import curves
 from data import get_tokenizer
 from train import fit
 
@@ -46,17 +46,16 @@ BYTE = get_tokenizer("byte")
 
 def lens_on(*prompts, context_length=1024, vocabulary=range(256), **changes):
     return Lens(
+        BYTE,
         LensConfig(prompts=list(prompts), **changes),
-        BYTE.encode_ordinary,
-        BYTE.decode_single_token_bytes,
-        context_length,
+        context_length=context_length,
         vocabulary=vocabulary,
-        bos=256,
+        run_name="a run",
     )
 
 
 def model_at(step):
-    """Returns capture_attention for two layers of two heads. Weights depend on step and prompt."""
+    """Returns a model of two layers of two heads. Weights depend on step and prompt."""
 
     def capture_attention(token_ids, capture):
         num_tokens = len(token_ids)
@@ -65,17 +64,28 @@ def model_at(step):
         for layer in (0, 1):
             scores = torch.randn(1, 2, num_tokens, num_tokens, generator=generator)
             scores = (3 * scores).masked_fill(future, float("-inf"))
-            capture(layer, scores.softmax(-1), scores)
+            capture(layer, scores[0].softmax(-1), scores[0])
 
-    return capture_attention
+    return GivenModel(capture_attention)
+
+
+def taken(lens, model, step, max_steps, folder, dashboard=True, **options):
+    """Takes the snapshot of a step of a run."""
+    lens.folder, lens.max_steps, lens.dashboard = folder, max_steps, dashboard
+    return lens.snapshot(model, step, **options)
+
+
+def due(lens, step, max_steps):
+    lens.max_steps = max_steps
+    return lens.due(step)
 
 
 def watched(lens, folder, max_steps, first_step=0):
     """Takes all snapshots of a run. Returns {step: Snapshot}."""
     return {
-        step: lens.snapshot(model_at(step), step, max_steps, folder, "a run")
+        step: taken(lens, model_at(step), step, max_steps, folder)
         for step in range(first_step, max_steps + 1)
-        if lens.due(step, max_steps)
+        if due(lens, step, max_steps)
     }
 
 
@@ -87,6 +97,15 @@ def steps_of(path):
     """Returns the steps whose weights are on a page."""
     (run,) = read(path)
     return [frame["step"] for frame in run["frames"]]
+
+
+def test_snapshots_without_a_number_of_steps(tmp_path):
+    """The number of steps of a training may be unknown."""
+    lens = lens_on("x")
+    lens.folder = tmp_path
+    for step in (0, 40, 80):
+        assert lens.snapshot(model_at(step), step).pages
+    assert steps_of(tmp_path / "timelapse.html") == [0, 40, 80]
 
 
 def test_settings_that_do_not_fit():
@@ -119,7 +138,7 @@ def test_steps_of_snapshots():
     usual = [(None, 120, [0, 40, 80, 120]), (None, 2000, [*range(0, 2001, 100)])]
     for every, max_steps, snapshots in [(40, 100, [0, 40, 80, 100]), *usual]:
         lens = lens_on("x", every=every)
-        assert [s for s in range(max_steps + 1) if lens.due(s, max_steps)] == snapshots
+        assert [s for s in range(max_steps + 1) if due(lens, s, max_steps)] == snapshots
 
 
 @trials(50, 500)
@@ -136,7 +155,8 @@ def test_number_of_files_is_limited(snapshots, every, rest, prompts, repeat_leng
     files = len(lens.prompts) + 1
     max_steps = every * snapshots + int(rest * (every - 1))
     steps = sorted({*range(0, max_steps + 1, every), max_steps})
-    drawn = [step for step in steps if lens.draws(step, max_steps)]
+    lens.max_steps = max_steps
+    drawn = [step for step in steps if lens.draws(step)]
     assert len(drawn) * files <= MAX_FILES
     assert (drawn[0], drawn[-1]) == (0, max_steps)
     assert len({*np.diff(drawn[:-1])}) <= 1
@@ -147,9 +167,9 @@ def test_number_of_files_is_limited(snapshots, every, rest, prompts, repeat_leng
 def test_files_and_numbers_of_a_snapshot(tmp_path):
     folder = tmp_path / "attention"
     lens = lens_on("the bank", "<b>$x$ & \u202e\x00 ß 漢字</b>", every=7, max_tokens=9)
-    snapshot = lens.snapshot(model_at(7), 7, 100, folder, run_name="mine")
+    snapshot = taken(lens, model_at(7), 7, 100, folder)
     slugs = ["1-the-bank", "2-b-x-b", "3-repeated"]
-    assert lens.snapshot(model_at(7), 7, 100, tmp_path / "other", write=False) is None
+    assert taken(lens, model_at(7), 7, 100, tmp_path / "other", write=False) is None
     assert list(tmp_path.iterdir()) == [folder]
     assert list(snapshot.images) == [f"attention/heatmap/{slug}" for slug in slugs]
     assert snapshot.pages == {"attention/viewer": folder / "step_00000007.html"}
@@ -162,12 +182,14 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     )
 
     (run,) = read(folder / "step_00000007.html")
-    assert (run["name"], run["layers"], run["heads"]) == ("mine", 2, 2)
+    assert (run["name"], run["layers"], run["heads"]) == ("a run", 2, 2)
     history = json.loads(unpacked(run["history"]))
     assert history["steps"] == [7]
     line = json.loads((folder / "statistics.jsonl").read_text())
     assert (line.pop("step"), line.pop("losses")) == (7, [])
-    assert np.shape(line.pop("names")) == (2, 2)
+    assert line.pop("errors") == {}
+    for key in ("names", "places", "offsets"):
+        assert np.shape(line.pop(key)) == (2, 2)
     layers = {f"attention_layers/{k}/L0{n}" for k in STATISTICS for n in (0, 1)}
     assert set(snapshot.metrics) == layers | {f"attention_best/{key}" for key in KINDS}
     assert snapshot.captions.keys() == snapshot.images.keys()
@@ -189,7 +211,7 @@ def test_undefined_and_infinite_values_are_omitted(tmp_path):
         weights = torch.eye(len(token_ids)).expand(2, -1, -1)
         capture(0, weights, torch.full((2, *weights.shape[1:]), torch.inf))
 
-    snapshot = lens_on("the bank").snapshot(diverged, 0, 10, tmp_path)
+    snapshot = taken(lens_on("the bank"), GivenModel(diverged), 0, 10, tmp_path)
     assert not [key for key in snapshot.metrics if "largest_logit" in key]
     assert np.isfinite([*snapshot.metrics.values(), *snapshot.heads.values()]).all()
     line = json.loads((tmp_path / "statistics.jsonl").read_text(), parse_constant=pytest.fail)
@@ -224,7 +246,7 @@ def test_without_a_dashboard_there_is_one_page_from_the_start(tmp_path):
     lens, written = lens_on("the bank", every=10, max_tokens=9), []
     for step in range(0, 201, 10):
         model = model_at(step)
-        snapshot = lens.snapshot(model, step, 200, tmp_path, dashboard=False)
+        snapshot = taken(lens, model, step, 200, tmp_path, dashboard=False)
         written += [step] * bool(snapshot.pages)
         assert bool(snapshot.images) == (step == 200)
     assert written == [0, 10, 30, 50, 70, 100, 150, 200]
@@ -253,10 +275,10 @@ def test_what_is_said_of_removed_heads(tmp_path):
     ]
     lens = lens_on("the bank")
     found = {"method": "exact", "loss": math.nan, "heads": results, "groups": []}
-    lens.snapshot(model_at(9), 10, 10, tmp_path, ablate=lambda groups: found)
+    taken(lens, model_at(9), 10, 10, tmp_path, ablate=lambda groups: found)
     assert lens.most_important_heads() == []  # the model has diverged
     found["loss"] = 1.0
-    lens.snapshot(model_at(9), 10, 10, tmp_path, ablate=lambda groups: found)
+    taken(lens, model_at(9), 10, 10, tmp_path, ablate=lambda groups: found)
     (line,) = lens.most_important_heads()
     assert "L1 H0" in line
 
@@ -270,7 +292,7 @@ def test_thumbnails_are_on_the_prompt_where_the_head_is_most_significant(tmp_pat
     def capture_attention(ids, capture):
         capture(0, torch.stack([weights, previous if ids[0] == ord("b") else weights]))
 
-    snapshot = lens.snapshot(capture_attention, 10, 10, tmp_path)
+    snapshot = taken(lens, GivenModel(capture_attention), 10, 10, tmp_path)
     first, second = snapshot.tables["attention/table"]
     expected = rgb(fitted(to_codes(previous[*np.tril_indices(6)]).numpy(), 128))
     np.testing.assert_array_equal(first["heatmap"], expected)
@@ -286,7 +308,7 @@ def test_panels_enlarge_heads_with_a_name_on_every_prompt(tmp_path):
         def capture_attention(ids, capture, of_first=of_first):
             capture(0, torch.stack([of_first[ids[0]], uniform_attention(6)[0]]))
 
-        snapshot = lens.snapshot(capture_attention, step, 30, tmp_path)
+        snapshot = taken(lens, GivenModel(capture_attention), step, 30, tmp_path)
         _, panel = snapshot.images.values()
         codes = to_codes(torch.stack([previous, uniform_attention(6)[0]]))
         codes = codes[None][..., *np.tril_indices(6)].numpy()
@@ -352,12 +374,12 @@ def fails(*_, **__):
 @pytest.mark.parametrize("kind", ["npz", "png", "html", "webp", "csv"])
 def test_files_are_written_atomically(tmp_path, monkeypatch, kind):
     lens, replace = lens_on("the bank"), os.replace
-    lens.snapshot(model_at(0), 0, 100, tmp_path)
+    taken(lens, model_at(0), 0, 100, tmp_path)
     before = names(tmp_path, f"*.{kind}")
     failing = lambda part, path: (fails if path.suffix == f".{kind}" else replace)(part, path)  # noqa: E731
     monkeypatch.setattr("os.replace", failing)
     with pytest.raises(OSError):  # noqa: PT011
-        lens.snapshot(model_at(100), 100, 100, tmp_path)
+        taken(lens, model_at(100), 100, 100, tmp_path)
     assert names(tmp_path, f"*.{kind}") == before
     assert names(tmp_path, "*.part-*") == []
 
@@ -368,8 +390,8 @@ def test_a_row_that_was_not_written_is_written_with_the_next(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr("clearhead.lens.history.open", fails, raising=False)
         with pytest.raises(OSError):  # noqa: PT011
-            lens.snapshot(model_at(110), 110, 200, tmp_path)
-    lens.snapshot(model_at(120), 120, 200, tmp_path)
+            taken(lens, model_at(110), 110, 200, tmp_path)
+    taken(lens, model_at(120), 120, 200, tmp_path)
     assert [row.step for row in read_history(tmp_path / "statistics.jsonl")] == [90, 100, 110, 120]
 
 
@@ -380,8 +402,8 @@ HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>&amp;\u2028'\"\\__DA
 def hostile_page():
     prompt = Prompt("1-x", HOSTILE, [0, 1], [HOSTILE, "</SCRIPT >"])
     values = {key: np.zeros((1, 1), np.float32) for key in STATISTICS}
-    frame = Frame(Row(0, values), [np.array([[[255, 0, 255]]], np.uint8)], [values])
-    return page([run_data([snapshot_data(HOSTILE, [prompt], frame)])], HOSTILE)
+    data = snapshot_of(HOSTILE, prompt, Row(0, values), np.array([[[255, 0, 255]]], np.uint8))
+    return page([run_data([data])], HOSTILE)
 
 
 def test_text_cannot_end_its_html_element(hostile_page, tmp_path):

@@ -16,7 +16,8 @@ from clearhead.lens.matching import (
     mean_similarity,
     similarities,
 )
-from clearhead.lens.probe import from_codes, to_codes, triangle_to_square
+from clearhead.lens.probe import to_codes
+from clearhead.lens.snapshot_data import from_codes, triangle_to_square
 from clearhead.lens.statistics import uniform_attention
 
 LENGTHS = (2, 7, 20)  # tokens of each prompt

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 
-from clearhead.lens.predictions import loss_of_copy
-from clearhead.lens.stages import stage_begins
+from clearhead.lens.stages import loss_of_copy, stage_begins
 
 K = 62
 

@@ -12,15 +12,15 @@ import shutil
 import matplotlib
 import numpy as np
 import pytest
-from helpers.pages import HOSTILE
+from helpers.pages import HOSTILE, snapshot_of
 from helpers.refusals import SPECIAL_FILES, time_limit
 from PIL import Image
 
 from clearhead.lens.heads import ALL_NAMES
 from clearhead.lens.history import History, Row
-from clearhead.lens.probe import Frame, Prompt
+from clearhead.lens.prompts import Prompt
 from clearhead.lens.render import draw_snapshot, draw_timelapse
-from clearhead.lens.snapshot_data import snapshot_data, write_snapshot
+from clearhead.lens.snapshot_data import write_snapshot
 from clearhead.lens.statistics import STATISTICS
 from clearhead.reporting import report
 from clearhead.reporting.charts import smooth, thin
@@ -170,8 +170,7 @@ def snapshot(step, heads, values=None, names=None, ablation=None):
     zeros = {key: np.zeros((1, heads), np.float32) for key in STATISTICS}
     row = Row(step, zeros | {key: np.float32([v]) for key, v in (values or {}).items()})
     row.names = np.array([[ALL_NAMES.index(name) for name in names or [""] * heads]])
-    frame = Frame(row, [np.full((1, heads, 3), 180, np.uint8)], [row.values])
-    data = snapshot_data("first", [prompt], frame)
+    data = snapshot_of("first", prompt, row, np.full((1, heads, 3), 180, np.uint8))
     return dataclasses.replace(data, ablation=ablation)
 
 

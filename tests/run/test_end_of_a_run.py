@@ -40,7 +40,7 @@ def trained(run, max_steps):
     to the first token. The lines with heads during the run: (step, heads, other numbers)."""
     capture = run.model.capture_attention
 
-    def capture_attention(input_ids, callback, logit_lens=False):
+    def capture_attention(input_ids, callback, logit_lens=False, logits_at=None):
         size, back = input_ids.shape[1], BACK if run.state.step else {}
         for later in LATER[: run.state.step + 1]:
             back = back | later
@@ -51,11 +51,11 @@ def trained(run, max_steps):
                 if (layer, head) in back:
                     share = 0.5 if (layer, head) == (1, 2) else 1
                     keys = (torch.arange(size) - back[layer, head]).clamp(min=0)
-                    weights[0, head] *= 1 - share
-                    weights[0, head, torch.arange(size), keys] += share
+                    weights[:, head] *= 1 - share
+                    weights[:, head, torch.arange(size), keys] += share
             callback(layer, weights, *others)
 
-        return capture(input_ids, planted, logit_lens)
+        return capture(input_ids, planted, logit_lens, logits_at)
 
     run.model.capture_attention = capture_attention
     train.fit(run)
@@ -81,23 +81,23 @@ def test_names_are_printed_once_when_they_first_occur_and_counted_at_the_end(mak
     ]
     first, *lines = [line for line in out.splitlines() if line.startswith("attention heads")]
     assert re.findall(r"\d+", first) == ["8", "8", "5", "2", "1"]
-    assert [heads_of(line) for line in lines] == [["L0 H0"], ["L1 H1"], ["L1 H3"]]
-    assert [re.findall(r"\d+", line)[-1] for line in lines] == ["1", "2", "3"]  # since step
+    assert [heads_of(line) for line in lines] == [["L0 H0"], ["L1 H3"], ["L1 H1"]]
+    assert [re.findall(r"\d+", line)[-1] for line in lines] == ["1", "3", "2"]  # since step
     assert max(map(len, (first, *lines))) <= 110
 
     trained(make_run("trainer.resume=runs/a", "trainer.max_steps=6", tiny=False), 6)
     out = capsys.readouterr().out
     assert during(out) == [(["L0 H3"], ["6"])]  # only the new name
     *_, line = [line for line in out.splitlines() if line.startswith("attention heads")]
-    assert heads_of(line) == ["L1 H3"]
+    assert heads_of(line) == ["L1 H1"]
 
 
 def test_without_names_nothing_is_printed_during_the_run(make_run, capsys):
     run = make_run(*HEADS)
 
-    def capture_attention(input_ids, callback, _):
+    def capture_attention(input_ids, callback, *_, **options):
         for layer in (0, 1):
-            callback(layer, uniform_attention(input_ids.shape[1]).repeat(1, 4, 1, 1))
+            callback(layer, uniform_attention(input_ids.shape[1]).repeat(len(input_ids), 4, 1, 1))
 
     run.model.capture_attention = capture_attention
     train.fit(run)

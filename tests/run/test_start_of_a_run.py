@@ -1,9 +1,13 @@
 """The lines that a run prints before its first step."""
 
-import pytest
-from helpers import TEXT
+import shlex
 
+import pytest
+from helpers import TEXT, TINY
+
+import train
 from data import load_datasets
+from scripts.live import LiveConfig
 
 
 @pytest.mark.parametrize("path", ["*.txt", "[text.txt,folder]", "folder", "folder/b\nc\x1b.txt"])
@@ -36,3 +40,19 @@ def test_generated_data_have_no_path(make_run, capsys):
     (line,) = [line for line in out.splitlines() if f" {windows:,} windows" in line]
     assert "None" not in line
     assert "null" not in line
+
+
+@pytest.mark.parametrize("folder", ["runs", "my runs"])
+def test_a_run_with_the_lens_prints_the_command_that_shows_it(
+    in_process, tmp_path, text_file, folder
+):
+    short = [*TINY, f"data.path={text_file}", f"runs_dir='{folder}'", "lens=often"]
+    for more, count in ((["name=a"], 1), (["name=b", "lens=off"], 0), (["seed=1", "-m"], 0)):
+        code, out, err = in_process(train.main, tmp_path, *short, *more)
+        assert code == 0, err
+        commands = [line for line in out.splitlines() if "scripts.live" in line]
+        assert len(commands) == count
+        if count:
+            words = shlex.split(commands[0].partition("python -m scripts.live")[2])
+            settings = LiveConfig(**dict(word.split("=", 1) for word in words))
+            assert settings.runs_dir == folder

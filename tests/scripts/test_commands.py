@@ -50,9 +50,12 @@ SHORT = {
 # Not executed: they need other projects, minutes, hours, the network or an account.
 ELSEWHERE = {"benchmarks.training", "benchmarks.data", "benchmarks.generate", "benchmarks.gpu"}
 ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval", "scripts.wandb_workspace"}
+# Serves until it is stopped: tests/reporting/test_live.py starts it.
+ELSEWHERE |= {"scripts.live"}
 
 # Values for placeholders in the pages.
 PLACEHOLDERS = {
+    r"hub:[\w/-]+@\S+": "out/checkpoint-*",
     r"hub:[\w/-]+": "path/to/gpt2",
     r"(?<==)[BT]\b": "2",
     r"(?<=precision=)P\b": "fp32",
@@ -103,7 +106,8 @@ def home(tmp_path_factory):
     for name in ("books", "code", "my-tokens"):
         prepare(folder / "my.txt", folder / name, tokenizer="byte")
     to_hf(tiny_model(vocab_size=257, context_length=32), folder / "path" / "to" / "gpt2")
-    shutil.copytree(folder / "path" / "to" / "gpt2", folder / "DIR")
+    for name in ("DIR", "out/checkpoint-20", "out/checkpoint-300"):
+        shutil.copytree(folder / "path" / "to" / "gpt2", folder / name)
     (folder / "prompts.txt").write_text("The bell\nThe fox\n")
     settings_page = (REPOSITORY / "docs" / "settings.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```yaml\n(.*?)^```", settings_page, re.DOTALL | re.MULTILINE)

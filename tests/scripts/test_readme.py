@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from helpers import REPOSITORY
+from helpers.foreign import WORDS, byte_level_tokenizer, foreign_model
 
 import train
 from clearhead.lens import read_snapshot
@@ -70,23 +71,41 @@ def test_the_python_example_runs(tmp_path, monkeypatch):
 
 
 def test_the_lens_with_another_model(tmp_path, monkeypatch):
-    """The programs of the pages, with a tiny transformers model and a byte tokenizer."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    """The programs of the page, with a tiny model of transformers. Of the loggers, only W&B is
+    installed."""
+    import wandb
+    from transformers import Trainer, TrainingArguments
 
-    class Tokenizer:
-        vocab_size, bos_token_id = 256, 256
-        encode = staticmethod(lambda text: list(text.encode()))
-        decode = staticmethod(lambda ids: "".join(map(chr, ids)))
+    tokenizer, model = byte_level_tokenizer(), foreign_model("gpt2", vocab_size=320)
+    ids = torch.tensor(tokenizer(WORDS * 8).input_ids).unfold(0, 24, 8)
+    rows = [{"input_ids": window, "labels": window} for window in ids]
+    options = {"max_steps": 3, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    options["save_strategy"] = "no"
+    trainer = Trainer(model, TrainingArguments("theirs", **options), None, rows)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 
-    torch.manual_seed(0)
-    shape = GPT2Config(vocab_size=257, n_positions=48, n_embd=16, n_layer=2, n_head=2)
-    shape._attn_implementation = "eager"
+    def train_step(model):
+        model(input_ids=ids[:4], labels=ids[:4]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     monkeypatch.chdir(tmp_path)
-    names = {"model": GPT2LMHeadModel(shape).eval(), "tokenizer": Tokenizer}
+    wandb.init(mode="offline", dir=tmp_path)
+    names = {"model": model, "tokenizer": tokenizer, "validation_text": WORDS * 8, "wandb": wandb}
+    names |= {"trainer": trainer, "train_step": train_step}
     for code in blocks("docs/lens-own-model.md", "python") + blocks("README.md", "python"):
+        if "def attention(" in code:  # of a model that returns its weights
+            exec(code, names | {"model": foreign_model("gpt2", "eager", vocab_size=320)})
+            continue
         exec(code, names)
-    assert (tmp_path / "attention" / "timelapse.html").is_file()
+        if "wandb" in code:
+            names["on_snapshot"](names["lens"].snapshot(model, 100), 100)
+    summary = dict(wandb.run.summary)
+    wandb.finish()
+    assert summary["attention/timelapse"]["_type"] == "html-file"
     assert (tmp_path / "attention.html").is_file()
-    snapshots = [read_snapshot(path) for path in sorted((tmp_path / "attention").glob("*.npz"))]
-    assert [snapshot.step for snapshot in snapshots] == [0, 50, 100]
-    assert [prompt.period for prompt in snapshots[-1].prompts] == [0, 23]
+    for folder, expected in (("attention", [0, 50, 100]), ("theirs/attention", [0, 3])):
+        assert (tmp_path / folder / "timelapse.html").is_file()
+        snapshots = [read_snapshot(path) for path in sorted((tmp_path / folder).glob("*.npz"))]
+        assert [snapshot.step for snapshot in snapshots] == expected
+    assert [layer.weights.shape for layer in names["captured"].layers] == [(1, 4, 4, 4)] * 3

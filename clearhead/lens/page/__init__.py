@@ -12,6 +12,7 @@ import base64
 import functools
 import html
 import json
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,12 +22,11 @@ import numpy as np
 from ..assemble import assemble, content_security_policy
 from ..heads import ALL_NAMES, KINDS, NAMES, title_of
 from ..history import Row, evenly_spaced, json_values
-from ..probe import uniform_values
 from ..snapshot_data import SnapshotData
 from ..stages import stage_step
 from ..statistics import STATISTICS
 
-VERSION = 3
+VERSION = 4
 MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
 START, END = '<script type="application/json" id="data">', "</script>"
 
@@ -35,16 +35,19 @@ def run_data(
     snapshots: Sequence[SnapshotData],
     history: Sequence[Row] = (),
     curves: Mapping[str, list] | None = None,
+    frames: Sequence[dict] | None = None,
 ) -> dict:
     """Returns the data of one run.
 
     snapshots: with the same prompts, in the order of their steps. history: the statistics of all
     snapshots; without it, those of `snapshots`. curves: losses and accuracies of the training,
-    {name: [(step, value)]}.
+    {name: [(step, value)]}; NaN and inf are omitted. frames: instead of those of `snapshots`, see
+    lens/live.py.
     """
+    frames = frames or [frame_data(snapshot) for snapshot in snapshots]
     last, history = snapshots[-1], history or [snapshot.row for snapshot in snapshots]
-    uniform = uniform_values(last.prompts)
     layers, heads = last.row.names.shape
+    coverage = last.contexts.coverage if last.contexts else {}
     return {
         "name": last.run,
         "layers": layers,
@@ -56,7 +59,7 @@ def run_data(
                 "tokens": prompt.tokens[: prompt.shown],
                 "truncated": prompt.truncated,
                 "period": prompt.period,
-                "uniform": uniform_values([prompt]),
+                "uniform": prompt.uniform,
             }
             for prompt in last.prompts
         ],
@@ -65,27 +68,38 @@ def run_data(
                 "key": key,
                 "title": s.title,
                 "description": s.description,
-                "uniform": uniform[key],
+                "uniform": last.uniform[key],
+                "coverage": coverage.get(key),
                 "is_name": key in NAMES,
                 "named_from": KINDS[key].named_from if key in KINDS else None,
             }
             for key, s in STATISTICS.items()
         ],
         "names": [{"key": name, "title": title_of(name)} | _shown(name) for name in ALL_NAMES],
-        "history": _history(history, {snapshot.step for snapshot in snapshots}),
-        "curves": dict(curves or {}),
+        "text": _packed(json.dumps(last.contexts.tokens).encode()) if last.contexts else None,
+        "history": _history(history, {frame["step"] for frame in frames}),
+        "curves": {name: _finite(points) for name, points in (curves or {}).items()},
         "stage": stage_step(last.prompts, history),
-        "frames": [frame_data(snapshot) for snapshot in snapshots],
+        "frames": list(frames),
         "ablation": last.ablation,
     }
 
 
+def _finite(points: Sequence) -> list:
+    """Returns points that JSON can have: Trainer also logs losses that are NaN."""
+    return [(step, value) for step, value in points if math.isfinite(value)]
+
+
 def frame_data(snapshot: SnapshotData) -> dict:
     """Returns the attention and predictions of one step."""
+    details = snapshot.details
+    if contexts := snapshot.contexts:
+        found = np.concatenate([contexts.cells, contexts.codes[..., None]], axis=-1)
+        details = details | {"contexts": found.reshape(-1, *found.shape[2:]).tolist()}
     data = {
         "step": snapshot.step,
         "weights": _packed(_bytes(snapshot.codes)),
-        "details": _packed(json.dumps(snapshot.details).encode()),
+        "details": _packed(json.dumps(details).encode()),
     }
     return data | ({"norms": _packed(_bytes(snapshot.norms))} if snapshot.norms else {})
 
@@ -110,9 +124,15 @@ def _history(rows: Sequence[Row], steps: set[int]) -> str:
     history = {
         "steps": [row.step for row in charted],
         "values": values,
+        "errors": [
+            {key: json_values(error.ravel()) for key, error in row.errors.items()}
+            for row in charted
+        ],
         "losses": [[json_values(losses) for losses in row.losses] for row in charted],
         "name_steps": [row.step for row in rows],
         "names": [row.names.ravel().tolist() for row in rows],
+        "places": [row.places.ravel().tolist() for row in rows],
+        "offsets": [row.offsets.ravel().tolist() for row in rows],
     }
     return _packed(json.dumps(history).encode())
 
@@ -120,10 +140,20 @@ def _history(rows: Sequence[Row], steps: set[int]) -> str:
 def page(runs: Sequence[dict], title: str, picture: str = "") -> str:
     """Returns the page as HTML, for one run or for two runs to compare. picture: the address of an
     image that a browser without JavaScript shows, such as heatmap.grid_url."""
-    data = json.dumps({"version": VERSION, "runs": list(runs)})
+    return _filled({"version": VERSION, "runs": list(runs)}, title, picture)
+
+
+def live_page(title: str) -> str:
+    """Returns the page for a server that sends its data (lens/live.py), also while the run trains.
+    Its Content-Security-Policy allows requests to this server."""
+    return _filled({"version": VERSION, "live": True}, title, is_live=True)
+
+
+def _filled(content: dict, title: str, picture: str = "", is_live: bool = False) -> str:
+    data = json.dumps(content)
     for character in "<>&":  # so that no text can end the data block
         data = data.replace(character, f"\\u{ord(character):04x}")
-    before, after = _template()
+    before, after = _template(is_live)
     image = f'<img src="{picture}" alt="">' if picture else ""
     before = before.replace("__PICTURE__", image).replace("__TITLE__", html.escape(title))
     return before + data + after
@@ -138,9 +168,10 @@ def _packed(raw: bytes) -> str:
 
 
 @functools.cache
-def _template() -> tuple[str, str]:
+def _template(is_live: bool) -> tuple[str, str]:
     """Returns the HTML before the data and after the data, without a title."""
     html = assemble(Path(__file__).parent / "index.html")
-    html = html.replace("__CSP__", content_security_policy(html.encode()))
+    policy = content_security_policy(html.encode()) + "; connect-src 'self'" * is_live
+    html = html.replace("__CSP__", policy)
     before, after = html.split("__DATA__")
     return before, after

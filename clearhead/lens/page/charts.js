@@ -16,6 +16,8 @@ const LEAST = 0.2; // range of the axis of a weight or an entropy if all heads a
 export const MARGIN = { left: 46, right: 8, top: 6, bottom: 16 };
 
 export function buildCharts() {
+  charts.length = 0;
+  $("charts").replaceChildren();
   for (const statistic of run.statistics.filter(({ empty }) => !empty)) {
     const chart = { statistic, value: make("span", { className: "value number" }) };
     chart.lines = make("canvas");
@@ -191,7 +193,7 @@ let chartFacts = [];
 export function drawCharts() {
   const at = run.steps.length === 1 && B?.at;
   const known = isMean() || [state.prompt, run.frames.filter((frame) => frame.facts).length].join();
-  const facts = [document.documentElement.dataset.theme, otherRunSide()?.run, at, sideWidth(), known];
+  const facts = [run, document.documentElement.dataset.theme, otherRunSide()?.run, at, sideWidth(), known];
   if (facts.some((fact, n) => fact !== chartFacts[n])) drawChartLines();
   chartFacts = facts;
   drawChartMarks();

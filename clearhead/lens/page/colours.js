@@ -72,6 +72,7 @@ function textOn(colour) {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000" : "#fff";
 }
 
+export const ATTENTION = [255, 176, 32]; // of text: a large weight
 export const [LESS, MORE] = [[60, 130, 215], [235, 125, 20]]; // colours of text in a comparison
 
 /** Gives text a background and a readable colour. alpha: 0 to 1. */

@@ -4,8 +4,8 @@ import { format, formatLimit, plainText, plural, visible } from "./text.js";
 import { $, bold, checkRadio, fillSelect, make, showMessage } from "./dom.js";
 import { decode, prefetch, prepare, readData } from "./data.js";
 import {
-  A, B, REMOVED, SIGNIFICANCE, gridShows, here, isMean, nearestFrame, other,
-  otherRunSide, rangeOf, run, setRuns, sideName, state, statisticOf, uniformOf, update,
+  A, B, REMOVED, SIGNIFICANCE, gridShows, hasOverall, here, isMean, nearestFrame,
+  other, otherRunSide, overText, rangeOf, run, setRuns, sideName, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
 import { layOut, select, stepHead } from "./grid.js";
@@ -27,15 +27,21 @@ export function buildControls() {
     const text = period ? "repeated sequence" : visible(plainText(tokens), 70) || name;
     return [n, `${n + 1}: \u2068${text}\u2069`]; // isolated: it may be written from right to left
   }));
+  $("filter-value").max = 200;
+  buildChoices();
+  listenToControls();
+}
+
+/** Builds the choices that depend on the steps of the run. */
+export function buildChoices() {
   const choices = run.statistics.map(({ key, title, empty }) => [key, title, empty]);
   const more = [SIGNIFICANCE, ...(run.ablation ? [REMOVED] : [])];
   fillSelect($("sort"), [["", "layer"], ...more.map(({ key, title }) => [key, title]), ...choices]);
   fillSelect($("filter-statistic"), [["", "no filter"], ...choices]);
-  $("filter-value").max = 200;
+  $("over").lastElementChild.textContent = run.windows ? "whole text" : "all prompts (mean)";
   buildCompare();
   $("step").max = run.frames.length - 1;
   $("time").hidden = run.frames.length === 1;
-  listenToControls();
 }
 
 function listenToControls() {
@@ -107,7 +113,8 @@ function filterRange(key) {
 function definedPrompt(key) {
   const defined = ({ uniform }) => (uniform?.[key] ?? null) !== null;
   const prompt = run.prompts.findIndex(defined);
-  if (prompt < 0 || defined(run.prompts[state.prompt])) return {};
+  const isOnText = run.windows && isMean();
+  if (prompt < 0 || isOnText || defined(run.prompts[state.prompt])) return {};
   showMessage(`${statisticOf(run, key).title}: defined on prompt ${prompt + 1}, which is now shown.`);
   return { prompt, query: null };
 }
@@ -135,7 +142,7 @@ export function showControls() {
   $("map-kind").hidden = !A.norms;
   if (!A.valued) $("kind").value = "weights"; // B may have no norms
   $("sort").value = state.sort;
-  $("over-label").hidden = run.prompts.length === 1;
+  $("over-label").hidden = !hasOverall();
   $("direction").hidden = !state.sort;
   $("direction").textContent = state.descending ? "↓" : "↑";
   $("direction").title = state.descending ? "largest first" : "smallest first";
@@ -183,6 +190,10 @@ function showNotes() {
       notes.push("Heads with the same number in two runs need not correspond: " +
         "scripts.compare_heads matches them.");
     }
+    if (isMean() && !B.run.windows !== !run.windows) {
+      notes.push(`The statistics of ${run.windows ? "A" : "B"} are those of a text, the others means ` +
+        "over prompts.");
+    }
     if (B.run.layers !== run.layers || B.run.heads !== run.heads) {
       const size = `${plural(B.run.layers, "layer")} × ${plural(B.run.heads, "head")}`;
       notes.push(`B has ${size}; only heads that both models have are compared.`);
@@ -193,8 +204,7 @@ function showNotes() {
   if ($("compare-note").textContent !== text) $("compare-note").textContent = text;
   const marks = run.steps.length > 1 ? "One line per head" : "One dot per head, by layer";
   $("legend").hidden = run.statistics.every(({ empty }) => empty);
-  const over = isMean() && run.prompts.length > 1 ? "mean over all prompts" : "this prompt";
-  $("legend").replaceChildren(`${marks}; ${over} · `,
+  $("legend").replaceChildren(`${marks}; ${overText()} · `,
     make("i", { textContent: "selected head" }),
     bold(otherRunSide() ? " · B" : ""), " · dashed: chance (equal weights on all key tokens)");
 }

@@ -2,7 +2,7 @@
 
 import { joinBytes } from "./text.js";
 
-const VERSION = 3; // of the data, see lens/page/__init__.py
+const VERSION = 4; // of the data, see lens/page/__init__.py
 const DECODED_BYTES = 200e6; // limit for the decoded frames in memory
 
 /** Returns the checked runs of the JSON text of a page. Throws an Error with a user message. */
@@ -25,11 +25,12 @@ export function readData(text) {
       if (!strings(prompt?.tokens) || !prompt.tokens.length) throw not("a prompt has no tokens");
     }
     if (!Array.isArray(run.frames) || !run.frames.length) throw not("the data has no weights");
-    const packed = (f) => strings([f.weights, f.details, f.norms ?? ""]);
+    const packed = (f) => strings(f.address ? [f.address] : [f.weights, f.details, f.norms ?? ""]);
     if (!run.frames.every((f) => Number.isFinite(f?.step) && packed(f))) {
       throw not("the weights are invalid");
     }
     if (!Array.isArray(run.names)) throw not("the names are missing");
+    if (!strings([run.text ?? ""])) throw not("the text is invalid");
     const keys = Array.isArray(run.statistics) && run.statistics.map((s) => s?.key);
     if (!strings(keys) || typeof run.history !== "string") throw not("the statistics are missing");
   }
@@ -64,8 +65,11 @@ export async function prepare(run) {
     run.normSize += run.count * prompt.length;
   }
   try {
-    const { steps, values, losses, name_steps: nameSteps, names } = await inflateJson(run.history);
-    Object.assign(run, { steps, losses, nameSteps, namesAt: names });
+    const found = await inflateJson(run.history);
+    const { steps, values, errors, losses } = found;
+    Object.assign(run, { steps, errors, losses, nameSteps: found.name_steps, namesAt: found.names,
+      placesAt: found.places, offsetsAt: found.offsets });
+    run.windows = run.text ? (await inflateJson(run.text)).map(joinBytes) : null;
     for (const statistic of run.statistics) {
       statistic.values = Object.hasOwn(values, statistic.key) ? values[statistic.key] : [];
       statistic.empty = !statistic.values.flat().some(Number.isFinite);
@@ -76,13 +80,16 @@ export async function prepare(run) {
   return run;
 }
 
+const load = async (address) => (await fetch(address)).json();
 const decoded = []; // frames with bytes, in the order in which they were decoded
 
 /** Returns the bytes of a frame. Decodes the frame at the first call. */
 export function decode(run, index) {
   const frame = run.frames[index];
-  const parts = () => Promise.all([inflate(frame.weights), inflateJson(frame.details),
-    frame.norms ? inflate(frame.norms) : null]);
+  const parts = async () => {
+    const { weights, details, norms } = frame.address ? await load(frame.address) : frame;
+    return Promise.all([inflate(weights), inflateJson(details), norms ? inflate(norms) : null]);
+  };
   frame.pending ??= parts().then(
     ([bytes, details, norms]) => {
       if (bytes.length !== run.size || (norms && norms.length !== run.normSize)) throw 0;
@@ -97,6 +104,7 @@ export function decode(run, index) {
       return bytes;
     },
   ).catch(() => {
+    if (frame.address) frame.pending = undefined; // it can be loaded later
     throw new Error(`The weights of step ${frame.step} of ${run.name} are invalid.`);
   });
   return frame.pending;

@@ -3,8 +3,8 @@
 import { clamp, format, formatCell, formatChange } from "./text.js";
 import { $, bold, make, quotedToken } from "./dom.js";
 import {
-  A, B, enlarged, here, indexInB, indexName, hovered, isMean, isStrong, meanIsShown, run, selected,
-  selectedQuery, sideName, state, uniformOf, update, valueAt,
+  A, B, enlarged, errorOf, here, indexInB, indexName, hovered, isMean, isStrong, meanIsShown, overText,
+  run, selected, selectedQuery, sideName, state, uniformOf, update, valueAt,
 } from "./state.js";
 import { firstKey, paint } from "./maps.js";
 import { cellOf } from "./kinds.js";
@@ -133,13 +133,14 @@ function drawValues(index) {
       make("div", { title: description }, make("dt", { textContent: title }),
         make("dd", { className: "number" }))));
   }
-  list.classList.toggle("two", B !== null);
-  const over = isMean() ? `mean over all ${run.prompts.length} prompts` : "this prompt";
-  $("values-of").textContent = run.prompts.length > 1 ? `statistics: ${over}` : "statistics";
+  const hasErrors = isMean() && run.windows !== null;
+  list.classList.toggle("two", B !== null || hasErrors);
+  $("values-of").textContent = `statistics: ${overText()}${hasErrors ? " (mean ± standard error)" : ""}`;
   shown.forEach(({ key }, n) => {
     const a = valueAt(A, key, index);
     const inB = indexInB(index);
-    list.children[n].lastChild.textContent = inB < 0 ? withUniform(key, a)
+    const error = hasErrors ? errorOf(A, key, index) : null;
+    list.children[n].lastChild.textContent = inB < 0 ? withUniform(key, a, false, error)
       : `${format(a)} → ${withUniform(key, valueAt(B, key, inB))}`;
     list.children[n].classList.toggle("strong", isStrong(here, key, index));
     list.children[n].hidden = valueAt(A, key, index) === null && uniformOf(A, key) === null;

@@ -7,7 +7,7 @@ import {
 } from "./state.js";
 import { colours, readTheme, viridis } from "./colours.js";
 import { paint, scaleEnd } from "./maps.js";
-import { nameAt } from "./names.js";
+import { findName, plainName, whereText } from "./names.js";
 import { colourTicks } from "./plots.js";
 
 const MARGIN_OF_FIGURE = 16;
@@ -172,8 +172,9 @@ function headFigure(index) {
   body += write(left + size / 2, below, "key token", { size: 12, anchor: "middle" }) +
     upright(MARGIN_OF_FIGURE + 8, top + size / 2, "query token", { size: 12, anchor: "middle" });
   const width = Math.max(size, BAR + 20) + left + MARGIN_OF_FIGURE;
-  const name = run.names.find(({ key }) => key === nameAt(run, index, A.step)).title;
-  const subject = what === "a" && name ? `${indexName(index)} ${name}` : indexName(index);
+  const name = what === "a" && plainName(run, index, A.step);
+  const where = name ? whereText(findName(run, index, A.step) ?? {}) : "";
+  const subject = name ? `${indexName(index)} ${name}${where}` : indexName(index);
   return figureOf(what, subject, body, width, below + 16,
     { x: left, largest: [scaleEnd(index, what)] });
 }

@@ -1,23 +1,27 @@
 /* One sentence about the enlarged head, and the head with which the page opens. */
 
-import { format, formatWeight, plural } from "./text.js";
+import { format, formatMean, formatWeight, plural } from "./text.js";
 import { $, bold, make, quotedToken } from "./dom.js";
 import { weight } from "./data.js";
 import {
-  headName, here, placeOfHead, run, selected, selectedQuery, side, significance, state,
-  uniformOf, update, valueAt,
+  errorOf, headName, here, placeOfHead, run, selected, selectedQuery, side, significance, state,
+  statisticOf, uniformOf, update, valueAt,
 } from "./state.js";
-import { findName, kindOf, nameAt, nearestName, sinceText } from "./names.js";
+import {
+  findName, kindOf, nameAt, nearestName, offsetAt, sinceText, whereText,
+} from "./names.js";
 
 const isSeparator = (token) => token !== "" && /^\p{P}*$/u.test(token.trim());
 const upTo = (count) => Array.from({ length: count }, (_, n) => n);
 
-/** Returns the key tokens to which a head with this name attends, for one query token. */
-function targetsOf(name, prompt, query) {
+/** Returns the key tokens to which a head with this name attends, for one query token. tokensBack: of
+ * a head "offset". */
+function targetsOf(name, prompt, query, tokensBack) {
   const { tokens, period } = prompt;
   const inCopy = period > 0 && query > period && query <= 2 * period;
   return {
     previous_token: [query - 1],
+    offset: query >= tokensBack ? [query - tokensBack] : [],
     induction: inCopy ? [query - period + 1] : [],
     duplicate_token: inCopy ? [query - period] : [],
     first_token: [0],
@@ -49,9 +53,10 @@ export function usualDistance(frame, prompt, index) {
 function sharpestRow(frame, prompt, index, name) {
   let found = null;
   const { distance } = name === "positional" ? usualDistance(frame, prompt, index) : {};
+  const tokensBack = offsetAt(run, index, run.frames[frame].step);
   for (let query = Math.max(2, distance ?? 0); query < run.prompts[prompt].length; query++) {
     const uniform = 1 / (query + 1);
-    const keys = distance === undefined ? targetsOf(name, run.prompts[prompt], query)
+    const keys = distance === undefined ? targetsOf(name, run.prompts[prompt], query, tokensBack)
       : [query - distance];
     for (const key of keys) {
       const value = weight(run, frame, prompt, index, query, key);
@@ -78,20 +83,23 @@ function bestPrompt(frame, key, index, only = null) {
 
 /** Returns the most significant head of a frame: a head with a name, if possible not a simple one, or
  * else the head that is nearest to a name: {index, key: of the name, frame, prompt, query: its clearest
- * row or null}. null if no statistic is defined. accepts: which heads to consider, on all prompts. */
+ * row or null}. null if no statistic is defined. accepts: which heads to consider, on all prompts.
+ * With a text, heads are as significant as on the text. */
 export function clearestHead(frame, accepts = null) {
   const { step } = run.frames[frame];
   const keys = run.statistics.filter(({ is_name }) => is_name).map(({ key }) => key);
   let best = null;
   for (let index = 0; index < run.count; index++) {
     if (accepts && !accepts(index)) continue;
-    const name = nameAt(run, index, step);
-    const isNamed = Boolean(kindOf(name));
-    for (const key of isNamed ? [name] : keys) {
+    const name = findName(run, index, step);
+    for (const key of name ? [name.key] : keys) {
       const found = bestPrompt(frame, key, index, accepts ? null : run.opening_prompt);
-      if (!found) continue;
-      const rank = found.size + (isNamed ? 2 : 0) - (kindOf(key).is_simple ? 1 : 0);
-      if (!best || rank > best.rank) best = { ...found, rank, index, key };
+      const prompt = found?.prompt ?? 0;
+      const size = run.windows ? significance(side(run, frame, prompt), key, index, true) ?? 0
+        : found?.size;
+      if (size === undefined) continue;
+      const rank = size + (name ? 1 + name.onText : 0) - (kindOf(key).is_simple ? 1 : 0);
+      if (!best || rank > best.rank) best = { prompt, rank, index, key };
     }
   }
   if (!best) return null;
@@ -106,8 +114,8 @@ export function openingView() {
 }
 
 const INTRODUCTIONS = {
-  induction: ". Such a head copies: ",
-  positional: ". Its attention depends on positions more than on tokens: ",
+  induction: " Such a head copies",
+  positional: " Its attention depends on positions more than on tokens",
 };
 
 /** Returns a distance to a key token in words. */
@@ -117,7 +125,7 @@ export const distanceText = (distance) =>
 const ORDINALS = ["first", "second", "third"];
 
 /** Returns the part of a sentence that says to which token the query token attends. */
-function patternText(name, { tokens, labels, period }, { query, key }) {
+function patternText({ key: name, target }, { tokens, labels, period }, { query, key }) {
   const quoted = (n) => quotedToken(labels[n]);
   const nth = (n) => {
     const count = tokens.slice(0, n + 1).filter((token) => token === tokens[n]).length;
@@ -126,6 +134,8 @@ function patternText(name, { tokens, labels, period }, { query, key }) {
   return {
     previous_token: () => ["at ", quoted(query), ` (${query}) it attends to the token before it, `,
       quoted(key), ","],
+    offset: () => ["at ", quoted(query), ` (${query}) it attends to ${target} it, `, quoted(key),
+      ","],
     induction: () => ["at ", ...nth(query), " it attends to the token after ",
       ...nth(query - period)],
     duplicate_token: () => ["at ", ...nth(query), " it attends to ", ...nth(query - period)],
@@ -141,30 +151,62 @@ function patternText(name, { tokens, labels, period }, { query, key }) {
   }[name]();
 }
 
+/** Returns the mean weight of a head on the targets of a name, on the text. */
+function onTextText({ key, target }, index) {
+  const mean = formatMean(valueAt(here, key, index, true), errorOf(here, key, index));
+  return ["mean weight ", bold(mean), ` on ${target} (chance ${format(uniformOf(here, key, true))})`];
+}
+
+/** Returns the fraction of the attention of a head that is on the targets of a name, on the text. */
+function explainedBy({ key }, index) {
+  const back = offsetAt(run, index, here.step);
+  const { length } = run.windows[0];
+  const coverage = key === "offset" ? (length - back) / (length - 1) : statisticOf(run, key).coverage;
+  return coverage * valueAt(here, key, index, true);
+}
+
+const percent = (part) => `${part < 0.005 ? "<1" : Math.round(100 * part)} %`;
+
+/** Returns why a head has no name on the text: the name that is nearest. */
+function noNameOnTextText(index) {
+  const size = ({ key }) => significance(here, key, index, true) ?? -1;
+  const [nearest] = run.statistics.filter((one) => one.is_name)
+    .sort((one, two) => size(two) / two.named_from - size(one) / one.named_from);
+  const kind = kindOf(nearest.key, offsetAt(run, index, here.step));
+  const uniform = uniformOf(here, nearest.key, true);
+  const needed = format(uniform + nearest.named_from * (1 - uniform));
+  const why = size(nearest) < nearest.named_from ? `a name needs at least ${needed}`
+    : "for a name, the standard error is too large";
+  return ["on your text, it is nearest to ", `${withArticle(kind)}: `, ...onTextText(kind, index),
+    `; ${why}`];
+}
+
 /** Returns why a head has no name. */
 function noNameText(index) {
-  if (nameAt(run, index, here.step) === "uniform") return "its attention is nearly uniform";
+  if (nameAt(run, index, here.step) === "uniform") return ["its attention is nearly uniform"];
+  if (run.windows) return noNameOnTextText(index);
   const size = ({ key }) => significance(here, key, index, false) ?? -1;
   const [most] = run.statistics.filter((one) => one.is_name && size(one) >= one.named_from)
     .sort((one, two) => size(two) - size(one));
   if (!most) {
-    return "what it attends to on this prompt fits none of the named patterns";
+    return ["what it attends to on this prompt fits none of the named patterns"];
   }
   const value = format(valueAt(here, most.key, index, false));
   const uniform = format(uniformOf(here, most.key, false));
-  return `on this prompt, its mean weight on ${kindOf(most.key).target} is ${value} (chance ` +
-    `${uniform}), but a name needs a large weight on every prompt`;
+  const { target } = kindOf(most.key, offsetAt(run, index, here.step));
+  return [`on this prompt, its mean weight on ${target} is ${value} (chance ` +
+    `${uniform}), but a name needs a large weight on every prompt`];
 }
 
 /** Returns the last and the next name of a head that has none at the shown step, as sentences. */
 function otherNamesText(index) {
   const [before, after] = [-1, 1].map((by) => nearestName(run, index, here.step, by));
-  return (before ? ` It was ${withArticle(before.key)} at step ${before.step}.` : "") +
-    (after ? ` It becomes ${withArticle(after.key)} at step ${after.step}.` : "");
+  const named = ({ step }) => withArticle(findName(run, index, step));
+  return (before ? ` It was ${named(before)} at step ${before.step}.` : "") +
+    (after ? ` It becomes ${named(after)} at step ${after.step}.` : "");
 }
 
-export function withArticle(key) {
-  const { title } = kindOf(key);
+export function withArticle({ title }) {
   return `${/^[aeiou]/.test(title) ? "an" : "a"} ${title}`;
 }
 
@@ -186,30 +228,51 @@ export function choosePrompt(prompt) {
   update({ prompt, query: selected() === null ? null : sharpestQuery(selected(), prompt) });
 }
 
+/** Returns what a head with a name does on the text. */
+function onTextFinding(name, index) {
+  if (!run.windows || name.key === "positional") return [];
+  return [" On your text: ", ...onTextText(name, index), ...(name.onText ? ["; its name explains ",
+    bold(percent(explainedBy(name, index))), " of its attention."]
+    : [", too little for the name."])];
+}
+
+/** Returns the mean of the weights that a name is about, on the shown prompt. */
+function onPromptText({ key }, index) {
+  if (key === "positional") {
+    return `; on average ${format(usualDistance(state.frame, state.prompt, index).mean)}`;
+  }
+  return run.windows ? "" : `; on average ${format(valueAt(here, key, index, false))} (chance ` +
+    `${format(uniformOf(here, key, false))})`;
+}
+
+/** Returns an example of what a head with a name does. row: see bestRow. */
+function exampleText(name, index, row) {
+  if (!row) return [];
+  if (row.prompt !== state.prompt) return [` Prompt ${row.prompt + 1} has an example.`];
+  const introduction = INTRODUCTIONS[name.key];
+  return [introduction ? `${introduction}: for example, ` : " For example, ",
+    ...patternText(name, run.prompts[state.prompt], row), " with weight ",
+    bold(formatWeight(row.weight)), ` (chance ${format(row.uniform)})${onPromptText(name, index)}.`];
+}
+
 /** Shows what the enlarged head does at the shown step, on its sharpest row. */
 export function drawFinding() {
   const index = selected();
   const name = index === null ? null : findName(run, index, here.step);
-  $("detail-name").textContent = name ? `· ${name.title}` : "";
+  $("detail-name").replaceChildren(...(name ? [`· ${name.title} `,
+    make("small", { textContent: name.where })] : []));
   $("detail-name").className = name ? `kind-${name.key}` : "";
   if (index === null) return;
   const head = headName(index);
   if (!name) {
-    $("finding").replaceChildren(
-      `${head} has no name at step ${here.step}: ${noNameText(index)}.`, otherNamesText(index));
+    $("finding").replaceChildren(`${head} has no name at step ${here.step}: `, ...noNameText(index),
+      ".", otherNamesText(index));
     return;
   }
-  const row = bestRow(name.key, index);
-  const parts = [`${head} is ${withArticle(name.key)}${sinceText(run, index, here.step)}`];
-  if (row?.prompt === state.prompt) {
-    const mean = name.key === "positional"
-      ? `; on average ${format(usualDistance(state.frame, state.prompt, index).mean)}`
-      : `; on average ${format(valueAt(here, name.key, index, false))} (chance ` +
-        `${format(uniformOf(here, name.key, false))})`;
-    parts.push(INTRODUCTIONS[name.key] ?? ": ", "for example, ",
-      ...patternText(name.key, run.prompts[state.prompt], row), " with weight ",
-      bold(formatWeight(row.weight)), ` (chance ${format(row.uniform)})${mean}.`);
-  } else parts.push(row ? `. This is measured on prompt ${row.prompt + 1}.` : ".");
+  const row = name.onPrompts ? bestRow(name.key, index) : null;
+  const since = sinceText(run, index, here.step) + whereText(name);
+  const parts = [`${head} is ${withArticle(name)}${since}.`, ...onTextFinding(name, index),
+    ...exampleText(name, index, row)];
   if (!run.ablation) parts.push(" The name says where it attends, not whether the model needs it.");
   if (row && (row.prompt !== state.prompt || row.query !== selectedQuery())) {
     const button = make("button", { textContent: "show" });

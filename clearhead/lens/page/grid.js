@@ -1,12 +1,12 @@
 /* The grid of all heads: order, filter, selection; the layout of the page. */
 
-import { clamp, format, formatLoss } from "./text.js";
+import { clamp, format, formatLoss, formatMean } from "./text.js";
 import { $, make, showMessage } from "./dom.js";
 import {
   A, B, MOST_HEADS, REMOVED, gridShows, headName, hoverHead, hovered, meanIsShown, placeOfHead, run,
   selected, selectedHeads, shownValue, state, statisticOf, uniformOf, update,
 } from "./state.js";
-import { fillTag, shownName } from "./names.js";
+import { fillTag, shownName, whereText } from "./names.js";
 import { sharpestQuery } from "./finding.js";
 import { paint } from "./maps.js";
 
@@ -108,7 +108,8 @@ export function drawGrid() {
     const value = !key ? "" : key === REMOVED.key ? formatLoss(found, true) : format(found, signed);
     const name = shownName(tile.index);
     fillTag(tile.tag, name);
-    const text = [`layer ${tile.layer} head ${tile.head}`, ...(name ? [name.title] : []),
+    const text = [`layer ${tile.layer} head ${tile.head}`,
+      ...(name ? [name.title + whereText(name)] : []),
       ...(key ? [`${title} ${value}`] : [])].join(", ");
     if (tile.text !== text) tile.button.setAttribute("aria-label", (tile.text = text));
     if (state.sort) tile.value.textContent = value;
@@ -141,7 +142,7 @@ export function showHovered() {
 /** Returns the name of a head in the grid and since when it has it, "" without a name. */
 function nameText(index) {
   const name = shownName(index);
-  return name ? name.title + name.since() : "";
+  return name ? name.title + name.since() + whereText(name) : "";
 }
 
 /** Returns the name and all statistics of a head. */
@@ -152,10 +153,12 @@ function headValues(index) {
   return [headName(index), ...(name ? [name] : []), ...values].join("\n");
 }
 
-/** Returns a value as text, with the value for uniform attention if it is not a difference. */
-export function withUniform(key, value, signed = false) {
+/** Returns a value as text, with its standard error if it is known, and with the value for uniform
+ * attention if it is not a difference. */
+export function withUniform(key, value, signed = false, error = null) {
   const uniform = signed || value === null ? null : uniformOf(A, key);
-  return format(value, signed) + (uniform === null ? "" : `, chance ${format(uniform)}`);
+  return (error === null ? format(value, signed) : formatMean(value, error)) +
+    (uniform === null ? "" : `, chance ${format(uniform)}`);
 }
 
 /** Enlarges a head. null: closes the enlarged head. */

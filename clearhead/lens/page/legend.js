@@ -9,10 +9,18 @@ import { clearestHead } from "./finding.js";
 const indices = () => Array.from({ length: run.count }, (_, index) => index);
 
 let known = new Set(); // the names that heads of the run have at any step
+let hasOutlined = false; // whether a name does not hold on the text, at any step
 
-export function buildLegend() {
+/** Writes what depends on the steps of the run. */
+export function buildSubject() {
   writeSubject();
   known = new Set(run.namesAt.flat().map((n) => run.names[n].key));
+  hasOutlined = run.nameSteps.some((step) =>
+    indices().some((index) => findName(run, index, step)?.onText === false));
+}
+
+export function buildLegend() {
+  buildSubject();
   const kinds = run.names.map(({ key }) => kindOf(key)).filter(Boolean);
   for (const { key, letter, title, meaning } of kinds) {
     const tag = make("span");
@@ -23,7 +31,9 @@ export function buildLegend() {
     button.addEventListener("click", () => chooseName(key));
     $("names").append(button);
   }
-  $("names").append(make("span", { id: "no-names" }));
+  const outlined = make("span", { className: "tag hollow", textContent: "A" });
+  $("names").append(make("span", { id: "hollow" }, outlined,
+    " outlined: not on your text, on prompts only"), make("span", { id: "no-names" }));
 }
 
 /** Shows only the heads of a name, and the clearest of them enlarged; again: all heads. */
@@ -38,12 +48,16 @@ function chooseName(key) {
 function writeSubject() {
   const { step } = run.frames.at(-1);
   const isTraining = run.frames.length > 1;
-  const named = indices().filter((index) => findName(run, index, step)).length;
+  const when = run.isTraining ? "So far" : "At the end";
+  const names = indices().map((index) => findName(run, index, step)).filter(Boolean);
+  const [named, onText] = [names.length, names.filter((name) => name.onText).length];
   const heads = `${named || "none"} of ${plural(run.count, "head")} ` +
     `${named > 1 ? "have" : "has"} a clear pattern` +
-    (named ? ", and a name for it" : ", so none has a name");
+    (named ? ", and a name for it" : ", so none has a name") +
+    (onText < named ? `; ${onText || "none"} of the names ` +
+      `${onText === 1 ? "holds" : "hold"} on your text` : "");
   const text = [bold(run.name), `: ${plural(run.layers, "layer")} × ${plural(run.heads, "head")}` +
-    (isTraining ? `, ${plural(step, "training step")}. At the end, ${heads}` : `; ${heads}`) + ". "];
+    (isTraining ? `, ${plural(step, "training step")}. ${when}, ${heads}` : `; ${heads}`) + ". "];
   const groups = run.ablation?.method === "exact" ? run.ablation.groups : [];
   const [most] = [...groups].sort((a, b) => b.loss_change - a.loss_change);
   if (most?.loss_change > 2 * (most?.loss_change_error ?? Infinity)) {
@@ -56,6 +70,7 @@ function writeSubject() {
 
 /** Updates the legend: the number of heads of each name at the shown step, also of another run. */
 export function drawLegend() {
+  $("hollow").hidden = !hasOutlined;
   const shown = indices().map((index) => shownName(index)?.key);
   for (const button of $("names").querySelectorAll("button")) {
     const { name } = button.dataset;
@@ -67,6 +82,6 @@ export function drawLegend() {
     button.setAttribute("aria-pressed", state.name === name);
   }
   $("no-names").textContent = $("names").querySelector("button:not([hidden])") ? ""
-    : "No head has a name: none attends to one kind of token clearly more than by chance, on every " +
-      "prompt.";
+    : "No head has a name: none attends to one kind of token clearly more than by chance, " +
+      `${run.windows ? "on your text or on the repeated sequence" : "on every prompt"}.`;
 }

@@ -18,7 +18,7 @@ const CHOICES = [
   ["map", "map", same("valued")],
   ["text", "text", same("loss")],
   ["arcs", "arcs", { hidden: false }],
-  ["statistics", "over", same("mean")],
+  ["statistics", "over", same("mean", "prompt")],
   ["scale", "scale", same("linear")],
   ["first", "hideFirst", { hidden: true }],
   ["colours", "stretch", { stretched: true }],
@@ -29,7 +29,7 @@ function linkText() {
   const parts = new URLSearchParams();
   for (const [part, name, values] of CHOICES) {
     const text = Object.keys(values).find((one) => values[one] === state[name]);
-    if (text && (part === "theme" || !state.tour)) parts.set(part, text);
+    if (text && state[name] !== DEFAULTS[name] && (part === "theme" || !state.tour)) parts.set(part, text);
   }
   if (state.tour) { // the stop sets the view
     parts.set("tour", state.tour);

@@ -47,7 +47,7 @@ export function buildTimeline() {
   $("losses-frame").hidden = $("curves").hidden = !timeCurves.length;
   if (run.frames.length === 1) return; // #time is hidden
   frameSteps = run.frames.map((frame) => frame.step);
-  $("curves").append("loss:", ...timeCurves.map(({ label }) => label),
+  $("curves").replaceChildren("loss:", ...timeCurves.map(({ label }) => label),
     make("span", { id: "news" }));
   buildMarks();
   const go = (event) => {
@@ -57,17 +57,18 @@ export function buildTimeline() {
     pause();
     update({ frame: Math.round(clamp(part, 0, 1) * (run.frames.length - 1)) });
   };
-  $("marks").addEventListener("pointerdown", go);
-  $("losses").addEventListener("pointerdown", (event) => {
+  // Not addEventListener: a page that follows a run builds the timeline again.
+  $("marks").onpointerdown = $("losses").onpointermove = go;
+  $("losses").onpointerdown = (event) => {
     $("losses").setPointerCapture(event.pointerId);
     go(event);
-  });
-  $("losses").addEventListener("pointermove", go);
+  };
 }
 
 /** Marks the steps at which heads first got their names and the loss on copy 2 had fallen. */
 function buildMarks() {
   namings = namingEvents(run);
+  $("marks").replaceChildren();
   const seen = new Map(); // number of marks at each step
   const mark = (className, step, title) => {
     const node = make("i", { className, title });

@@ -13,18 +13,20 @@ import {
 import { prepareMaps } from "./kinds.js";
 import { buildArcs, drawArcs } from "./arcs.js";
 import { buildDetail, drawDetail } from "./detail.js";
+import { drawContexts } from "./contexts.js";
 import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";
 import { isBeyondTour, keepLink, readLink, restore } from "./link.js";
-import { buildControls, showControls } from "./controls.js";
+import { buildChoices, buildControls, showControls } from "./controls.js";
 import { buildPositions, drawPositions } from "./positions.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
-import { buildLegend, drawLegend } from "./legend.js";
+import { buildLegend, buildSubject, drawLegend } from "./legend.js";
 import { drawFinding, openingView } from "./finding.js";
 import { buildTour, drawTour, goTour } from "./tour.js";
 import { drawGroups, drawRemoved } from "./removed.js";
 import { buildHelp } from "./help.js";
 import { buildExport } from "./export.js";
 import { onKey } from "./keys.js";
+import { firstRun, followRun, isLive } from "./live.js";
 
 function drawAll() {
   const begin = performance.now();
@@ -40,6 +42,7 @@ function drawAll() {
   drawTour();
   drawRemoved();
   drawDetail();
+  drawContexts();
   drawCharts();
   drawPositions();
   drawGroups();
@@ -93,8 +96,9 @@ function fail(error) {
 }
 
 async function start() {
-  const runs = readData($("data").textContent);
+  const text = $("data").textContent;
   $("data").textContent = ""; // the text is not needed twice
+  const runs = isLive(text) ? [await firstRun()] : readData(text);
   const [first, second = null] = await Promise.all(runs.slice(0, 2).map(prepare));
   setRuns(first, second);
   window.lens.runs = runs;
@@ -128,6 +132,17 @@ async function start() {
   timing.ready = performance.now();
   document.documentElement.dataset.ready = "1";
   prefetch(run).then(() => other && prefetch(other)).then(() => update()); // charts of all steps
+  if (isLive(text)) followRun(buildAgain);
+}
+
+/** Builds what depends on the steps of the run, after a page that follows a run has new ones. */
+function buildAgain() {
+  window.lens.runs = [run];
+  buildSubject();
+  buildCharts();
+  buildTimeline();
+  buildTour();
+  buildChoices();
 }
 
 // For tests and for the browser console.

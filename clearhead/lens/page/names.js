@@ -2,11 +2,19 @@
 
 import { A, B, headName, here, indexInB, run, state } from "./state.js";
 
+const TEXT_ONLY = 1; // places where a name holds
+const PROMPTS_ONLY = 2;
+
+const titleOf = ({ key, title }, tokensBack) =>
+  (key === "offset" && tokensBack ? `${title} ${tokensBack}` : title);
+
 /** Returns {key, title, letter, meaning, target, is_simple} of a name that the page shows, else null.
- * Uniform attention is not a finding. */
-export function kindOf(key) {
+ * Uniform attention is not a finding. tokensBack: of a head "offset". */
+export function kindOf(key, tokensBack = null) {
   const name = run.names.find((one) => one.key === key && one.letter);
-  return name ? { ...name, title: `${name.title.replaceAll(" ", "-")} head` } : null;
+  if (!name) return null;
+  return { ...name, title: `${titleOf(name, tokensBack).replaceAll(" ", "-")} head`,
+    target: name.target.replace("{}", tokensBack ?? "2 to 8") };
 }
 
 const snapshotAt = (of, step) => of.nameSteps.findLastIndex((known) => known <= step);
@@ -33,10 +41,27 @@ export function nearestName(of, index, step, by) {
   return null;
 }
 
-/** Returns {key, title, letter} of a named head, or null. */
+/** Returns the number of tokens back with the largest weight of a head, from 2 to 8. */
+export const offsetAt = (of, index, step) => of.offsetsAt[snapshotAt(of, step)]?.[index];
+
+/** Returns the name of a head for a caption: "offset 3", "uniform", "". */
+export const plainName = (of, index, step) => titleOf(
+  of.names.find(({ key }) => key === nameAt(of, index, step)), offsetAt(of, index, step));
+
+/** Returns the name of a head, as kindOf, with {onText, onPrompts: whether it holds there, where: "on
+ * the text only", "on repeated sequences only", or "" if it holds on text and prompts}; null without a
+ * name. Without a text, a name holds everywhere. */
 export function findName(of, index, step) {
-  return kindOf(nameAt(of, index, step));
+  const kind = kindOf(nameAt(of, index, step), offsetAt(of, index, step));
+  if (!kind) return null;
+  const place = of.windows ? of.placesAt[snapshotAt(of, step)]?.[index] : 0;
+  const where = place === TEXT_ONLY ? "on the text only" : place === PROMPTS_ONLY
+    ? "on repeated sequences only" : ""; // other names do not hold on prompts only
+  return { ...kind, onText: place !== PROMPTS_ONLY, onPrompts: place !== TEXT_ONLY, where };
 }
+
+/** Returns where a name holds as the end of a sentence about a head: ", on the text only". */
+export const whereText = ({ where }) => (where ? `, ${where}` : "");
 
 /** Returns " since step N" for a named head, " at step N" if this name is new, and when the head had the
  * name first; "" if there is only one snapshot. */
@@ -87,8 +112,8 @@ export const groupTitle = ({ name, heads }) =>
   (heads === 1 ? `the only ${kindTitle(name)}`
     : `${heads === 2 ? "both" : `all ${heads}`} ${kindTitle(name)}s`);
 
-/** Shows a name as a letter on its colour. */
+/** Shows a name as a letter on its colour; hollow, if the name does not hold on the text. */
 export function fillTag(tag, name) {
-  tag.className = name ? `tag kind-${name.key}` : "tag";
+  tag.className = name ? `tag kind-${name.key}${name.onText === false ? " hollow" : ""}` : "tag";
   tag.textContent = name?.letter ?? "";
 }

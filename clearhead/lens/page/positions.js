@@ -53,15 +53,15 @@ const lossWidth = () => sideWidth() - MARGIN.left - MARGIN.right;
 const lossX = (step) => MARGIN.left +
   ((step - run.steps[0]) / (run.steps.at(-1) - run.steps[0])) * lossWidth();
 
-let cellsDrawn = "";
+let cellsDrawn = []; // what the cells depend on
 
 export function drawPositions() {
   const rows = lossesOfPrompt();
   lossFigure.hidden = !rows.length;
   if (!rows.length) return;
   lossNote.hidden = !run.prompts[state.prompt].period;
-  const facts = [state.prompt, sideWidth(), document.documentElement.dataset.theme].join();
-  if (facts !== cellsDrawn) drawCells(rows);
+  const facts = [run, state.prompt, sideWidth(), document.documentElement.dataset.theme];
+  if (facts.some((fact, n) => fact !== cellsDrawn[n])) drawCells(rows);
   cellsDrawn = facts;
   const context = prepareCanvas(lossCursor, sideWidth(), LOSS_HEIGHT);
   for (const [colour, thick] of [["#fff", 3], [colours.accent, 1.5]]) {

@@ -7,7 +7,7 @@ import {
   sideName, state, update,
 } from "./state.js";
 import { sortBy } from "./controls.js";
-import { fillTag, groupTitle, kindOf, nameAt } from "./names.js";
+import { fillTag, findName, groupTitle, kindOf, nameAt } from "./names.js";
 
 const changeText = (result) => formatLossChange(result.loss_change, result.loss_change_error);
 
@@ -108,13 +108,20 @@ export function drawRemoved() {
     }));
 }
 
-function groupRow(ablation, group, digits) {
+function groupRow(of, group, digits) {
+  const { ablation } = of.run;
   const tag = make("span");
   if (kindOf(group.name)) fillTag(tag, kindOf(group.name));
   const without = group.accuracy_without;
   const cells = [rounded(ablation.loss + group.loss_change, digits), changeText(group),
     ...(ablation.accuracy === null ? [] : [format(without)])];
-  const meaning = kindOf(group.name)?.meaning ?? ""; // a page of an older version has none
+  const weak = ablation.heads.filter(({ layer, head }) => {
+    const name = findName(of.run, layer * of.run.heads + head, ablation.step);
+    return name?.key === group.name && !name.onText;
+  }).length;
+  const only = !weak ? "" : weak === group.heads ? " On prompts only, not on your text."
+    : ` ${weak} of them on prompts only, not on your text.`;
+  const meaning = (kindOf(group.name)?.meaning ?? "") + only; // "uniform" has none
   return make("tr", {}, make("th", { scope: "row" }, tag, ` ${groupTitle(group)}`,
     make("small", { textContent: meaning })),
     ...cells.map((textContent) => make("td", { className: "number", textContent })));
@@ -133,7 +140,7 @@ function groupTable(of) {
   return [make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {},
     make("tr", {}, make("th", { scope: "row", textContent: "nothing" }),
       ...clean.map((textContent) => make("td", { className: "number", textContent }))),
-    ...sorted.map((group) => groupRow(ablation, group, digits)))),
+    ...sorted.map((group) => groupRow(of, group, digits)))),
   howMeasured(ablation)];
 }
 

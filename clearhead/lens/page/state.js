@@ -19,7 +19,7 @@ export const DEFAULTS = {
   filter: "", // a statistic's key
   threshold: null,
   name: "", // only heads with this name
-  over: "prompt", // statistics of the shown prompt, or "mean" over all prompts
+  over: "prompt", // statistics of the shown prompt, or "mean": on the text or over all prompts
   scale: "sqrt", // or "linear"
   hideFirst: false,
   stretch: false, // the colours of each head end at its largest weight
@@ -115,8 +115,16 @@ export function indexInB(index) {
 /** Returns whether A and B both have this head, on the same tokens. */
 export const comparable = (index) => Boolean(B?.same) && indexInB(index) >= 0;
 
-/** Returns whether the shown statistics are means over all prompts. */
-export const isMean = () => state.over === "mean" || run.prompts.length === 1;
+/** Returns whether statistics can be those of the shown prompt or others. */
+export const hasOverall = () => run.prompts.length > 1 || run.windows !== null;
+
+/** Returns whether the shown statistics are those on the text or, without one, means over all
+ * prompts. */
+export const isMean = () => state.over === "mean" || !hasOverall();
+
+/** Returns of what the shown statistics are. */
+export const overText = () => (!isMean() || !hasOverall() ? "this prompt" : run.windows
+  ? "your whole text" : `mean over all ${run.prompts.length} prompts`);
 const TEXTS = "positional"; // this statistic compares prompts, so it has no value for one prompt
 
 /** Returns a statistic of all heads at all known steps: {steps, rows, at: index of the step}. */
@@ -169,6 +177,9 @@ export function uniformOf(of, key, mean = isMean()) {
   return (prompt ? prompt.uniform?.[key] : statisticOf(of.run, key)?.uniform) ?? null;
 }
 
+/** Returns the standard error of a statistic on the text, null if it is unknown. */
+export const errorOf = (of, key, index) => of.run.errors[of.at]?.[key]?.[index] ?? null;
+
 /** Returns the significance of one statistic, see lens/heads.py, or null. */
 export function significance(of, key, index, mean) {
   const [value, uniform] = [valueAt(of, key, index, mean), uniformOf(of, key, mean)];
@@ -207,6 +218,7 @@ export const draw = { all: () => {}, pointer: () => {} };
 
 export function setRuns(first, second) {
   [run, other] = [first, second];
+  DEFAULTS.over = run.windows ? "mean" : "prompt";
 }
 
 let tickets = 0;

@@ -31,6 +31,13 @@ export function formatLossChange(change, error) {
   return formatLoss(change, true) + size;
 }
 
+/** Returns a mean on the text with its standard error: "0.62 ± 0.03", "0.617 ± 0.004". */
+export function formatMean(value, error) {
+  if (error === null) return format(value);
+  const digits = error < 0.01 ? 3 : 2;
+  return `${rounded(value, digits)} ± ${rounded(error, digits)}`;
+}
+
 /** Returns a limit as text. Next to "≥" it has a digit that is not 0, where a value has "<0.01". */
 export function formatLimit(value) {
   const text = format(value);

@@ -8,7 +8,8 @@ import { pause } from "./player.js";
 import { basicTour } from "./tour_basics.js";
 import { copyingTour, missingForCopying } from "./tour_copying.js";
 
-// {count: of the stops, frames: indices of those that it needs, the last one last, stops()}; null if
+// {count: of the stops, isShort: whether it has no stop about removed heads that it could have, frames:
+// indices of those that it needs, the last one last, stops()}; null if
 // the page has no tour. stops() returns [{title, text: [string or node], view, outline, points}].
 // outline: the line of cells to outline in the map, {from, to: [key, query]}; points: ids of elements.
 let tour = null;
@@ -19,10 +20,10 @@ export function buildTour() {
   tour = copyingTour() ?? basicTour();
   $("show-tour").hidden = !tour;
   if (!tour) return;
-  $("show-tour").addEventListener("click", () => goTour(1).then(() => $("tour-next").focus()));
-  $("tour-next").addEventListener("click", () => goTour(state.tour + 1));
-  $("tour-back").addEventListener("click", () => goTour(state.tour - 1));
-  $("tour-end").addEventListener("click", endTour);
+  $("show-tour").onclick = () => goTour(1).then(() => $("tour-next").focus());
+  $("tour-next").onclick = () => goTour(state.tour + 1);
+  $("tour-back").onclick = () => goTour(state.tour - 1);
+  $("tour-end").onclick = endTour;
 }
 
 /** Ends the tour and restores the view before it. */
@@ -41,7 +42,7 @@ export function explainTour(number) {
   if (!(number > tourLength())) return false;
   const missing = missingForCopying();
   const needs = missing.length ? ` The tour about copying needs ${missing.join(" and ")}.`
-    : tour?.count === 5 ? " A sixth one needs lens.ablation=exact." : "";
+    : tour?.isShort ? " One more needs lens.ablation=exact." : "";
   showMessage(tour ? `No stop ${number}: the tour of this page has ${tour.count} stops.${needs}`
     : other ? "A page with two runs has no tour. Open the page of one run."
       : "This page has no tour: it needs " + (run.frames.length > 1 ? "a prompt of at least 3 tokens."

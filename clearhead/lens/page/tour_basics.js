@@ -1,11 +1,11 @@
 /* The tour of a run that has not learned to copy: what one row means, what the clearest head of each name
- * does, and what changed from the first to the last step. */
+ * does, which tokens of the text it connects, and what changed from the first to the last step. */
 
 import { format, formatLoss, formatLossChange, formatWeight } from "./text.js";
 import { bold, quotedToken } from "./dom.js";
 import { weight } from "./data.js";
 import { headName, other, placeOfHead, run, side, uniformOf, valueAt } from "./state.js";
-import { findName, groupTitle, kindOf, nameAt } from "./names.js";
+import { findName, groupTitle, kindOf, nameAt, offsetAt, whereText } from "./names.js";
 import { clearestHead, distanceText, usualDistance, withArticle } from "./finding.js";
 
 const isReadable = ({ length }) => length > 2;
@@ -14,7 +14,8 @@ const isReadable = ({ length }) => length > 2;
 export function basicTour() {
   const last = run.frames.length - 1;
   if (other || !last || !run.prompts.some(isReadable)) return null;
-  return { count: 2 + Math.max(1, shownNames().length), frames: [0, last], stops: basicStops };
+  const count = 2 + Math.max(1, shownNames().length) + (run.windows ? 1 : 0);
+  return { count, frames: [0, last], stops: basicStops };
 }
 
 /** Returns the names that heads have at the last step, at most four. */
@@ -25,11 +26,13 @@ function shownNames() {
     .sort((a, b) => a.is_simple - b.is_simple).slice(0, 4).map(({ key }) => key);
 }
 
-/** Returns the line of the cells to which the heads of a name attend, or null if it is no line. */
-export function lineOf(key, { length, period }) {
+/** Returns the line of the cells to which the heads of a name attend, or null if it is no line.
+ * tokensBack: of a head "offset". */
+export function lineOf(key, { length, period }, tokensBack) {
   if (key === "induction" && period) return { from: [2, period + 1], to: [period + 1, 2 * period] };
-  const back = { previous_token: 1, diagonal: 0 }[key];
-  return back === undefined ? null : { from: [0, back], to: [length - 1 - back, length - 1] };
+  const back = { previous_token: 1, diagonal: 0, offset: tokensBack }[key];
+  return back === undefined || back >= length ? null
+    : { from: [0, back], to: [length - 1 - back, length - 1] };
 }
 
 function basicStops() {
@@ -55,29 +58,48 @@ function basicStops() {
       bold(formatWeight(weightOf(most))), ", is on ", ...token(most),
       ". The weights of a row sum to 1."] },
     ...(ofNames.length ? ofNames : [at]).map((one, n) => ({
-      title: ofNames.length ? withArticle(one.key) : "one head", points: ["finding"],
-      view: viewOf(one), outline: lineOf(one.key, run.prompts[one.prompt]),
+      title: ofNames.length ? withArticle(kindIn(one, last)) : "one head", points: ["finding"],
+      view: viewOf(one),
+      outline: lineOf(one.key, run.prompts[one.prompt], offsetAt(run, one.index, steps[1])),
       text: [n ? "" : "All rows together show what a head does. ", ...kindText(one, last)] })),
+    ...textStops(at.index, view),
     { title: `from step ${steps[0]} to step ${steps[1]}`, points: ["others"],
       view: { ...view, compare: `step:${steps[0]}`, show: "b" }, text: changeOfRun(at, last) },
   ];
 }
 
-/** Returns what a head does, with its mean weight on the key tokens of a name. */
-function kindText({ index, key, prompt }, frame) {
+/** Returns the stop about the tokens of the text that a head connects, [] without a text. before: the
+ * begin of its text. */
+export function textStops(index, view, before = []) {
+  return !run.windows ? [] : [{ title: "in your text", points: ["contexts"], view, text: [...before,
+    "These lines are from your text: the tokens that ", bold(headName(index)), " connects. First the " +
+    "five places where it is strongest, then five places drawn at random, which show what it does " +
+    "elsewhere."] }];
+}
+
+/** Returns a name with the number of tokens back of a head. */
+const kindIn = ({ index, key }, frame) => kindOf(key, offsetAt(run, index, run.frames[frame].step));
+
+/** Returns what a head does, with its mean weight on the key tokens of a name, on the text or without
+ * one on the prompt. */
+function kindText(one, frame) {
+  const { index, key, prompt } = one;
   const of = side(run, frame, prompt);
-  const [head, { target }] = [bold(headName(index)), kindOf(key)];
+  const kind = kindIn(one, frame);
+  const [head, { target }] = [bold(headName(index)), kind];
   if (key === "positional") {
     const { distance, mean } = usualDistance(frame, prompt, index);
-    return [head, ` is ${withArticle(key)}. ${kindOf(key).meaning} It attends most to ` +
+    return [head, ` is ${withArticle(kind)}. ${kind.meaning} It attends most to ` +
       `${distanceText(distance)}: its mean weight there is `, bold(format(mean)), ".",
     ...neededText(index, key)];
   }
-  const value = bold(format(valueAt(of, key, index, false)));
+  const isOnText = run.windows !== null;
+  const value = bold(format(valueAt(of, key, index, isOnText)));
   const name = findName(run, index, of.step);
-  return [head, ` is ${name?.key === key ? "" : "nearest to "}${withArticle(key)}: its mean weight ` +
-    `on ${target} is `, value,
-  `. Equal weights on all tokens would give ${format(uniformOf(of, key, false))}.`,
+  const isName = name?.key === key;
+  return [head, ` is ${isName ? "" : "nearest to "}${withArticle(kind)}` +
+    `${isName ? whereText(name) : ""}: ${isOnText ? "on your text, " : ""}its mean weight on ${target} is `,
+  value, `. Equal weights on all tokens would give ${format(uniformOf(of, key, isOnText))}.`,
   ...neededText(index, key)];
 }
 
@@ -92,15 +114,16 @@ function neededText(index, key) {
 }
 
 /** Returns what changed from the first to the last step. */
-function changeOfRun({ index, key, prompt }, last) {
+function changeOfRun(one, last) {
+  const { index, key, prompt } = one;
   const sides = [0, last].map((frame) => side(run, frame, prompt));
-  const [before, after] = sides.map((of) => format(valueAt(of, key, index, false)));
+  const [before, after] = sides.map((of) => format(valueAt(of, key, index, run.windows !== null)));
   const [few, many] = sides.map((of) => Array.from({ length: run.count }, (_, head) =>
     findName(run, head, of.step)).filter(Boolean).length);
   const losses = run.curves["validation loss"] ?? [];
   // The value of a positional head is not a weight.
   const [what, where] = key === "positional" ? ["value “positional”", ""]
-    : ["mean weight", ` on ${kindOf(key).target}`];
+    : ["mean weight", ` on ${kindIn(one, last).target}${run.windows ? " in your text" : ""}`];
   return ["A is the first step, B the last one; the play button shows all steps between them. The " +
     `${what} of `, bold(headName(index)), `${where} was `, bold(before), " and is ", bold(after),
     ". ", ...(few || many ? [`${few} of ${run.count} heads had a name, and ${many} ` +

@@ -8,7 +8,7 @@ import {
   headName, lossesOf, meanLoss, other, placeOfHead, run, side, statisticOf,
 } from "./state.js";
 import { groupTitle, kindOf, nameAt, sinceStep } from "./names.js";
-import { lineOf } from "./tour_basics.js";
+import { lineOf, textStops } from "./tour_basics.js";
 
 const lastStep = () => run.frames.at(-1).step;
 const repeatedPrompt = () =>
@@ -35,7 +35,7 @@ function findSubject() {
   // The last snapshot before the change at which the head is nearly uniform.
   const since = sinceStep(run, induction, lastStep());
   const { values } = statisticOf(run, "induction");
-  const chance = run.prompts[prompt].uniform.induction;
+  const chance = statisticOf(run, "induction").uniform;
   const limit = Math.min(since, run.stage ?? since);
   const earlier = sides.filter((of) => of.step < limit && lossesOf(of).length);
   const isUniform = ({ at }) => (values[at]?.[induction] ?? 0) < chance + 0.05;
@@ -63,7 +63,8 @@ export function copyingTour() {
   if (!subject) return null;
   const { before, grown, copies, last } = subject;
   const removed = run.ablation?.method === "exact";
-  return { count: removed ? 6 : 5, frames: [before, grown, copies, last],
+  const count = 5 + removed + (run.windows ? 1 : 0);
+  return { count, isShort: !removed, frames: [before, grown, copies, last],
     stops: () => copyingStops(subject, removed) };
 }
 
@@ -82,6 +83,9 @@ function copyingStops(subject, removed) {
   const [I, P] = [induction, previous].map((index) => bold(headName(index)));
   const view = (frame, index, more) => ({ prompt, frame, query, ...placeOfHead(index), ...more });
   const line = (name) => lineOf(name, run.prompts[prompt]);
+  const onText = ["Your text is not the repeated sequence. There, the mean weight of ", I, " on the " +
+    "tokens after earlier occurrences is ", bold(format(statisticOf(run, "induction")
+    .values.at(-1)[induction])), ` (chance ${format(statisticOf(run, "induction").uniform)}). `];
   const isEarlier = placeOfHead(previous).layer < placeOfHead(induction).layer;
   const named = sinceStep(run, previous, stepOf(last));
   return [
@@ -114,6 +118,7 @@ function copyingStops(subject, removed) {
       text: ["After ", quoted(query), ` (${query}) comes `, quoted(query + 1), ". Its predicted " +
         "probability was ", bold(formatChance(chance(before, query))), ` at step ${stepOf(before)} ` +
         "(A) and is ", bold(formatChance(chance(last, query))), ` at step ${stepOf(last)} (B).`] },
+    ...textStops(induction, view(last, induction), onText),
     removed && { title: `step ${stepOf(last)}, without these heads`, points: ["removed"],
       view: view(last, previous, { query: key }), text: removedHeads(subject) },
   ].filter(Boolean);

@@ -5,12 +5,11 @@ import {
 } from "./text.js";
 import { $, checkRadio, make } from "./dom.js";
 import { A, B, comparable, enlarged, selected, state } from "./state.js";
-import { LESS, MORE, colours, height, shade } from "./colours.js";
+import { ATTENTION, LESS, MORE, colours, height, shade } from "./colours.js";
 import { firstKey, scaleEnd } from "./maps.js";
 import { cellOf } from "./kinds.js";
 import { predictionsOf } from "./predictions.js";
 
-const ATTENTION = [255, 176, 32]; // colour of a large weight
 const LOSS = [222, 60, 130]; // colour of a large loss
 const STRONGEST = 0.85; // alpha of the largest weight or loss
 

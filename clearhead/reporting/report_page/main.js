@@ -159,3 +159,12 @@ for (const chart of CHARTS) {
   const figure = {className: chart.lines.length > 1 ? "wide" : ""};
   if (lines.length) drawChart(html("figure", place, figure), chart, lines);
 }
+
+// scripts/live.py shows the report in a frame, and loads it again when it is written again.
+if (parent !== window) {
+  const tell = () => parent.postMessage({scrolled: scrollY}, "*");
+  addEventListener("scroll", tell);
+  addEventListener("message", ({source, data}) => {
+    if (source === parent && Number.isFinite(data?.scroll)) scrollTo(0, data.scroll);
+  });
+}

@@ -1,0 +1,358 @@
+"""The attention weights of a model: capture(model, input_ids).
+
+    captured = capture(model, tokenizer("The bell rang twice.").input_ids)
+    captured.layers[3].weights  # (B, H, T, T)
+
+The model is our GPT, a decoder of transformers (5.5 or newer), or any module with a function that
+yields the weights of its layers. It may train with a fused kernel, which does not store the
+weights. capture runs the model once, without dropout and gradients, and leaves everything as it
+was: the training mode of each submodule, the random state and the attention implementation.
+
+Shapes: B batch, T tokens, H heads (query heads, with grouped keys), D head_dim, C width of the
+residual stream, V vocabulary.
+"""
+
+import contextlib
+import contextvars
+import inspect
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass
+class LayerAttention:
+    """The attention of one layer."""
+
+    weights: Tensor  # fp32 (B, H, T, T), rows are queries
+    scores: Tensor | None = None  # the same before the softmax, -inf where masked
+    # fp32 (B, H, T): |W_O v|, the norm of the vector that each key token adds to the residual
+    # stream per unit of weight (Kobayashi et al. 2020, Attention is Not Only a Weight).
+    value_norms: Tensor | None = None
+    # (B, T, V): what the output layer predicts from the input of this layer, the logit lens
+    logits: Tensor | None = None
+
+
+@dataclass
+class Captured:
+    """The attention of all layers."""
+
+    layers: list[LayerAttention] = field(default_factory=list)  # empty with `visit`
+    logits: Tensor | None = None  # of the model (B, T, V); None if it returns none
+
+
+Visit = Callable[[int, LayerAttention], None]
+# (weights, values) of each layer; its return value is the logits of the model, or None
+Yielded = Generator[tuple[Tensor, Tensor | None], None, Tensor | None]
+AttentionFunction = Callable[[nn.Module, Tensor], Yielded]
+
+
+def capture(
+    model: nn.Module,
+    input_ids: Tensor | Sequence[int],
+    visit: Visit | None = None,
+    attention: AttentionFunction | None = None,
+    logit_lens: bool = False,
+    logits: bool = True,
+) -> Captured:
+    """Runs a model on token ids, (B, T) or (T,), and returns the attention of its layers.
+
+    visit(layer, LayerAttention) is called for layer 0, 1, ... while the model runs, and nothing is
+    kept: the weights of one layer are in memory at a time. The weights of all layers of GPT-2 small
+    at 1,024 tokens are 576 MiB.
+
+    attention(model, input_ids) is needed for other modules than those above. It yields for each
+    layer the weights, (B, H, T, T), and the values after the output projection, W_O v, (B, H, T,
+    C), or None. It may return the logits, (B, T, V).
+
+    logit_lens: also LayerAttention.logits; not with `attention`. logits: False saves the time of
+    the output layer, where the model can do without.
+
+    DistributedDataParallel and torch.compile are unwrapped, and the model runs without compilation.
+    With FSDP, all ranks must call it; only our GPT gathers its parameters.
+
+    Raises TypeError for a module that needs `attention`, and ValueError for a model without causal
+    attention in each layer, or without a known logit lens.
+    """
+    model = unwrapped(model)
+    device = next((parameter.device for parameter in model.parameters()), None)
+    ids = torch.atleast_2d(torch.as_tensor(input_ids, device=device))
+    result, count = Captured(), 0
+
+    def receive(attended: LayerAttention, is_known: bool = False) -> None:
+        nonlocal count
+        if not is_known:
+            _check(attended.weights, ids, model)
+        if visit:
+            with torch.autocast(ids.device.type, enabled=False):
+                visit(count, attended)
+        else:
+            result.layers.append(attended)
+        count += 1
+
+    with _unchanged(model, ids.device):
+        if attention:
+            result.logits = _of_generator(attention(model, ids), receive)
+        elif hasattr(model, "capture_attention"):
+            ours = lambda _, *tensors: receive(LayerAttention(*tensors), is_known=True)  # noqa: E731
+            options = {} if logits else {"logits_at": ids.new_zeros(len(ids))}
+            found = cast(Any, model).capture_attention(ids, ours, logit_lens, **options)
+            result.logits = found if logits else None
+        elif hasattr(model, "set_attn_implementation"):  # a model of transformers
+            found = _of_transformers(cast(Any, model), ids, receive, logit_lens, logits)
+            result.logits = found if logits else None
+        else:
+            raise TypeError(f"{type(model).__name__} is not a model of transformers; {ADVICE}")
+    if not count:
+        raise ValueError(f"{type(model).__name__}: no attention weights of any layer; {ADVICE}")
+    return result
+
+
+ADVICE = "pass attention=, a function that yields (weights, values) of each layer"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the module inside torch.compile, DistributedDataParallel and DataParallel."""
+    while True:
+        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        else:
+            return model
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Runs the model in eval mode, without gradients and compilation; restores its modes and the
+    random state."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [device] if device.type == "cuda" else []
+    eager = contextlib.nullcontext()
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and its import takes a second
+        eager = torch.compiler.set_stance("force_eager")
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices), eager:
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _check(weights: Tensor, ids: Tensor, model: nn.Module) -> None:
+    """Raises ValueError for weights of another shape, or of future tokens."""
+    name, (batch, tokens) = type(model).__name__, ids.shape
+    if weights.dim() != 4 or weights.shape[0] != batch or weights.shape[2:] != (tokens, tokens):
+        expected = f"({batch}, heads, {tokens}, {tokens})"
+        raise ValueError(f"{name}: weights of shape {tuple(weights.shape)}, not {expected}")
+    if (weights.triu(1) > 0).any():
+        raise ValueError(f"{name} attends to future tokens; the lens needs causal attention")
+
+
+def _of_generator(layers: Yielded, receive: Callable[[LayerAttention], None]) -> Tensor | None:
+    """Passes the layers of a generator on. Returns its return value, the logits."""
+    while True:
+        try:
+            weights, values = next(layers)
+        except StopIteration as end:
+            return end.value
+        norms = None if values is None else values.float().norm(dim=-1)
+        receive(LayerAttention(weights.float(), value_norms=norms))
+
+
+# -------------------------------------------------------------------------- models of transformers
+# Each attention module of transformers calls the function that has the name of its config's
+# attention implementation. CAPTURE is the name of `_capturing`, which calls the model's own eager
+# attention. So soft caps, sinks, sliding windows, grouped keys and scales are those of the model.
+
+CAPTURE = "clearhead_capture"
+OPTIONS = {"use_cache": False, "return_dict": True}
+_receiver: contextvars.ContextVar[Callable] = contextvars.ContextVar("receiver")
+
+
+def _of_transformers(
+    model: Any,
+    ids: Tensor,
+    receive: Callable[[LayerAttention], None],
+    logit_lens: bool,
+    all_logits: bool,
+) -> Tensor | None:
+    """Runs a model of transformers and passes its layers on. Returns its logits."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name, config, count = type(model).__name__, model.config.get_text_config(), 0
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise TypeError(f"{name} is not a decoder; {ADVICE}")
+    lens = _LogitLens(model, config) if logit_lens else None
+    options: dict[str, Any] = dict(OPTIONS)
+    if not (all_logits or lens) and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = 1
+
+    def receive_from(
+        module: nn.Module, weights: Tensor, scores: Tensor | None, values: Tensor
+    ) -> None:
+        nonlocal count
+        if getattr(module, "layer_idx", count) != count:
+            raise ValueError(f"{name}: layer {count} has no attention weights; {ADVICE}")
+        norms = value_norms(module, values, weights.shape[1])
+        logits = lens.of_layer(count) if lens else None
+        receive(LayerAttention(weights.float(), scores, norms, logits))
+        count += 1
+
+    AttentionInterface.register(CAPTURE, _capturing)
+    AttentionMaskInterface.register(CAPTURE, AttentionMaskInterface()["eager"])
+    token = _receiver.set(receive_from)
+    configs = _configs(model)
+    before = [each._attn_implementation for each in configs]
+    try:
+        for each in configs:
+            each._attn_implementation = CAPTURE
+        with lens or contextlib.nullcontext():
+            output = model(input_ids=ids, **options)
+        if not count:  # a model without AttentionInterface, such as GPT-Neo or BLOOM
+            again = model(input_ids=ids, output_attentions=True, **OPTIONS)
+            for count, weights in enumerate(getattr(again, "attentions", None) or (), 1):
+                logits = lens.of_layer(count - 1) if lens else None
+                receive(LayerAttention(weights.float(), logits=logits))
+    finally:
+        for each, implementation in zip(configs, before, strict=True):
+            each._attn_implementation = implementation
+        _receiver.reset(token)
+    if count != config.num_hidden_layers:
+        found = f"attention weights of {count} of {config.num_hidden_layers} layers"
+        raise ValueError(f"{name}: transformers gives {found}; {ADVICE}")
+    logits = getattr(output, "logits", None)
+    if lens:
+        lens.check(logits)
+    return logits
+
+
+def _capturing(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any):
+    """An attention function of transformers: the model's own eager attention, captured."""
+    for each in type(module).__mro__:
+        if eager := getattr(sys.modules.get(each.__module__), "eager_attention_forward", None):
+            with _SoftmaxInput() as softmax:
+                output, weights = eager(module, query, key, value, mask, **options)
+            _receiver.get()(module, weights, softmax.scores(weights), value)
+            return output, weights
+    raise ValueError(f"{type(module).__name__} has no eager attention; {ADVICE}")
+
+
+class _SoftmaxInput(TorchFunctionMode):
+    """Records the argument of softmax: the scores, with soft cap and mask."""
+
+    found: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.softmax, torch.softmax, Tensor.softmax):
+            self.found = args[0]
+        return func(*args, **(kwargs or {}))
+
+    def scores(self, weights: Tensor) -> Tensor | None:
+        """Returns the scores, fp32, -inf where masked. None if they are not those of the weights
+        alone, as with a learned sink, which is one more column."""
+        if self.found is None or self.found.shape != weights.shape:
+            return None
+        masked = self.found < torch.finfo(self.found.dtype).min / 2  # the mask is added
+        return self.found.float().masked_fill(masked, float("-inf"))
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Returns the configs of a model and its parts, each after those that contain it: setting an
+    attention implementation also sets that of the configs inside."""
+    found: dict[int, Any] = {}
+
+    def add(config: Any) -> None:
+        if config is not None and hasattr(config, "_attn_implementation"):
+            found.pop(id(config), None)
+            found[id(config)] = config
+            for key in getattr(config, "sub_configs", ()):
+                add(getattr(config, key, None))
+
+    for module in model.modules():
+        add(getattr(module, "config", None))
+    return list(found.values())
+
+
+def value_norms(module: nn.Module, values: Tensor, num_heads: int) -> Tensor | None:
+    """Returns |W_O v|, fp32 (B, H, T), of an attention module of transformers.
+
+    values: (B, G, T, D), where G divides H: consecutive query heads share values. None if the
+    output projection is not found. A gate between attention and projection is not included.
+    """
+    names = ("o_proj", "out_proj", "c_proj", "dense")
+    projection = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+    values = values.repeat_interleave(num_heads // values.shape[1], 1)  # (B, H, T, D)
+    head_dim = values.shape[-1]
+    if not isinstance(projection, nn.Module):
+        return None
+    weight = cast(Tensor, projection.weight)
+    if type(projection) is nn.Linear:
+        weight = weight.T  # (H D, C), as Conv1D's
+    elif type(projection).__name__ != "Conv1D":  # such as LoRA's: what it does to each unit vector
+        unit = torch.eye(num_heads * head_dim, dtype=values.dtype, device=values.device)
+        weight = projection(unit) - projection(torch.zeros_like(unit[:1]))
+    if weight.shape[0] != num_heads * head_dim:
+        return None
+    weight = weight.unflatten(0, (num_heads, head_dim)).to(values.dtype)  # (H, D, C)
+    return torch.einsum("bhtd,hdc->bhtc", values, weight).float().norm(dim=-1)
+
+
+class _LogitLens:
+    """What the output layer of a model of transformers predicts from the input of each block.
+
+    The names of the final norm differ between models, and some change the logits. So `check`
+    compares the prediction from the output of the last block with the logits of the model. It is
+    made while the model runs, in the same precision: Trainer wraps the forward pass in autocast.
+    """
+
+    NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
+
+    def __init__(self, model: Any, config: Any):
+        self.name, self.head = type(model).__name__, model.get_output_embeddings()
+        self.cap = getattr(config, "final_logit_softcapping", None)
+        owners = [
+            (owner, blocks)
+            for owner in model.modules()
+            for blocks in owner.children()
+            if isinstance(blocks, nn.ModuleList) and len(blocks) == config.num_hidden_layers
+        ]
+        self.owner, self.blocks = owners[0] if owners else (model, nn.ModuleList())
+        names = [name for name in self.NORMS if hasattr(self.owner, name)]
+        if not (owners and names and self.head):
+            raise ValueError(f"{self.name}: the logit lens is not known for this architecture")
+        self.norm = getattr(self.owner, names[0])
+        self.stream: list[Tensor] = []  # the input of each block
+
+    def __enter__(self) -> None:
+        def entered(_, arguments: tuple, options: dict) -> None:
+            self.stream.append(arguments[0] if arguments else options["hidden_states"])
+
+        def left(_, arguments: tuple, output: Any) -> None:
+            self.last = self.predicted(output[0] if isinstance(output, tuple) else output)
+
+        hooks = [each.register_forward_pre_hook(entered, with_kwargs=True) for each in self.blocks]
+        self.hooks = [*hooks, self.blocks[-1].register_forward_hook(left)]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def of_layer(self, layer: int) -> Tensor:
+        return self.predicted(self.stream[layer])
+
+    def predicted(self, hidden: Tensor) -> Tensor:
+        logits = self.head(self.norm(hidden))
+        return self.cap * (logits / self.cap).tanh() if self.cap else logits
+
+    def check(self, logits: Tensor | None) -> None:
+        """Raises ValueError if the logit lens of the last block's output is not the model's."""
+        if logits is None or not torch.allclose(self.last.float(), logits.float(), 1e-2, 1e-2):
+            raise ValueError(f"{self.name}: the logit lens is not known for this architecture")

@@ -1,0 +1,118 @@
+"""The data of a page that follows a run, read from its snapshot files while it trains.
+
+    live = LiveSnapshots(Path("runs/first/attention"))
+    live.version()  # another text after each change; "" without a snapshot
+    live.data()     # page.run_data, with the address of each frame instead of its content
+    live.frame(40)  # the content of the frame of step 40
+
+A server sends these to page/live.js. Links are not followed.
+"""
+
+import functools
+import hashlib
+import json
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .history import read_history
+from .page import VERSION, frame_data, run_data
+from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
+
+KEPT = 32  # snapshots and frames in memory; to compress a frame takes longer than to read it
+
+
+@dataclass(frozen=True)
+class File:
+    """A version of a file."""
+
+    path: Path
+    time: int  # of its last change, in nanoseconds
+    size: int
+
+    @property
+    def step(self) -> int:
+        return int(self.path.stem.removeprefix("step_"))
+
+    @property
+    def address(self) -> str:
+        return f"frame/{self.step}.json?{self.time:x}-{self.size:x}"
+
+
+class LiveSnapshots:
+    """The snapshots of a run. folder: runs/NAME/attention. most: steps of the page, at most."""
+
+    def __init__(self, folder: Path, most: int = 24):
+        self.folder, self.most = folder, most
+        self.prompts: dict[File, int] = {}  # a hash of the prompts of each snapshot
+
+    def version(self) -> str:
+        return self._version(self._files())
+
+    def data(self) -> bytes:
+        """Returns the JSON of the page, also with the version as "snapshots". Raises ValueError for
+        an invalid snapshot, FileNotFoundError without one."""
+        files = self._files()
+        if not files:
+            raise FileNotFoundError("the run has no snapshot yet")
+        chosen = steadily_spaced(files, self.most)
+        self.prompts = {file: self._prompts(file) for file in chosen}
+        same = [file for file in chosen if self.prompts[file] == self.prompts[chosen[-1]]]
+        frames = [{"step": file.step, "address": file.address} for file in same]
+        history = read_history(self.folder / "statistics.jsonl")
+        run = run_data([_read(chosen[-1])], history, frames=frames)
+        content = {"version": VERSION, "runs": [run], "snapshots": self._version(files)}
+        return json.dumps(content).encode()
+
+    def frame(self, step: int) -> bytes:
+        """Returns the JSON of a frame. Raises FileNotFoundError without a snapshot of this step,
+        ValueError for an invalid one."""
+        for file in self._files():
+            if file.step == step:
+                return _frame(file)
+        raise FileNotFoundError(f"the run has no snapshot of step {step}")
+
+    def _files(self) -> list[File]:
+        return [file for path in snapshot_files(self.folder) for file in _regular(path)]
+
+    def _version(self, files: list[File]) -> str:
+        if not files:
+            return ""
+        known = [*files, *_regular(self.folder / "statistics.jsonl")]
+        return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+
+    def _prompts(self, file: File) -> int:
+        known = self.prompts.get(file)
+        return hash(repr(_read(file).prompts)) if known is None else known
+
+
+def steadily_spaced(items: list, most: int) -> list:
+    """Returns every item, or every 2nd, 4th, 8th, ..., and the last one: at most `most`, at least
+    two. While items are appended, those that are returned stay, until every second one is left out.
+    """
+    every = 1
+    while (len(items) - 2) // every + 2 > max(most, 2):  # with the last one
+        every *= 2
+    return items[:-1][::every] + items[-1:]
+
+
+def _regular(path: Path) -> Iterator[File]:
+    """Yields the file at a path if there is one, and it is no link, FIFO or device."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return
+    is_step = path.stem.removeprefix("step_").isdecimal() or path.suffix != ".npz"
+    if stat.S_ISREG(found.st_mode) and is_step:
+        yield File(path, found.st_mtime_ns, found.st_size)
+
+
+@functools.lru_cache(KEPT)
+def _read(file: File) -> SnapshotData:
+    return read_snapshot(file.path)
+
+
+@functools.lru_cache(KEPT)
+def _frame(file: File) -> bytes:
+    return json.dumps(frame_data(_read(file))).encode()

@@ -1,0 +1,210 @@
+"""Heads on whole text: statistics over windows of a text, and the cells where a head moves most.
+
+What a head does on a few prompts is not always what it does on a text. So heads are measured on
+windows of the user's own text (`TextRecorder`), with standard errors.
+
+A cell is a key token k of a query token q in a window. A head *moves* the residual stream at q by
+A[q, k] |W_O v[k]|, attention weight times the norm of the value vector after the output projection.
+The first token and the query token itself do not count here: many heads rest their attention there.
+
+Shapes: N windows, T tokens, H heads, L layers, K kinds of targets, M = len(MEASURED).
+"""
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .capturing import Captured, LayerAttention, Visit
+from .prompts import is_separator, token_texts
+from .snapshot_data import CONTEXTS, Contexts
+from .statistics import (
+    STATISTICS,
+    TARGETS,
+    Texts,
+    best_offsets,
+    by_statistic,
+    measure,
+    num_queries,
+    ratio_of_sums,
+    targets_of,
+    uniform_attention,
+)
+from .tokens import LensTokenizer
+
+MAX_TOKENS = 256  # of a window
+MAX_WINDOWS = 32
+CELLS_AT_ONCE = 2**19  # of one head: 8 windows of 256 tokens
+STRETCH = 16  # query tokens, of which the one that the head moves most can be shown
+
+
+def windows_of(text: str, tokenizer: LensTokenizer, context_length: int) -> Tensor:
+    """Returns evenly spaced windows of a text, (N, T), each with the prefix of the tokenizer.
+    Raises ValueError for a text of less than 16 tokens."""
+    token_ids, prefix = tokenizer.encode(text), list(tokenizer.prefix)
+    length = min(context_length - len(prefix), MAX_TOKENS, len(token_ids) // 2)
+    if length < 8:
+        raise ValueError(f"a text of {len(token_ids)} tokens is too short to measure heads")
+    count = min(MAX_WINDOWS, len(token_ids) // length)
+    starts = np.linspace(0, len(token_ids) - length, count).astype(int)
+    return torch.tensor([[*prefix, *token_ids[start : start + length]] for start in starts])
+
+
+class Text:
+    """Windows of a text, on which heads are measured.
+
+    token_ids: (N, T), T at least 3. token_bytes(id): the bytes of a token.
+    """
+
+    def __init__(self, token_ids: Tensor, token_bytes: Callable[[int], bytes]):
+        self.token_ids = token_ids
+        ids = np.unique(token_ids).tolist()
+        known = dict(zip(ids, token_texts(ids, token_bytes), strict=True))
+        self.tokens = [[known[token] for token in window] for window in token_ids.tolist()]
+        is_one = {token: is_separator(text) for token, text in known.items()}
+        separators = [[is_one[token] for token in window] for window in token_ids.tolist()]
+        self.separators = torch.tensor(separators)
+        # Five query tokens at random: the same at all steps and for all heads.
+        random = np.random.default_rng(0)
+        shape = len(token_ids), token_ids.shape[1] - 2
+        drawn = random.choice(np.prod(shape), min(CONTEXTS, np.prod(shape)), replace=False)
+        windows, queries = np.unravel_index(np.sort(drawn), shape)
+        self.random_queries = list(zip(windows.tolist(), (queries + 2).tolist(), strict=True))
+
+    def batches(self) -> list[tuple[int, Texts]]:
+        """Returns (number of the first window, some windows) for a few windows at a time."""
+        size = max(1, CELLS_AT_ONCE // self.token_ids.shape[1] ** 2)
+        parts = zip(self.token_ids.split(size), self.separators.split(size), strict=True)
+        return [(n * size, Texts(*part)) for n, part in enumerate(parts)]
+
+    @functools.cached_property
+    def counts(self) -> np.ndarray:
+        """The number of query tokens of which each statistic is a mean, (N, M)."""
+        return np.concatenate([num_queries(targets_of(texts)) for _, texts in self.batches()])
+
+    @functools.cached_property
+    def uniform(self) -> dict[str, float | None]:
+        """Each statistic for uniform attention; None if it is undefined."""
+        weights = uniform_attention(self.token_ids.shape[1])[None]  # (1, 1, T, T)
+        sums = [
+            measure(weights.expand(len(t.token_ids), -1, -1, -1), None, targets_of(t)).numpy()
+            for _, t in self.batches()
+        ]
+        means, _ = ratio_of_sums(np.concatenate(sums)[..., None, :], self.counts)
+        found = by_statistic(means, best_offsets(means))
+        return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}
+
+    @property
+    def coverage(self) -> dict[str, float]:
+        """The fraction of query tokens that have a target, for each statistic with targets but
+        `offset`, which has n targets less than query tokens in each window."""
+        queries = self.counts[:, : len(TARGETS)].sum(0) / self.token_ids[:, 1:].numel()
+        found = zip(TARGETS, queries.tolist(), strict=True)
+        return {key: round(value, 4) for key, value in found if key in STATISTICS}
+
+
+class TextRecorder:
+    """Measures all heads on a text. After `run`:
+
+    means, errors: (M, L, H). contexts: the cells where each head moves most.
+    """
+
+    def __init__(self, text: Text):
+        self.text = text
+        self.sums: list[list[Tensor]] = []  # for each batch and layer (b, M, H)
+        # For each batch and layer (b, H, S, 4): move, query, key and weight of each stretch.
+        self.moves: list[list[Tensor]] = []
+        # For each random query and layer (H, 2): key and weight.
+        self.at_random: dict[tuple[int, int], list[Tensor]] = {}
+
+    def run(self, capture: Callable[..., Captured]) -> "TextRecorder":
+        """Runs the model on all windows."""
+        for first, texts in self.text.batches():
+            self.sums.append([])
+            self.moves.append([])
+            capture(texts.token_ids, self._visitor(first, texts))
+        sums = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in self.sums]
+        self.means, self.errors = ratio_of_sums(np.concatenate(sums), self.text.counts)
+        return self
+
+    def _visitor(self, first: int, texts: Texts) -> Visit:
+        """Returns what to do with each layer of some windows. first: the number of the first."""
+        last = first + len(texts.token_ids)
+        here = [(w, q) for w, q in self.text.random_queries if first <= w < last]
+        targets: list[Tensor] = []  # on the device of the model
+
+        def visit(_: int, attention: LayerAttention) -> None:
+            weights = attention.weights
+            if not targets:
+                targets.append(targets_of(texts.to(weights.device)))
+            self.sums[-1].append(measure(weights, attention.scores, targets[0]))
+            move, key = _largest_moves(weights, attention.value_norms)  # (b, H, T) each
+            weight = weights.gather(-1, key[..., None])[..., 0]  # (b, H, T)
+            self.moves[-1].append(_of_stretches(move, key, weight))
+            for window, query in here:
+                found = [of[window - first, :, query] for of in (key, weight)]
+                self.at_random.setdefault((window, query), []).append(torch.stack(found, -1))
+
+        return visit
+
+    @functools.cached_property
+    def contexts(self) -> Contexts:
+        """The cells where each head moves most, and those of some query tokens at random."""
+        moves = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in self.moves]
+        found = np.concatenate(moves)  # (N, H, L, S, 4)
+        windows, num_heads, num_layers, stretches, _ = found.shape
+        found = found.transpose(2, 1, 0, 3, 4).reshape(num_layers, num_heads, -1, 4)
+        window = np.repeat(np.arange(windows), stretches)
+        cells = np.full((num_layers, num_heads, 2, CONTEXTS, 3), -1, np.int16)
+        weights = np.zeros((num_layers, num_heads, 2, CONTEXTS), np.float32)
+        for layer, head in np.ndindex(num_layers, num_heads):
+            of_head = found[layer, head]
+            for n, at in enumerate(self._most_different(of_head, window)):
+                cells[layer, head, 0, n] = window[at], *of_head[at, 1:3]
+                weights[layer, head, 0, n] = of_head[at, 3]
+        for n, (place, of_layers) in enumerate(self.at_random.items()):
+            of_heads = torch.stack(of_layers).cpu().numpy()  # (L, H, 2)
+            cells[:, :, 1, n, :2] = place
+            cells[:, :, 1, n, 2] = of_heads[..., 0]
+            weights[:, :, 1, n] = of_heads[..., 1]
+        codes = (np.sqrt(weights) * 255).round().astype(np.uint8)
+        return Contexts(self.text.tokens, cells, codes, self.text.coverage)
+
+    def _most_different(self, moves: np.ndarray, window: np.ndarray) -> list[int]:
+        """Returns the indices of the largest moves, (n, 4), of one head, of which no two have the
+        same key token in the same window, or the same pair of tokens."""
+        chosen: list[int] = []
+        seen: set = set()
+        for at in np.argsort(-moves[:, 0], kind="stable"):
+            move, query, key, _ = moves[at]
+            if move <= 0 or len(chosen) == CONTEXTS:
+                break
+            tokens = self.text.tokens[window[at]]
+            pair, place = (tokens[int(query)], tokens[int(key)]), (window[at], key)
+            if pair not in seen and place not in seen:
+                seen |= {pair, place}
+                chosen.append(int(at))
+        return chosen
+
+
+def _largest_moves(weights: Tensor, value_norms: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns for each query token the largest move by one key token, and this key token, (B, H, T)
+    each. Without value norms, a move is a weight."""
+    moves = weights if value_norms is None else weights * value_norms[:, :, None].float()
+    others = torch.ones(weights.shape[-2:], device=weights.device).tril(-1)
+    others[:, 0] = 0
+    return (moves * others).max(-1)
+
+
+def _of_stretches(move: Tensor, key: Tensor, weight: Tensor) -> Tensor:
+    """Returns (move, query, key, weight) of the query token with the largest move in each stretch
+    of STRETCH tokens. (B, H, T) each -> (B, H, S, 4)."""
+    padding = -move.shape[-1] % STRETCH
+    padded = torch.nn.functional.pad(move, (0, padding), value=-1.0)
+    largest, within = padded.unflatten(-1, (-1, STRETCH)).max(-1)  # (B, H, S)
+    starts = torch.arange(largest.shape[-1], device=move.device) * STRETCH
+    query = within + starts
+    parts = [largest, query, key.gather(-1, query), weight.gather(-1, query)]
+    return torch.stack([part.float() for part in parts], dim=-1)

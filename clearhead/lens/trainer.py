@@ -1,0 +1,137 @@
+"""LensCallback: attention snapshots of a training with transformers' Trainer.
+
+    Trainer(..., callbacks=[LensCallback(tokenizer, text=validation_text)])
+
+Only this module needs transformers, 5.5 or newer.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .config import LensConfig
+from .snapshots import Lens, Snapshot
+
+MAX_CONTEXT = 1024  # tokens; the weights of all heads grow with its square
+CURVES = {"loss": "training loss", "eval_loss": "validation loss"}  # on the page
+OnSnapshot = Callable[[Snapshot, int], None]
+
+
+class LensCallback(TrainerCallback):
+    """Takes snapshots before the first step, at each interval and after the last step.
+
+    tokenizer: of the model. config: settings of the lens. on_snapshot(snapshot, step): logs a
+    snapshot; by default it is logged to W&B if report_to contains it. options: those of Lens, such
+    as text, vocabulary and attention. Without them the folder is attention in output_dir, the run
+    name that of the arguments, and context_length that of the model, at most 1,024. Without a
+    logger, there is no page of each step (`dashboard` of Lens): the time-lapse has it.
+
+    The main process takes the snapshots, and the training is the same as without. An error of the
+    first snapshot ends the training before its first step; a later one is a line on stderr. Raises
+    ValueError with FSDP, DeepSpeed ZeRO-3 and tensor parallelism, where the main process does not
+    have the weights.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: LensConfig | None = None,
+        on_snapshot: OnSnapshot | None = None,
+        **options: Any,
+    ):
+        self.tokenizer, self.config = tokenizer, config or LensConfig()
+        self.on_snapshot, self.options = on_snapshot, options
+        self.lens: Lens | None = None  # of the main process, from the beginning of the training
+        self.step = -1  # of the last snapshot
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model: nn.Module = kwargs["model"]
+        if args.fsdp or _is_sharded(model):
+            reason = "each process has a part of the weights; use scripts.inspect_attention"
+            what = "with FSDP, DeepSpeed ZeRO-3 or tensor parallelism"
+            raise ValueError(f"LensCallback: {what}, {reason} checkpoints=")
+        if not state.is_world_process_zero:
+            return
+        if args.report_to and "wandb" in args.report_to and not self.on_snapshot:
+            self.on_snapshot = log_to_wandb
+        positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        output = Path(args.output_dir or ".")
+        options: dict[str, Any] = {
+            "context_length": min(positions or MAX_CONTEXT, MAX_CONTEXT),
+            "folder": output / "attention",
+            "run_name": args.run_name or output.resolve().name,
+            "max_steps": state.max_steps,
+            "dashboard": self.on_snapshot is not None,
+        }
+        options |= self.options
+        self.lens, self.step = Lens(self.tokenizer, self.config, **options), -1
+        if self.lens.due(state.global_step):
+            self._snapshot(model, state)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.lens and self.lens.due(state.global_step):
+            self._try_snapshot(kwargs["model"], state)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Takes the last snapshot of a training that was stopped early. Trainer logs its run time
+        after the last step, and before it loads the best model again."""
+        is_last = "train_runtime" in (kwargs.get("logs") or {})
+        if self.lens and is_last and self.step < state.global_step:
+            self.lens.max_steps = state.global_step
+            self.on_step_end(args, state, control, **kwargs)
+
+    def _try_snapshot(self, model: nn.Module, state: TrainerState) -> None:
+        try:
+            self._snapshot(model, state)
+        except Exception as error:  # such as a full disk; a training of days goes on
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(
+                f"lens: the snapshot of step {state.global_step} failed ({line})", file=sys.stderr
+            )
+
+    def _snapshot(self, model: nn.Module, state: TrainerState) -> None:
+        def curves() -> dict[str, list]:
+            rows = state.log_history
+            known = {k: [(row["step"], row[k]) for row in rows if k in row] for k in CURVES}
+            return {CURVES[key]: points for key, points in known.items() if points}
+
+        assert self.lens
+        snapshot = self.lens.snapshot(model, state.global_step, curves)
+        self.step = state.global_step
+        if snapshot and self.on_snapshot:
+            self.on_snapshot(snapshot, state.global_step)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether a process has only a part of the weights. Its snapshot would wait forever for the
+    others."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):  # accelerate launch
+        return True
+    marks = ("ds_id", "device_mesh")  # of ZeRO-3; of a DTensor: FSDP2 and tensor parallelism
+    return any(hasattr(weight, mark) for weight in model.parameters() for mark in marks)
+
+
+def log_to_wandb(snapshot: Snapshot, step: int) -> None:
+    """Logs the metrics, images and pages of a snapshot to the current run of W&B."""
+    import wandb  # pyrefly: ignore[missing-import]
+
+    if wandb.run is None:
+        return
+    images = {
+        key: wandb.Image(os.fspath(path), caption=snapshot.captions.get(key))
+        for key, path in snapshot.images.items()
+    }
+    pages = {key: wandb.Html(str(path), inject=False) for key, path in snapshot.pages.items()}
+    # The x-axis of transformers' W&B callback
+    wandb.run.log(snapshot.metrics | images | pages | {"train/global_step": step})
