@@ -190,7 +190,7 @@ def _scaled(norms: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list]:
     and the largest of each head, for JSON."""
     largest = [of_prompt.max(-1, keepdims=True) + 1e-9 for of_prompt in norms]  # (L, H, 1)
     scaled = [n / most for n, most in zip(norms, largest, strict=True)]
-    codes = [(255 * np.sqrt(n)).round().astype(np.uint8) for n in scaled]
+    codes = [(255 * np.sqrt(np.nan_to_num(n))).round().astype(np.uint8) for n in scaled]
     return codes, [json_values(most.ravel()) for most in largest]
 
 

@@ -169,7 +169,7 @@ class TextRecorder:
             cells[:, :, 1, n, :2] = place
             cells[:, :, 1, n, 2] = of_heads[..., 0]
             weights[:, :, 1, n] = of_heads[..., 1]
-        codes = (np.sqrt(weights) * 255).round().astype(np.uint8)
+        codes = (np.sqrt(np.nan_to_num(weights)) * 255).round().astype(np.uint8)
         return Contexts(self.text.tokens, cells, codes, self.text.coverage)
 
     def _most_different(self, moves: np.ndarray, window: np.ndarray) -> list[int]:
@@ -179,7 +179,7 @@ class TextRecorder:
         seen: set = set()
         for at in np.argsort(-moves[:, 0], kind="stable"):
             move, query, key, _ = moves[at]
-            if move <= 0 or len(chosen) == CONTEXTS:
+            if not move > 0 or len(chosen) == CONTEXTS:  # or NaN, if the model has diverged
                 break
             tokens = self.text.tokens[window[at]]
             pair, place = (tokens[int(query)], tokens[int(key)]), (window[at], key)

@@ -224,6 +224,17 @@ def test_a_text_with_few_tokens_has_fewer_contexts():
     assert not set(data.row.names.ravel()) & set(range(1, len(NAMES) + 1))  # so it names no head
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_model_that_has_diverged_has_no_contexts():
+    model = model_of_letters(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(float("nan"))
+    data = measured(model, story())
+    assert (data.contexts.cells[:, :, 0] == -1).all()
+    assert np.isnan(data.row.values["previous_token"]).all()
+
+
 def test_windows_of_a_text():
     tokens = lens_tokenizer(BYTE)
     windows = windows_of(STORY, tokens, context_length=50)
