@@ -107,15 +107,13 @@ def title_of(name: str, tokens_back: int | None = None) -> str:
 def title_of_head(row: Mapping) -> str:
     """Returns the name of a head in a row of the table, and where it holds if it does not hold on
     text and prompts: "induction (on repeated sequences only)"."""
-    return title_of(row["name"], row["tokens_back"]) + only_on(row["name"], row["holds_on"])
+    return title_of(row["name"], row["tokens_back"]) + only_on(row["holds_on"])
 
 
-def only_on(name: str, place: str | None) -> str:
+def only_on(place: str | None) -> str:
     """Returns where a name holds if it does not hold on text and prompts; else ""."""
-    if place == "prompts":
-        is_repeated = STATISTICS[name].on == "repeated"
-        return " (on repeated sequences only)" if is_repeated else " (on the prompts only)"
-    return " (on the text only)" if place == "text" else ""
+    where = {"prompts": " (on repeated sequences only)", "text": " (on the text only)"}
+    return where.get(place or "", "")
 
 
 def target_of(row: Mapping) -> str:
@@ -197,7 +195,8 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
         layer, head = divmod(int(index), largest.shape[1])
         name = ALL_NAMES[names[-1][layer, head]]
         row = {"rank": rank, "layer": layer, "head": head, "name": name}
-        row["holds_on"] = PLACES[last.places[layer, head]] if name in NAMES else None
+        is_placed = name in NAMES and last.errors  # without a text, all are of the prompts
+        row["holds_on"] = PLACES[last.places[layer, head]] if is_placed else None
         row["since_step"] = rows[since[layer, head]].step if name else None
         row["significance"] = significant[index]
         row["error"] = errors[name][index] if name in errors else None

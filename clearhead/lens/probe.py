@@ -92,8 +92,6 @@ def record(
     found = [_means(s, r.targets) for s, r in zip(sums, recorders, strict=True)]
     offsets = best_offsets(on_text.means if on_text else np.mean(found, axis=0))
     of_prompts = [_on_prompt(values, offsets, p) for values, p in zip(found, prompts, strict=True)]
-    for prompt in prompts:
-        prompt.uniform = prompt.uniform or uniform_of([prompt])
     over_prompts = {key: _mean([of[key] for of in of_prompts]) for key in STATISTICS}
     over_prompts["positional"] = _positional(codes, prompts, over_prompts["positional"])
     values, uniform = over_prompts, uniform_of(prompts)
@@ -123,18 +121,16 @@ def record(
 
 
 def uniform_of(prompts: Sequence[Prompt]) -> dict[str, float | None]:
-    """Returns each statistic for uniform attention, mean over prompts; None if it is undefined."""
-    found = []
+    """Returns each statistic for uniform attention, mean over prompts; None if it is undefined.
+    Also sets `uniform` of each prompt."""
+    mean: dict[str, float | None] = {}
     for prompt in prompts:
-        targets = targets_of(_texts(prompt))
-        sums = measure(uniform_attention(len(prompt.token_ids))[None], None, targets)[0]
-        values = _means(sums.numpy()[..., None], targets)  # one layer of one head
-        # Two tokens back has the largest weight of all offsets.
-        found.append(_on_prompt(values, best_offsets(values), prompt))
-    mean = {key: float(_mean([of[key] for of in found]).item()) for key in STATISTICS}
-    if len(_compared(prompts)) > 1:
-        mean["positional"] = 0.0
-    return {key: None if np.isnan(value) else value for key, value in mean.items()}
+        prompt.uniform = prompt.uniform or _uniform_on(prompt)
+    for key in STATISTICS:
+        known = [value for p in prompts if (value := p.uniform[key]) is not None]
+        mean[key] = float(np.mean(known)) if known else None
+    mean["positional"] = 0.0 if len(_compared(prompts)) > 1 else None
+    return mean
 
 
 def to_codes(attn_weights: Tensor) -> Tensor:
@@ -145,6 +141,16 @@ def to_codes(attn_weights: Tensor) -> Tensor:
 def _texts(prompt: Prompt) -> Texts:
     separators = [is_separator(token) for token in prompt.tokens]
     return Texts(torch.tensor([prompt.token_ids]), torch.tensor([separators]))
+
+
+def _uniform_on(prompt: Prompt) -> dict[str, float | None]:
+    """Returns each statistic for uniform attention on a prompt."""
+    targets = targets_of(_texts(prompt))
+    sums = measure(uniform_attention(len(prompt.token_ids))[None], None, targets)[0]
+    values = _means(sums.numpy()[..., None], targets)  # one layer of one head
+    # Two tokens back has the largest weight of all offsets.
+    found = _on_prompt(values, best_offsets(values), prompt)
+    return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}
 
 
 def _means(sums: np.ndarray, targets: Tensor) -> np.ndarray:

@@ -246,7 +246,7 @@ class Lens:
             name = row["name"]
             number = ALL_NAMES.index(name)
             if name in KINDS and not any((other.names == number).any() for other in before):
-                title = title_of(name) + only_on(name, row["holds_on"])
+                title = title_of(name) + only_on(row["holds_on"])
                 first.setdefault(title, []).append((row["layer"], row["head"]))
         return first
 
@@ -320,7 +320,7 @@ def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:
     what = f"{title_of(key)} ({formatted(uniform)})"
     if named:
         values = [
-            f"L{row['layer']} H{row['head']} {formatted(row[key])}{only_on(key, row['holds_on'])}"
+            f"L{row['layer']} H{row['head']} {formatted(row[key])}{only_on(row['holds_on'])}"
             for row in named[:5]
         ]
         return f"{what:<24} {'   '.join(values)}"
