@@ -20,7 +20,7 @@ from .history import read_history
 from .page import VERSION, frame_data, run_data
 from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
 
-KEPT = 32  # snapshots and frames in memory; to compress a frame takes longer than to read it
+KEPT = 32  # frames in memory; to compress one takes longer than to read a snapshot
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _regular(path: Path) -> Iterator[File]:
         yield File(path, found.st_mtime_ns, found.st_size)
 
 
-@functools.lru_cache(KEPT)
+@functools.lru_cache(2)
 def _read(file: File) -> SnapshotData:
     return read_snapshot(file.path)
 
