@@ -165,7 +165,7 @@ def test_time_lapse_of_revisions(server, tmp_path, new_process, in_process):
     new_process()
     settings = ("checkpoints=hub:some/llama@step*", "text=The bell", "repeat_length=0")
     code, _, err = in_process(inspect_attention.main, tmp_path, *settings)
-    assert (code, err) == (0, "")
+    assert code == 0, err
     (run,) = read(tmp_path / "attention.html")
     assert run["name"] == "hub:some/llama"
     assert [frame["step"] for frame in run["frames"]] == [4, 16]
