@@ -53,10 +53,12 @@ KINDS = {
         "I",
         "Each token attends to the token that followed its earlier occurrence. So the model can"
         " continue a sequence that it has seen before.",
-        "the tokens after its earlier occurrences",
+        "the tokens that followed earlier occurrences of the query token",
     ),
     "duplicate_token": Kind(
-        "D", "Each token attends to its earlier occurrences.", "its earlier occurrences"
+        "D",
+        "Each token attends to its earlier occurrences.",
+        "earlier occurrences of the query token",
     ),
     "first_token": Kind(
         "F",

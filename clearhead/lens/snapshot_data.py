@@ -39,6 +39,7 @@ MAX_BYTES, MAX_JSON_BYTES = 2**30, 2**25  # uncompressed; a JSON object takes 30
 class Contexts:
     """Cells of each head in windows of a text, see text.py."""
 
+    text_name: str  # "your text"
     tokens: list[list[str]]  # of each window
     # int16 (L, H, 2, CONTEXTS, 3): window, query and key, -1 if there are fewer cells. First those
     # that the head moves most, then those of query tokens at random.
@@ -103,7 +104,8 @@ def snapshot_bytes(data: SnapshotData) -> bytes:
         "ablation": data.ablation,
     }
     if contexts := data.contexts:
-        values["contexts"] = {"tokens": contexts.tokens, "coverage": contexts.coverage}
+        keys = ("text_name", "tokens", "coverage")
+        values["contexts"] = {key: getattr(contexts, key) for key in keys}
     arrays: dict[str, Any] = {"json": np.frombuffer(json.dumps(values).encode(), np.uint8)}
     for key, of_prompts in (("weights", data.codes), ("norms", data.norms)):
         arrays |= {f"{key}_{number}": array for number, array in enumerate(of_prompts)}
@@ -138,7 +140,8 @@ def read_snapshot(path: Path) -> SnapshotData:
             contexts = None
             if found := values.get("contexts"):
                 cells = arrays["cells"], arrays["cell_weights"]
-                contexts = Contexts(found["tokens"], *cells, found["coverage"])
+                known = found["text_name"], found["tokens"]
+                contexts = Contexts(*known, *cells, found["coverage"])
         for prompt, of_prompt in zip(prompts, codes, strict=True):
             triangle = prompt.shown * (prompt.shown + 1) // 2
             if (of_prompt.dtype, of_prompt.shape) != (np.uint8, (*row.names.shape, triangle)):

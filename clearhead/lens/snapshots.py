@@ -83,6 +83,7 @@ class Lens:
     tokenizer: of tiktoken, of transformers, or with their methods, see tokens.py. context_length:
     of the model, in tokens. max_steps: of the training. text: a text on which heads are measured,
     or windows of its token ids, (N, T); without it they are measured on the prompts alone.
+    text_name: what pages call it.
     vocabulary: the ids of which the repeated sequence consists, [] for no repeated sequence; by
     default the most frequent of the text, or all. attention: see capturing.py. dashboard: whether a
     dashboard shows the snapshots; otherwise there is no page of each step, because the time-lapse
@@ -100,6 +101,7 @@ class Lens:
         folder: str | Path = "attention",
         run_name: str = "",
         text: str | Tensor | None = None,
+        text_name: str = "your text",
         vocabulary: Sequence[int] | None = None,
         attention: AttentionFunction | None = None,
         dashboard: bool = True,
@@ -116,7 +118,7 @@ class Lens:
             for number, prompt in enumerate(texts, start=1)
         ]
         windows = windows_of(text, tokens, context_length) if isinstance(text, str) else text
-        self.text = None if windows is None else Text(windows, tokens.token_bytes)
+        self.text = None if windows is None else Text(windows, tokens.token_bytes, text_name)
         if vocabulary is None:
             ids = range(tokens.num_ids) if windows is None else frequent(windows)
             vocabulary = [token for token in ids if token not in tokens.special]
@@ -228,7 +230,7 @@ class Lens:
             # The value of a positional head is not a weight.
             what = f"mean weight {value} on" if name in NAMES else f"value {value}, depends on"
             if name in NAMES and self.text:
-                target += " in the text"
+                what = f"in {self.text.name}, {what}"
             since = f"(since step {row['since_step']})"
             lines.append(f"{place} {title_of_head(row)}: {what} {target} {since}")
         return lines

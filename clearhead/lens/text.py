@@ -55,11 +55,14 @@ def windows_of(text: str, tokenizer: LensTokenizer, context_length: int) -> Tens
 class Text:
     """Windows of a text, on which heads are measured.
 
-    token_ids: (N, T), T at least 3. token_bytes(id): the bytes of a token.
+    token_ids: (N, T), T at least 3. token_bytes(id): the bytes of a token. name: what pages call
+    the text.
     """
 
-    def __init__(self, token_ids: Tensor, token_bytes: Callable[[int], bytes]):
-        self.token_ids = token_ids
+    def __init__(
+        self, token_ids: Tensor, token_bytes: Callable[[int], bytes], name: str = "your text"
+    ):
+        self.token_ids, self.name = token_ids, name
         ids = np.unique(token_ids).tolist()
         known = dict(zip(ids, token_texts(ids, token_bytes), strict=True))
         self.tokens = [[known[token] for token in window] for window in token_ids.tolist()]
@@ -170,7 +173,7 @@ class TextRecorder:
             cells[:, :, 1, n, 2] = of_heads[..., 0]
             weights[:, :, 1, n] = of_heads[..., 1]
         codes = (np.sqrt(np.nan_to_num(weights)) * 255).round().astype(np.uint8)
-        return Contexts(self.text.tokens, cells, codes, self.text.coverage)
+        return Contexts(self.text.name, self.text.tokens, cells, codes, self.text.coverage)
 
     def _most_different(self, moves: np.ndarray, window: np.ndarray) -> list[int]:
         """Returns the indices of the largest moves, (n, 4), of one head, of which no two have the

@@ -134,6 +134,7 @@ def build_lens(
                 folder=directory / "attention",
                 run_name=directory.name,
                 text=text_windows(config, settings, data.val or data.train),
+                text_name="the validation sequences" if config.data.synthetic else "your text",
                 vocabulary=data.train.common_tokens(),
                 dashboard=dashboard,
                 autocast=strategy.autocast,

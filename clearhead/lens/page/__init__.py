@@ -76,6 +76,7 @@ def run_data(
             for key, s in STATISTICS.items()
         ],
         "names": [{"key": name, "title": title_of(name)} | _shown(name) for name in ALL_NAMES],
+        "text_name": last.contexts.text_name if last.contexts else "",
         "text": _packed(json.dumps(last.contexts.tokens).encode()) if last.contexts else None,
         "history": _history(history, {frame["step"] for frame in frames}),
         "curves": {name: _finite(points) for name, points in (curves or {}).items()},

@@ -3,7 +3,7 @@
 
 import { explainSigns, formatWeight, label, visible } from "./text.js";
 import { $, bold, make } from "./dom.js";
-import { A, B, here, indexInB, selected, sideName, state, valueAt } from "./state.js";
+import { A, B, here, indexInB, selected, sideName, state, textName, valueAt } from "./state.js";
 import { ATTENTION, WEIGHTS, colours, height, shade } from "./colours.js";
 
 // Least number of characters on a line: before the first token, on each side of omitted tokens, and
@@ -97,7 +97,7 @@ export function drawContexts() {
   $("contexts").replaceChildren(
     make("h3", { id: "contexts-title" }, "Where does it do that?",
       ...(B ? [" ", bold(sideName(of))] : [])),
-    make("p", {}, "In your text: the ", make("u", { textContent: "query token" }), " attends to the ",
+    make("p", {}, `In ${textName()}: the `, make("u", { textContent: "query token" }), " attends to the ",
       make("mark", { textContent: "key token" }), ", with the weight in front of the line."),
     make("div", { className: "lists" },
       listOf("five strongest", of.norms ? "largest weight × norm of the value" : "largest weight",

@@ -5,7 +5,7 @@ import { $, bold, make, quotedToken } from "./dom.js";
 import { weight } from "./data.js";
 import {
   errorOf, headName, here, placeOfHead, run, selected, selectedQuery, side, significance, state,
-  statisticOf, uniformOf, update, valueAt,
+  statisticOf, textName, uniformOf, update, valueAt,
 } from "./state.js";
 import {
   findName, kindOf, nameAt, nearestName, offsetAt, sinceText, whereText,
@@ -177,7 +177,7 @@ function noNameOnTextText(index) {
   const needed = format(uniform + nearest.named_from * (1 - uniform));
   const why = size(nearest) < nearest.named_from ? `a name needs at least ${needed}`
     : "for a name, the standard error is too large";
-  return ["on your text, it is nearest to ", `${withArticle(kind)}: `, ...onTextText(kind, index),
+  return [`on ${textName()}, it is nearest to `, `${withArticle(kind)}: `, ...onTextText(kind, index),
     `; ${why}`];
 }
 
@@ -231,7 +231,7 @@ export function choosePrompt(prompt) {
 /** Returns what a head with a name does on the text. */
 function onTextFinding(name, index) {
   if (!run.windows || name.key === "positional") return [];
-  return [" On your text: ", ...onTextText(name, index), ...(name.onText ? ["; its name explains ",
+  return [` On ${textName()}: `, ...onTextText(name, index), ...(name.onText ? ["; its name explains ",
     bold(percent(explainedBy(name, index))), " of its attention."]
     : [", too little for the name."])];
 }

@@ -1,7 +1,7 @@
 /* The help dialog: keyboard shortcuts, statistics and colours. */
 
 import { $, make } from "./dom.js";
-import { run, statisticOf } from "./state.js";
+import { run, statisticOf, textName } from "./state.js";
 
 const KEYS = [
   ["← → ↑ ↓", "move to a neighbouring head"],
@@ -44,7 +44,7 @@ export function buildHelp() {
       "row sum to one. A token cannot attend to later tokens, so the upper right is empty. L3 H5 " +
       "is head 5 of layer 3. Layers, heads and positions are counted from 0."),
     heading("Statistics"),
-    text((run.windows ? "Each value is the mean over windows of your text, with its standard error " +
+    text((run.windows ? `Each value is the mean over windows of ${textName()}, with its standard error ` +
       "over windows, or with “this prompt” the value on the shown prompt. " : "Each value is of the " +
       "shown prompt or, with “all prompts”, the mean over all prompts on which the statistic is " +
       "defined. ") + "The repeated sequence is a prompt of random tokens, written twice. Next to a " +
@@ -53,25 +53,25 @@ export function buildHelp() {
     heading("Names of heads"),
     text("The significance of a statistic is (value − chance) / (1 − chance): 0 for uniform " +
       "attention, at most 1. A head has the name of a statistic if its significance reaches the " +
-      (run.windows ? `limit (${limits}) on your text, and there at least three times its standard ` +
+      (run.windows ? `limit (${limits}) on ${textName()}, and there at least three times its standard ` +
         "error, or for induction and duplicate token on the repeated sequence. What a head does on " +
         "a few prompts is not always what it does on a text: the page says if a name does not hold " +
-        "on both, and outlines the letter of a name that does not hold on your text. "
+        `on both, and outlines the letter of a name that does not hold on ${textName()}. `
         : `limit on every prompt on which it is defined (${limits}). `) +
       "If several names are possible, it has the one with the largest significance" +
-      (run.windows ? ", first those on your text. " : ". ") + "A head with none of these names is " +
+      (run.windows ? `, first those on ${textName()}. ` : ". ") + "A head with none of these names is " +
       `positional if its value of this statistic is at least ${positional}, and uniform (without ` +
       "a letter) if its entropy is nearly that of uniform attention. “Since step N” says that it has " +
       "its name at all snapshots from step N on. A name says where a head attends. It does not say " +
       "that the model needs the head."),
-    ...(run.windows ? [heading("Where a head does it in your text"),
-      text("The page shows tokens of your text that the selected head connects. A head moves a " +
+    ...(run.windows ? [heading(`Where a head does it in ${textName()}`),
+      text(`The page shows tokens of ${textName()} that the selected head connects. A head moves a ` +
         "part of the key token to the query token: attention weight times the norm of the value " +
         "vector after the output projection. The strongest five are the largest of these in all " +
         "windows, of different pairs of tokens. They show a head at its best; the five query tokens " +
         "at random, the same for all heads, show what it usually does. The first token of a window " +
         "and the query token itself do not count: many heads rest their attention there. “Its name " +
-        "explains 58 % of its attention” is the part of all attention weights in your text that is " +
+        `explains 58 % of its attention” is the part of all attention weights in ${textName()} that is ` +
         "on the tokens of the name.")] : []),
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +

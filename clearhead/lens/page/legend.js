@@ -2,7 +2,7 @@
 
 import { formatLoss, plural } from "./text.js";
 import { $, bold, make } from "./dom.js";
-import { here, placeOfHead, run, state, update } from "./state.js";
+import { here, placeOfHead, run, state, textName, update } from "./state.js";
 import { fillTag, findName, groupTitle, kindOf, nameAt, shownName } from "./names.js";
 import { clearestHead } from "./finding.js";
 
@@ -33,7 +33,7 @@ export function buildLegend() {
   }
   const outlined = make("span", { className: "tag hollow", textContent: "A" });
   $("names").append(make("span", { id: "hollow" }, outlined,
-    " outlined: not on your text, on prompts only"), make("span", { id: "no-names" }));
+    ` outlined: not on ${textName()}, on prompts only`), make("span", { id: "no-names" }));
 }
 
 /** Shows only the heads of a name, and the clearest of them enlarged; again: all heads. */
@@ -55,7 +55,7 @@ function writeSubject() {
     `${named > 1 ? "have" : "has"} a clear pattern` +
     (named ? ", and a name for it" : ", so none has a name") +
     (onText < named ? `; ${onText || "none"} of the names ` +
-      `${onText === 1 ? "holds" : "hold"} on your text` : "");
+      `${onText === 1 ? "holds" : "hold"} on ${textName()}` : "");
   const text = [bold(run.name), `: ${plural(run.layers, "layer")} × ${plural(run.heads, "head")}` +
     (isTraining ? `, ${plural(step, "training step")}. ${when}, ${heads}` : `; ${heads}`) + ". "];
   const groups = run.ablation?.method === "exact" ? run.ablation.groups : [];
@@ -83,5 +83,5 @@ export function drawLegend() {
   }
   $("no-names").textContent = $("names").querySelector("button:not([hidden])") ? ""
     : "No head has a name: none attends to one kind of token clearly more than by chance, " +
-      `${run.windows ? "on your text or on the repeated sequence" : "on every prompt"}.`;
+      `${run.windows ? `on ${textName()} or on the repeated sequence` : "on every prompt"}.`;
 }

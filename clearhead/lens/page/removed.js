@@ -3,8 +3,8 @@
 import { format, formatLoss, formatLossChange, lossDigits, plural, rounded } from "./text.js";
 import { $, bold, make } from "./dom.js";
 import {
-  A, B, REMOVED, headName, indexInB, isMeasured, nearestFrame, other, removalOf, run, selected,
-  sideName, state, update,
+  A, B, headName, indexInB, isMeasured, nearestFrame, other, removalOf, REMOVED, run, selected,
+  sideName, state, textName, update,
 } from "./state.js";
 import { sortBy } from "./controls.js";
 import { fillTag, findName, groupTitle, kindOf, nameAt } from "./names.js";
@@ -119,8 +119,8 @@ function groupRow(of, group, digits) {
     const name = findName(of.run, layer * of.run.heads + head, ablation.step);
     return name?.key === group.name && !name.onText;
   }).length;
-  const only = !weak ? "" : weak === group.heads ? " On prompts only, not on your text."
-    : ` ${weak} of them on prompts only, not on your text.`;
+  const only = !weak ? "" : weak === group.heads ? ` On prompts only, not on ${textName()}.`
+    : ` ${weak} of them on prompts only, not on ${textName()}.`;
   const meaning = (kindOf(group.name)?.meaning ?? "") + only; // "uniform" has none
   return make("tr", {}, make("th", { scope: "row" }, tag, ` ${groupTitle(group)}`,
     make("small", { textContent: meaning })),

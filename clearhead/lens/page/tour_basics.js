@@ -4,7 +4,7 @@
 import { format, formatLoss, formatLossChange, formatWeight } from "./text.js";
 import { bold, quotedToken } from "./dom.js";
 import { weight } from "./data.js";
-import { headName, other, placeOfHead, run, side, uniformOf, valueAt } from "./state.js";
+import { headName, other, placeOfHead, run, side, textName, uniformOf, valueAt } from "./state.js";
 import { findName, groupTitle, kindOf, nameAt, offsetAt, whereText } from "./names.js";
 import { clearestHead, distanceText, usualDistance, withArticle } from "./finding.js";
 
@@ -71,8 +71,8 @@ function basicStops() {
 /** Returns the stop about the tokens of the text that a head connects, [] without a text. before: the
  * begin of its text. */
 export function textStops(index, view, before = []) {
-  return !run.windows ? [] : [{ title: "in your text", points: ["contexts"], view, text: [...before,
-    "These lines are from your text: the tokens that ", bold(headName(index)), " connects. First the " +
+  return !run.windows ? [] : [{ title: `in ${textName()}`, points: ["contexts"], view, text: [...before,
+    `These lines are from ${textName()}: the tokens that `, bold(headName(index)), " connects. First the " +
     "five places where it is strongest, then five places drawn at random, which show what it does " +
     "elsewhere."] }];
 }
@@ -98,7 +98,7 @@ function kindText(one, frame) {
   const name = findName(run, index, of.step);
   const isName = name?.key === key;
   return [head, ` is ${isName ? "" : "nearest to "}${withArticle(kind)}` +
-    `${isName ? whereText(name) : ""}: ${isOnText ? "on your text, " : ""}its mean weight on ${target} is `,
+    `${isName ? whereText(name) : ""}: ${isOnText ? `on ${textName()}, ` : ""}its mean weight on ${target} is `,
   value, `. Equal weights on all tokens would give ${format(uniformOf(of, key, isOnText))}.`,
   ...neededText(index, key)];
 }
@@ -123,7 +123,7 @@ function changeOfRun(one, last) {
   const losses = run.curves["validation loss"] ?? [];
   // The value of a positional head is not a weight.
   const [what, where] = key === "positional" ? ["value “positional”", ""]
-    : ["mean weight", ` on ${kindIn(one, last).target}${run.windows ? " in your text" : ""}`];
+    : ["mean weight", ` on ${kindIn(one, last).target}${run.windows ? ` in ${textName()}` : ""}`];
   return ["A is the first step, B the last one; the play button shows all steps between them. The " +
     `${what} of `, bold(headName(index)), `${where} was `, bold(before), " and is ", bold(after),
     ". ", ...(few || many ? [`${few} of ${run.count} heads had a name, and ${many} ` +

@@ -5,7 +5,7 @@ import { format, formatChance, formatLoss, formatWeight } from "./text.js";
 import { bold, make, quotedToken } from "./dom.js";
 import { weight } from "./data.js";
 import {
-  headName, lossesOf, meanLoss, other, placeOfHead, run, side, statisticOf,
+  headName, lossesOf, meanLoss, other, placeOfHead, run, side, statisticOf, textName,
 } from "./state.js";
 import { groupTitle, kindOf, nameAt, sinceStep } from "./names.js";
 import { lineOf, textStops } from "./tour_basics.js";
@@ -83,7 +83,7 @@ function copyingStops(subject, removed) {
   const [I, P] = [induction, previous].map((index) => bold(headName(index)));
   const view = (frame, index, more) => ({ prompt, frame, query, ...placeOfHead(index), ...more });
   const line = (name) => lineOf(name, run.prompts[prompt]);
-  const onText = ["Your text is not the repeated sequence. There, the mean weight of ", I, " on the " +
+  const onText = [`These are other sequences than the prompt. In ${textName()}, the mean weight of `, I, " on the " +
     "tokens after earlier occurrences is ", bold(format(statisticOf(run, "induction")
     .values.at(-1)[induction])), ` (chance ${format(statisticOf(run, "induction").uniform)}). `];
   const isEarlier = placeOfHead(previous).layer < placeOfHead(induction).layer;
