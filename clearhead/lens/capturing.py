@@ -110,11 +110,13 @@ def capture(
         else:
             raise TypeError(f"{type(model).__name__} is not a model of transformers; {ADVICE}")
     if not count:
-        raise ValueError(f"{type(model).__name__}: no attention weights of any layer; {ADVICE}")
+        advice = EAGER if attention else ADVICE
+        raise ValueError(f"{type(model).__name__}: no attention weights of any layer; {advice}")
     return result
 
 
 ADVICE = "pass attention=, a function that yields (weights, values) of each layer"
+EAGER = "attention= yields none: models of transformers return weights with eager attention only"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

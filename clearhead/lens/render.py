@@ -108,12 +108,13 @@ def shown_snapshots(folder: Path, frames: int) -> list[SnapshotData]:
 
 
 def write_page(
-    path: Path,
+    path: str | Path,
     snapshots: Sequence[SnapshotData],
     history: Sequence[Row] = (),
     curves: Mapping[str, list] | None = None,
 ) -> None:
     """Writes the page of a run, see page.run_data."""
+    path = Path(path)
     title = f"{snapshots[-1].run}: {path.stem}"
     data, picture = run_data(snapshots, history, curves), grid_url(snapshots[-1].codes[0])
     atomic_write(path, page([data], title, picture).encode())

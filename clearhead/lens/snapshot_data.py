@@ -121,8 +121,9 @@ def write_snapshot(path: Path, data: SnapshotData) -> None:
     atomic_write(path, snapshot_bytes(data))
 
 
-def read_snapshot(path: Path) -> SnapshotData:
+def read_snapshot(path: str | Path) -> SnapshotData:
     """Reads a snapshot file. Raises ValueError for any other file, also of another format."""
+    path = Path(path)
     try:
         if not path.is_file():  # opening a FIFO would wait for a writer
             raise ValueError("not a file")

@@ -91,6 +91,15 @@ class LensCallback(TrainerCallback):
             self.lens.max_steps = state.global_step
             self.on_step_end(args, state, control, **kwargs)
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prints the names of heads and where the page is."""
+        if self.lens and self.lens.last:
+            for line in self.lens.most_significant_heads():
+                print(f"attention heads  {line}")
+            print(f"attention page   {self.lens.folder / 'timelapse.html'}")
+
     def _try_snapshot(self, model: nn.Module, state: TrainerState) -> None:
         try:
             self._snapshot(model, state)

@@ -284,3 +284,10 @@ def test_the_windows_have_one_percent_of_the_trained_tokens(changes, shape):
     assert windows.shape == shape
     known, _ = data.val.batch(np.array([0, len(data.val) - 1]))
     assert torch.equal(windows[[0, -1]], known[:, : shape[1]])  # evenly spaced
+
+
+def test_the_path_of_a_file_is_no_text(tmp_path):
+    path = tmp_path / "my.txt"
+    path.write_text(STORY)
+    with pytest.raises(ValueError, match="path of a file"):
+        Lens(BYTE, context_length=64, text=str(path))
