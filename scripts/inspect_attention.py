@@ -292,7 +292,7 @@ def lens_of(
     """Returns the lens of a model, and the windows on which heads are removed."""
     from clearhead.lens.snapshots import Lens
     from clearhead.lens.text import MAX_TOKENS, MAX_WINDOWS
-    from clearhead.run.lens_runner import some_windows
+    from clearhead.run.lens_runner import some_windows, text_name
 
     config, vocabulary, tokenizer = settled
     if getattr(trained.tokenizer, "name", None) != getattr(tokenizer, "name", None):
@@ -308,11 +308,19 @@ def lens_of(
             config,
             context_length=trained.window,
             text=text,
+            text_name=text_name(is_synthetic(trained, settings)),
             vocabulary=vocabulary,
         )
     except ValueError as error:  # the text is too short
         refuse([Problem("data.path", settings.data.path, str(error), "give a longer text")])
     return lens, dataset
+
+
+def is_synthetic(trained: "Model", settings: InspectConfig) -> bool:
+    """Returns whether heads are measured on generated sequences instead of a text."""
+    if settings.data.path or not trained.state:
+        return False
+    return bool(trained.state.settings["data"].get("synthetic"))
 
 
 def text_of(path: str | list[str]) -> str:
@@ -411,17 +419,15 @@ def inspect(
     from clearhead.lens.snapshots import most_important_heads
     from clearhead.reporting.console import progress
 
-    model, state = trained.model.to(device), trained.state
-    is_synthetic = bool(state and state.settings["data"].get("synthetic"))
-
-    step = state.step if state else 0
+    model = trained.model.to(device)
+    step = trained.state.step if trained.state else 0
     ablate = None
     if settings.ablation:
         ablate = functools.partial(
             ablate_heads,
             model,
             dataset=dataset,
-            is_synthetic=is_synthetic and not settings.data.path,
+            is_synthetic=is_synthetic(trained, settings),
             max_tokens=math.inf if settings.ablation == "exact" else 0,
         )
     with progress("passes without heads") as report:

@@ -89,7 +89,7 @@ class LiveSnapshots:
 
 def steadily_spaced(items: list, most: int) -> list:
     """Returns every item, or every 2nd, 4th, 8th, ..., and the last one: at most `most`, at least
-    two. While items are appended, those that are returned stay, until every second one is left out.
+    two. When items are appended, the result keeps its items until every second one is omitted.
     """
     every = 1
     while (len(items) - 2) // every + 2 > max(most, 2):  # with the last one

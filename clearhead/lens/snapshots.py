@@ -322,7 +322,8 @@ def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:
     what = f"{title_of(key)} ({formatted(uniform)})"
     if named:
         values = [
-            f"L{row['layer']} H{row['head']} {formatted(row[key])}{only_on(row['holds_on'])}"
+            f"L{row['layer']} H{row['head']} {formatted(row[key])}{_number(row)}"
+            f"{only_on(row['holds_on'])}"
             for row in named[:5]
         ]
         return f"{what:<24} {'   '.join(values)}"
@@ -336,6 +337,11 @@ def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:
     other = f" ({title_of(row['name'])})" if is_above and row["name"] in NAMES else ""
     largest = f"L{row['layer']} H{row['head']} {formatted(row[key])}{other}"
     return f"{what:<24} no head{where}; largest mean: {largest}"
+
+
+def _number(row: dict) -> str:
+    """Returns how many tokens back an offset head attends: " (3 back)"."""
+    return f" ({row['tokens_back']} back)" if row["tokens_back"] else ""
 
 
 def _dashboard_values(row: Row) -> Snapshot:

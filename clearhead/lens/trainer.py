@@ -103,7 +103,7 @@ class LensCallback(TrainerCallback):
     def _try_snapshot(self, model: nn.Module, state: TrainerState) -> None:
         try:
             self._snapshot(model, state)
-        except Exception as error:  # such as a full disk; a training of days goes on
+        except Exception as error:  # such as a full disk; the training continues
             line = f"{type(error).__name__}: {error}".splitlines()[0]
             print(
                 f"lens: the snapshot of step {state.global_step} failed ({line})", file=sys.stderr

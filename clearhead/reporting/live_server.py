@@ -86,7 +86,9 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/"
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # that of HTTPServer looks up the host's name
+        socketserver.TCPServer.server_bind(
+            self
+        )  # HTTPServer.server_bind also resolves the host name
         self.server_name, self.server_port = self.server_address[:2]
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -184,7 +186,7 @@ def answer_of_run(run: LiveRun, parts: list[str]) -> Answer:
         case [""]:
             from clearhead.lens.page import live_page  # imports torch, which the list does not need
 
-            # The page has a policy of its own.
+            # The page contains its own policy.
             page = live_page(sanitize(run.folder.name)).encode("utf-8", "replace")
             return Answer(page, "text/html", "base-uri 'none'")
         case ["state.json"]:

@@ -134,7 +134,7 @@ def build_lens(
                 folder=directory / "attention",
                 run_name=directory.name,
                 text=text_windows(config, settings, data.val or data.train),
-                text_name="the validation sequences" if config.data.synthetic else "your text",
+                text_name=text_name(bool(config.data.synthetic)),
                 vocabulary=data.train.common_tokens(),
                 dashboard=dashboard,
                 autocast=strategy.autocast,
@@ -148,6 +148,11 @@ def build_lens(
         else:
             ablate = build_ablation(config, strategy, data.val)
     return LensRunner(lens, strategy, directory, config.debug, ablate)
+
+
+def text_name(is_synthetic: bool) -> str:
+    """Returns what pages call the text on which heads are measured."""
+    return "the validation sequences" if is_synthetic else "your text"
 
 
 def text_windows(config: Config, lens: LensConfig, dataset: WindowDataset) -> torch.Tensor:

@@ -217,7 +217,7 @@ def test_visit_gets_the_layers_in_order_and_nothing_is_kept():
 
 
 class OneHead(nn.Module):
-    """A model with an attention of its own."""
+    """A model with its own attention function."""
 
     def __init__(self):
         super().__init__()

@@ -154,7 +154,7 @@ function showProgress({ state: now, step, max_steps: planned, losses }) {
     .map(([name, loss]) => `${name.replace(" (smoothed)", "")} ${formatLoss(loss)}`).join(" · ");
 }
 
-/** Says why the page does not change. It goes on when the answer is right again. */
+/** Says why the page does not change. It continues when the answer is right again. */
 function showConnection(status, text) {
   lostText.hidden = status === 200;
   lostText.textContent = status === 404 ? "this run was removed" : text || "not connected";
