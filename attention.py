@@ -245,8 +245,11 @@ class MultiHeadAttention(nn.Module):
         weight times this norm measures the contribution of a key token (Kobayashi et al. 2020,
         Attention is Not Only a Weight).
         """
-        weight = self.out_proj.weight.unflatten(1, (self.num_heads, self.head_dim))  # (C, H, D)
-        return torch.einsum("bhtd,chd->bhtc", values, weight.to(values.dtype)).float().norm(dim=-1)
+        weight = self.out_proj.weight.to(values.dtype)  # (C, H * D)
+        weight = weight.unflatten(1, (self.num_heads, self.head_dim)).permute(1, 2, 0)  # (H, D, C)
+        # ||W v||^2 = v^T (W^T W) v does not need the vectors W v, (B, H, T, C).
+        squares = ((values @ (weight @ weight.mT)).float() * values.float()).sum(-1)
+        return squares.clamp(min=0).sqrt()
 
     def split_heads(self, x: Tensor) -> Tensor:
         """(B, T, H * D) -> (B, H, T, D). Returns a view: each head gets D of the columns."""

@@ -64,10 +64,6 @@ class FSDP(DDP):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def probing(self, model: GPT) -> contextlib.AbstractContextManager:
-        """Uses the precision of the run, in which the parameters are gathered."""
-        return self.inference(model)
-
     def total_norm(self, model: torch.nn.Module) -> Tensor:
         grads = [p.grad for p in model.parameters() if p.grad is not None]  # else it is frozen
         return torch.nn.utils.get_total_norm(grads).full_tensor()

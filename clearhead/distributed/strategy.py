@@ -106,10 +106,6 @@ class Strategy:
         finally:
             model.train(was_training)
 
-    def probing(self, model: GPT) -> contextlib.AbstractContextManager:
-        """Returns a context for attention snapshots: in fp32, with FSDP in the run's precision."""
-        return self.eager()
-
     # ------------------------------------------------------------------------------ tensors
 
     def to_device(self, *tensors: Tensor) -> list[Tensor]:

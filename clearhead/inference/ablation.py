@@ -3,6 +3,7 @@
 Shapes: B windows, T positions, N targets, C emb_dim, V vocabulary, H heads, D head_dim.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -33,8 +34,9 @@ def ablate_heads(
     a window of text are used. The accuracy is measured on synthetic data. Restores the mode of the
     model, and changes neither gradients nor random state.
 
-    Exact if the forward passes without each head have at most max_tokens tokens. A head of layer l
-    counts as (L - l) / L of a pass, as the layers before it are not computed again.
+    Exact, and then in fp32, if the forward passes without each head have at most max_tokens tokens.
+    A head of layer l counts as (L - l) / L of a pass, as the layers before it are not computed
+    again. An estimate has the precision of the caller's autocast.
     """
     limit = min(32, max(8, 10**9 // model.num_parameters()))
     batch = dataset.batch(evenly_spaced_windows(dataset, limit))
@@ -48,7 +50,9 @@ def ablate_heads(
         edited = EditedModel(model, input_ids, target_ids, is_synthetic)
         passes = model.config.num_heads * (model.config.num_layers + 1) / 2
         exact = passes * input_ids.numel() <= max_tokens
-        return ablate(edited, edited.windows, groups, exact, report)
+        fp32 = torch.autocast(device.type, enabled=False)
+        with fp32 if exact else contextlib.nullcontext():
+            return ablate(edited, edited.windows, groups, exact, report)
     finally:
         model.train(was_training)
 

@@ -6,7 +6,7 @@ after it receive inputs of the usual size. The caller provides the function
 
     run(edit, first_layer) -> (losses, correct)
 
-It runs the model in fp32 without dropout on the same windows in each call. For each layer it calls
+It runs the model without dropout on the same windows in each call. For each layer it calls
 edit(layer, context), (B, H, T, D), and uses the returned tensor as the input of the output
 projection. It returns the loss of each target (N,), in nats, and whether the largest logit is that
 of the target (N,), or None if accuracy is of no interest. The first call has first_layer=0 and

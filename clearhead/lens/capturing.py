@@ -304,7 +304,9 @@ def value_norms(module: nn.Module, values: Tensor, num_heads: int) -> Tensor | N
     if weight.shape[0] != num_heads * head_dim:
         return None
     weight = weight.unflatten(0, (num_heads, head_dim)).to(values.dtype)  # (H, D, C)
-    return torch.einsum("bhtd,hdc->bhtc", values, weight).float().norm(dim=-1)
+    # |W v|^2 = v^T (W^T W) v does not need the vectors W v, (B, H, T, C).
+    squares = ((values @ (weight @ weight.mT)).float() * values.float()).sum(-1)
+    return squares.clamp(min=0).sqrt()
 
 
 class _LogitLens:

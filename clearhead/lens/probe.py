@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .capturing import Captured, LayerAttention, Visit
 from .heads import names_of
@@ -38,6 +39,7 @@ from .statistics import (
 )
 from .text import TextRecorder
 
+TOKENS_AT_ONCE = 256  # of prompts, with padding: the logits of a large vocabulary take memory
 MIN_COMPARED = 8  # tokens; `positional` ignores shorter prompts
 
 CaptureIds = Callable[[Tensor, Visit], Captured]
@@ -55,17 +57,27 @@ class _Recorder:
     value_norms: list[Tensor] = field(default_factory=list)  # (H, t)
     predictions: list[Predictions] = field(default_factory=list)
 
-    def visit(self, _: int, attention: LayerAttention) -> None:
-        weights, shown = attention.weights, self.prompt.shown
+    def add(self, attention: LayerAttention, row: int) -> None:
+        """Records a layer. row: of the prompt in the batch, which may be padded at the end."""
+        num_tokens, shown = len(self.prompt.token_ids), self.prompt.shown
+        weights = attention.weights[row, None, :, :num_tokens, :num_tokens]
+        scores = attention.scores
+        if scores is not None:
+            scores = scores[row, None, :, :num_tokens, :num_tokens]
         # The lower triangle, row by row: query 0 with key 0, query 1 with keys 0 and 1, ...
         q, k = torch.tril_indices(shown, shown, device=weights.device)
         self.codes.append(to_codes(weights[0][:, q, k]))
         self.targets = self.targets.to(weights.device)
-        self.sums.append(measure(weights, attention.scores, self.targets)[0])
+        self.sums.append(measure(weights, scores, self.targets)[0])
         if attention.value_norms is not None:
-            self.value_norms.append(attention.value_norms[0, :, :shown].float())
-        if attention.logits is not None:
-            self.predictions.append(predict(attention.logits, self.prompt.token_ids))
+            self.value_norms.append(attention.value_norms[row, :, :shown].float())
+        self.add_logits(attention.logits, row)
+
+    def add_logits(self, logits: Tensor | None, row: int) -> None:
+        """Records predictions. logits: (B, T, V)."""
+        if logits is not None:
+            token_ids = self.prompt.token_ids
+            self.predictions.append(predict(logits[row, : len(token_ids)], token_ids))
 
 
 def record(
@@ -82,11 +94,10 @@ def record(
     token_bytes(id): the bytes of a token, for predictions, which are omitted without it.
     """
     recorders = [_Recorder(prompt, targets_of(_texts(prompt))) for prompt in prompts]
-    for recorder in recorders:
-        token_ids = recorder.prompt.token_ids
-        logits = capture(torch.tensor([token_ids]), recorder.visit).logits
-        if logits is not None:
-            recorder.predictions.append(predict(logits, token_ids))
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    size = max(1, TOKENS_AT_ONCE // longest)
+    for first in range(0, len(recorders), size):
+        _run(capture, recorders[first : first + size])
     codes = [torch.stack(r.codes).cpu().numpy() for r in recorders]
     sums = [torch.stack(r.sums, dim=1).cpu().numpy() for r in recorders]  # (M, L, H)
     found = [_means(s, r.targets) for s, r in zip(sums, recorders, strict=True)]
@@ -136,6 +147,20 @@ def uniform_of(prompts: Sequence[Prompt]) -> dict[str, float | None]:
 def to_codes(attn_weights: Tensor) -> Tensor:
     """Returns weights as bytes, round(255 sqrt(w)). The error is at most 1/255."""
     return (attn_weights.sqrt() * 255).round().to(torch.uint8)
+
+
+def _run(capture: CaptureIds, recorders: Sequence[_Recorder]) -> None:
+    """Runs the model on some prompts at once. Shorter ones are padded at the end, which causal
+    attention does not see."""
+    token_ids = [torch.tensor(recorder.prompt.token_ids) for recorder in recorders]
+
+    def visit(_: int, attention: LayerAttention) -> None:
+        for row, recorder in enumerate(recorders):
+            recorder.add(attention, row)
+
+    logits = capture(pad_sequence(token_ids, batch_first=True), visit).logits
+    for row, recorder in enumerate(recorders):
+        recorder.add_logits(logits, row)
 
 
 def _texts(prompt: Prompt) -> Texts:

@@ -6,7 +6,6 @@ Lens.inspect records a model without a training run.
 import json
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,8 +86,7 @@ class Lens:
     vocabulary: the ids of which the repeated sequence consists, [] for no repeated sequence; by
     default the most frequent of the text, or all. attention: see capturing.py. dashboard: whether a
     dashboard shows the snapshots; otherwise there is no page of each step, because the time-lapse
-    has it, and only the last step has the smaller images. autocast: a context in which the model
-    runs on the text, such as torch.autocast.
+    has it, and only the last step has the smaller images.
     """
 
     def __init__(
@@ -105,12 +103,11 @@ class Lens:
         vocabulary: Sequence[int] | None = None,
         attention: AttentionFunction | None = None,
         dashboard: bool = True,
-        autocast: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self.config = config or LensConfig()
         self.tokenizer = tokens = lens_tokenizer(tokenizer)
         self.max_steps, self.folder, self.run_name = max_steps, Path(folder), run_name
-        self.attention, self.dashboard, self.autocast = attention, dashboard, autocast
+        self.attention, self.dashboard = attention, dashboard
         limit = min(self.config.max_tokens, context_length)
         texts = DEFAULT_PROMPTS if self.config.prompts is None else self.config.prompts
         self.prompts = [
@@ -207,8 +204,7 @@ class Lens:
             return capture(model, input_ids, visit, self.attention, self.config.logit_lens)
 
         def run_text(input_ids: Tensor, visit: Visit) -> Captured:
-            with self.autocast():
-                return capture(model, input_ids, visit, self.attention, logits=False)
+            return capture(model, input_ids, visit, self.attention, logits=False)
 
         on_text = TextRecorder(self.text).run(run_text) if self.text else None
         run_name, token_bytes = self.run_name, self.tokenizer.token_bytes

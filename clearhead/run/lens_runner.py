@@ -74,7 +74,7 @@ class LensRunner:
         snapshot, failed, log = None, True, self.directory / "metrics.jsonl"
         what = f"lens: the snapshot of step {step} failed"
         with best_effort(what, self.debug, self.strategy.label):
-            with self.strategy.probing(model):
+            with self.strategy.inference(model):
                 snapshot = self.lens.snapshot(
                     model,
                     step,
@@ -137,7 +137,6 @@ def build_lens(
                 text_name=text_name(bool(config.data.synthetic)),
                 vocabulary=data.train.common_tokens(),
                 dashboard=dashboard,
-                autocast=strategy.autocast,
             )
         if strategy.all_reduce_max(lens is None):
             lens = None

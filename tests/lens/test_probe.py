@@ -152,7 +152,7 @@ def test_uniform_values_are_those_of_uniform_attention():
     prompts = [text_prompt(), repeated()]
 
     def run(ids, visit):
-        visit(0, LayerAttention(uniform_attention(ids.shape[1])[None]))
+        visit(0, LayerAttention(uniform_attention(ids.shape[1]).expand(len(ids), 1, -1, -1)))
         return Captured()
 
     values = record(run, prompts, step=0).row.values
@@ -165,6 +165,21 @@ def test_uniform_values_are_those_of_uniform_attention():
         )
     assert uniform_of(prompts[:1])["positional"] is None
     assert uniform_of(prompts[:1])["induction"] is None
+
+
+def test_prompts_that_run_together_are_recorded_as_alone():
+    """Shorter ones are padded."""
+    model = byte_model()
+    prompts = [text_prompt(), repeated(), text_prompt("Hm")]
+    together = record(capturing(model, logit_lens=True), prompts, step=0)
+    for number, prompt in enumerate(prompts):
+        alone = record(capturing(model, logit_lens=True), [prompt], step=0)
+        np.testing.assert_allclose(together.row.losses[number], alone.row.losses[0], 1e-4)
+        assert np.abs(together.codes[number].astype(int) - alone.codes[0]).max() <= 1
+        assert np.abs(together.norms[number].astype(int) - alone.norms[0]).max() <= 1
+        for key in STATISTICS.keys() - {"offset"}:  # the offset of a head depends on all prompts
+            expected = alone.of_prompts[0][key]
+            np.testing.assert_allclose(together.of_prompts[number][key], expected, atol=1e-3)
 
 
 def test_codes_and_triangles_come_back():
