@@ -19,6 +19,7 @@ hub:NAME@REVISION,REVISION or hub:NAME@PATTERN. The page is a time-lapse of them
 """
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ from clearhead.config.schema import (
     Threads,
     rejected,
 )
-from clearhead.errors import CheckpointError, ClearheadError, Problem, refuse, sanitize
+from clearhead.errors import NO_VALUE, CheckpointError, ClearheadError, Problem, refuse, sanitize
 from clearhead.lens.config import LensConfig
 
 if TYPE_CHECKING:
@@ -184,7 +185,8 @@ def main(settings: InspectConfig) -> None:
 def conflicts(settings: InspectConfig) -> list[Problem]:
     """Returns the problems of settings that exclude each other."""
     if not settings.checkpoints:
-        needed = [Problem("checkpoint", None, "is required", "set checkpoint= or checkpoints=")]
+        hint = "set checkpoint= or checkpoints="
+        needed = [Problem("checkpoint", NO_VALUE, "is missing", hint)]
         is_data = (settings.out or "").lower().endswith(".npz")
         one = Problem("compare", settings.compare, "an .npz file has one model", "use .html")
         return needed * (not settings.checkpoint) + [one] * (is_data and bool(settings.compare))
@@ -329,9 +331,9 @@ def text_of(path: str | list[str]) -> str:
     from clearhead.tokens.readers import documents, split_file
 
     parts = (part for file in find_files(path) for part in split_file(file, TEXT_BYTES))
-    blocks = (block for part in parts for document in documents(part) for block in document)
     read = bytearray()
-    for block in blocks:
+    texts = (text for part in parts for text in documents(part))
+    for block in itertools.chain.from_iterable(itertools.chain(text, [b"\n"]) for text in texts):
         read += block
         if len(read) >= TEXT_BYTES:
             break

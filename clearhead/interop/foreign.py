@@ -60,7 +60,14 @@ def load_any(
     CheckpointError, naming the setting `key` or "tokenizer".
     """
     if not path.startswith(hub.HUB) and not (Path(path) / CONFIG).is_file():
-        return load_pretrained(path, key)
+        try:
+            return load_pretrained(path, key)
+        except CheckpointError as error:
+            inside = glob.glob(f"{glob.escape(path)}/checkpoint-*")
+            if any(map(_is_model, inside)) and not isinstance(error, DamagedCheckpointError):
+                hint = f"give one of them, or checkpoints='{path}/checkpoint-*'"
+                raise CheckpointError(key, path, "has several checkpoints", hint) from error
+            raise
     folder = _folder(path, key, [CONFIG])
     if not tokenizer:
         try:
@@ -135,7 +142,7 @@ def series(pattern: str, key: str = "checkpoints") -> list[tuple[int, str]]:
     if pattern.startswith(hub.HUB):
         paths = hub.revisions(pattern, key)
     else:
-        paths = [path for path in glob.glob(pattern) if _is_model(Path(path))]
+        paths = [path for path in glob.glob(pattern) if _is_model(path)]
     if not paths:
         hint = "give a pattern such as 'out/checkpoint-*' or 'hub:NAME@step*'"
         raise CheckpointError(key, pattern, "no checkpoint matches", hint)
@@ -172,8 +179,8 @@ def _trainer_state(file: Path) -> dict:
     return content
 
 
-def _is_model(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() or is_checkpoint(folder)
+def _is_model(folder: str) -> bool:
+    return (Path(folder) / CONFIG).is_file() or is_checkpoint(Path(folder))
 
 
 def _step(path: str, key: str) -> int:

@@ -12,15 +12,16 @@ The folder imports no other package of this repository, so you can copy it into 
         lens.snapshot(model, step)  # writes data, images and pages to attention/
 
 In reading order: config.py (settings), tokens.py (what the lens needs of a tokenizer), prompts.py
-(prompts), capturing.py (attention weights of a model), statistics.py (statistics of heads), text.py
-(heads on whole text), predictions.py (what the model predicts), probe.py (all of this at one step),
-history.py (statistics of all snapshots), heads.py (names of heads), stages.py (when the model
-learns to copy), snapshot_data.py (a snapshot as a file), rounding.py (digits of numbers),
-heatmap.py, fonts.py, panel.py, figure.py and animation.py (images), ablation.py (what a head is
-good for), page/ and assemble.py (the interactive page), render.py (images and pages from snapshot
-files), snapshots.py (attention snapshots during training), trainer.py (of transformers' Trainer),
-notebook.py (the page in a notebook), live.py (the data of a page that follows a run). matching.py,
-matching_runs.py and matching_page/ find the heads that several runs have in common.
+(prompts), passages.py (prompts from a text), capturing.py (attention weights of a model),
+statistics.py (statistics of heads), text.py (heads on whole text), predictions.py (what the model
+predicts), probe.py (all of this at one step), history.py (statistics of all snapshots), heads.py
+(names of heads), stages.py (when the model learns to copy), snapshot_data.py (a snapshot as a
+file), rounding.py (digits of numbers), heatmap.py, fonts.py, panel.py, figure.py and animation.py
+(images), ablation.py (what a head is good for), page/ and assemble.py (the interactive page),
+render.py (images and pages from snapshot files), snapshots.py (attention snapshots during
+training), trainer.py (of transformers' Trainer), notebook.py (the page in a notebook), live.py (the
+data of a page that follows a run). matching.py, matching_runs.py and matching_page/ find the heads
+that several runs have in common.
 """
 
 import importlib

@@ -78,11 +78,13 @@ def capture(
     With FSDP, all ranks must call it; only our GPT gathers its parameters.
 
     Raises TypeError for a module that needs `attention`, and ValueError for a model without causal
-    attention in each layer, or without a known logit lens.
+    attention in each layer or without a known logit lens, and for token ids or positions that the
+    model does not have.
     """
     model = unwrapped(model)
     device = next((parameter.device for parameter in model.parameters()), None)
     ids = torch.atleast_2d(torch.as_tensor(input_ids, device=device))
+    _check_ids(ids, model)
     result, count = Captured(), 0
 
     def receive(attended: LayerAttention, is_known: bool = False) -> None:
@@ -146,6 +148,21 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _check_ids(ids: Tensor, model: nn.Module) -> None:
+    """Raises ValueError for token ids or positions that a model does not have. On a GPU, they would
+    be an error from which the process cannot recover."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    name, most = type(model).__name__, int(ids.max())
+    if most >= (size := getattr(config, "vocab_size", None) or most + 1):
+        raise ValueError(f"{name}: token id {most}, but vocab_size is {size}; use its tokenizer")
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit and ids.shape[1] > limit:
+        reason = f"{ids.shape[1]} tokens, but max_position_embeddings is {limit}"
+        raise ValueError(f"{name}: {reason}; use a smaller context_length")
 
 
 def _check(weights: Tensor, ids: Tensor, model: nn.Module) -> None:

@@ -18,12 +18,20 @@ class LensConfig:
     # steps between snapshots; the first and the last step always have one; 0: no snapshots;
     # null: max_steps / 20, between 40 and 1000
     every: int | None = None
-    prompts: list[str] | None = None  # at most 20; null: DEFAULT_PROMPTS
+    prompts: list[str] | None = None  # at most 20; null: passages of the text, or DEFAULT_PROMPTS
     repeat_length: int = 24  # additional prompt: this many random tokens, written twice; 0: none
     max_tokens: int = 64  # longer prompts are truncated; images and pages note this
     logit_lens: bool = False  # also record what the output layer predicts from each layer's input
     frames: int = 24  # maximum number of steps in the time-lapse
     ablation: str = "auto"  # removed heads at the last step: auto, exact, estimate or off
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values that make no sense."""
+        if isinstance(self.prompts, str):
+            raise ValueError(f"prompts={self.prompts!r}: is not a list; write [prompt]")
+        for key, least in {"every": 0, "repeat_length": 0, "max_tokens": 2, "frames": 2}.items():
+            if (value := getattr(self, key)) is not None and value < least:
+                raise ValueError(f"{key}={value}: must be at least {least}")
 
     def interval(self, max_steps: int) -> int:
         """Returns the steps between snapshots in a run of `max_steps` steps; 0: no snapshots."""

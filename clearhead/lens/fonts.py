@@ -7,6 +7,8 @@ the system's library fribidi; without it they become codes too.
 """
 
 import functools
+import importlib.metadata
+import re
 import unicodedata
 from collections.abc import Set
 from dataclasses import dataclass
@@ -21,15 +23,18 @@ STACK = (
     *("Arial Unicode.ttf", "Hiragino Sans GB.ttc", "AppleSDGothicNeo.ttc", "Kohinoor.ttc"),
     *("msyh.ttc", "meiryo.ttc", "malgun.ttf", "Nirmala.ttf", "LeelawUI.ttf"),
 )
+# DejaVu Sans has all of these. To look for others takes the import of matplotlib.
+LATIN = re.compile("[ -~\xa0-\u024f‘’“”…–—×]*")
 
 
 @functools.cache
 def font_of(size: int, weight: str = "") -> ImageFont.FreeTypeFont:
     """Returns DejaVu Sans at `size` pixels."""
-    import matplotlib
-
     name = f"DejaVuSans-{weight}.ttf" if weight else "DejaVuSans.ttf"
-    return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/{name}", size)
+    # Without the import of matplotlib, which takes a quarter of a second.
+    matplotlib = importlib.metadata.distribution("matplotlib")
+    path = matplotlib.locate_file(f"matplotlib/mpl-data/fonts/ttf/{name}")
+    return ImageFont.truetype(str(path), size)
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,9 @@ def drawn(text: str, size: int) -> DrawnText:
     A run keeps its font as long as possible, because a script is shaped within a run. The runs are
     drawn from left to right: Arabic and Hebrew, which DejaVu Sans has, are in one run with spaces.
     """
-    paths = (str(font_of(size).path), *(() if text.isascii() else installed()))
+    if LATIN.fullmatch(text):
+        return DrawnText(((text, font_of(size)),), has_codes=False)
+    paths = (str(font_of(size).path), *installed())
     shown, path = drawable(text), paths[0]
     runs: list[list[str]] = []
     for character in shown:
@@ -82,7 +89,7 @@ def drawn(text: str, size: int) -> DrawnText:
 
 def drawable(text: str) -> str:
     """Returns a text with codes in place of the characters that no font has."""
-    if text.isascii():
+    if LATIN.fullmatch(text):
         return text
     known = _characters(str(font_of(8).path), *installed())
     return "".join(c if _is_drawn(c, known) else c.encode("unicode_escape").decode() for c in text)

@@ -37,6 +37,7 @@ from .heatmap import fitted, rgb
 from .history import History, Row, atomic_write, evenly_spaced
 from .page import MAX_HISTORY
 from .panel import caption
+from .passages import excerpts, prompts_of
 from .probe import record
 from .prompts import make_prompt, repeated_prompt
 from .render import draw_snapshot, draw_timelapse, heatmap_key
@@ -81,12 +82,12 @@ class Lens:
 
     tokenizer: of tiktoken, of transformers, or with their methods, see tokens.py. context_length:
     of the model, in tokens. max_steps: of the training. text: a text on which heads are measured,
-    or windows of its token ids, (N, T); without it they are measured on the prompts alone.
-    text_name: what pages call it.
-    vocabulary: the ids of which the repeated sequence consists, [] for no repeated sequence; by
-    default the most frequent of the text, or all. attention: see capturing.py. dashboard: whether a
-    dashboard shows the snapshots; otherwise there is no page of each step, because the time-lapse
-    has it, and only the last step has the smaller images.
+    and of which three passages are the default prompts; or windows of its token ids, (N, T).
+    Without it heads are measured on the prompts alone. text_name: what pages call it. vocabulary:
+    the ids of which the repeated sequence consists, [] for no repeated sequence; by default the
+    most frequent of the text, or all. attention: see capturing.py. dashboard: whether a dashboard
+    shows the snapshots; otherwise there is no page of each step, because the time-lapse has it, and
+    only the last step has the smaller images.
     """
 
     def __init__(
@@ -109,7 +110,11 @@ class Lens:
         self.max_steps, self.folder, self.run_name = max_steps, Path(folder), run_name
         self.attention, self.dashboard = attention, dashboard
         limit = min(self.config.max_tokens, context_length)
-        texts = DEFAULT_PROMPTS if self.config.prompts is None else self.config.prompts
+        texts = self.config.prompts
+        if texts is None:
+            most = limit - len(tokens.prefix)
+            found = prompts_of(excerpts(text), tokens, most) if isinstance(text, str) else []
+            texts = found or DEFAULT_PROMPTS
         self.prompts = [
             make_prompt(number, prompt, tokens.encode_text, tokens.token_bytes, limit)
             for number, prompt in enumerate(texts, start=1)

@@ -5,6 +5,7 @@
 Only this module needs transformers, 5.5 or newer.
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -33,8 +34,8 @@ class LensCallback(TrainerCallback):
 
     The main process takes the snapshots, and the training is the same as without. An error of the
     first snapshot ends the training before its first step; a later one is a line on stderr. Raises
-    ValueError with FSDP, DeepSpeed ZeRO-3 and tensor parallelism, where the main process does not
-    have the weights.
+    TypeError for an option that Lens does not have, and, when training begins, ValueError with
+    FSDP, DeepSpeed ZeRO-3 and tensor parallelism, where the main process does not have the weights.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class LensCallback(TrainerCallback):
         **options: Any,
     ):
         self.tokenizer, self.config = tokenizer, config or LensConfig()
+        inspect.signature(Lens).bind_partial(tokenizer, self.config, **options)
         self.on_snapshot, self.options = on_snapshot, options
         self.lens: Lens | None = None  # of the main process, from the beginning of the training
         self.step = -1  # of the last snapshot

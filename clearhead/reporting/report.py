@@ -91,12 +91,13 @@ def result(rows: list[dict], final: dict, heads: str) -> str:
     for key, name in (("val/loss", "validation"), ("train/loss", "training")):
         if points := finite(points_of(rows, key)):
             (first, before), (step, loss) = points[0], points[-1]
+            windows = ""  # the validations during training have fewer
             if key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
-                loss = at_end
+                loss, windows = at_end, f" on {number(final.get('windows')):,.0f} windows"
             since = f", down from {rounded(before, 4)} at step {first:,}" if before > loss else ""
             bits = number(final.get("bits_per_byte"))
             bits = "" if math.isnan(bits) else f" ({bits:.3f} bits per byte)"
-            shown = f"{rounded(loss, 4)} nats per token{bits} after {step:,} steps{since}"
+            shown = f"{rounded(loss, 4)} nats per token{bits}{windows} after {step:,} steps{since}"
             parts.append(f"The {name} loss is {shown}")
             break
     parts += [heads] * bool(heads)
@@ -116,7 +117,8 @@ def facts(rows: list[dict], starts: list[dict], final: dict) -> str:
     if val := known("val/loss"):
         step, loss = min(val, key=lambda point: point[1])
         bits, accuracy = (dict(known(f"val/{name}")) for name in ("bits_per_byte", "accuracy"))
-        shown.append(("Best validation loss", rounded(loss, 4), f"at step {step:,}"))
+        best = f"at step {step:,}, during training"
+        shown.append(("Best validation loss", rounded(loss, 4), best))
         if 0 <= loss < 100:
             shown.append(("Perplexity", f"{math.exp(loss):,.2f}", f"at step {step:,}"))
         if step in bits:

@@ -1,6 +1,6 @@
 """Prompts that are not given: lens.prompts=null and trainer.sample_prompt=null.
 
-They are passages of the validation text (clearhead/tokens/passages.py), so that a model sees text
+They are passages of the validation text (clearhead/lens/passages.py), so that a model sees text
 of the language and kind that it is trained on. The config of the run stores them, and a resumed run
 keeps them.
 """
@@ -14,14 +14,13 @@ from clearhead.config.stored import PROMPTS
 from clearhead.config.yaml_files import flat
 from clearhead.distributed.strategy import Strategy
 from clearhead.lens.config import DEFAULT_PROMPTS
-from clearhead.tokens.passages import beginning, passages
+from clearhead.lens.passages import MOST_EXCERPTS, beginning, prompts_of
+from clearhead.lens.tokens import lens_tokenizer
 from clearhead.tokens.tokenizers import Tokenizer
 from clearhead.tokens.windows import MixedDataset, WindowDataset
 from data import GPTDatasetV1, LoadedData
 
-NUM_PROMPTS = 3
-# At most 8 excerpts of 4,096 tokens are read. Passages in different places differ more.
-MOST_EXCERPTS, EXCERPT = 8, 4096
+EXCERPT = 4096  # tokens
 
 
 def with_prompts(
@@ -45,14 +44,7 @@ def with_prompts(
 
 def choose_prompts(dataset: WindowDataset, tokenizer: Tokenizer, most: int) -> dict[str, object]:
     """Returns prompts of at most `most` tokens for the lens, and a prompt for text samples."""
-
-    def fit(text: str) -> int:
-        ids = tokenizer.encode_ordinary(text)
-        if len(ids) <= most:
-            return len(text)
-        return len(tokenizer.decode_bytes(ids[:most]).decode("utf-8", "ignore"))
-
-    found = passages(excerpts(dataset, tokenizer), NUM_PROMPTS, fit)
+    found = prompts_of(excerpts(dataset, tokenizer), lens_tokenizer(tokenizer), most)
     return {
         "lens.prompts": found or [*DEFAULT_PROMPTS],
         "trainer.sample_prompt": beginning(found[0]) if found else "",

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..assemble import assemble, content_security_policy
 from ..heads import ALL_NAMES, KINDS, NAMES, title_of
+from ..heatmap import VIRIDIS
 from ..history import Row, evenly_spaced, json_values
 from ..snapshot_data import SnapshotData
 from ..stages import stage_step
@@ -171,7 +172,7 @@ def _packed(raw: bytes) -> str:
 @functools.cache
 def _template(is_live: bool) -> tuple[str, str]:
     """Returns the HTML before the data and after the data, without a title."""
-    html = assemble(Path(__file__).parent / "index.html")
+    html = assemble(Path(__file__).parent / "index.html").replace("__VIRIDIS__", VIRIDIS)
     policy = content_security_policy(html.encode()) + "; connect-src 'self'" * is_live
     html = html.replace("__CSP__", policy)
     before, after = html.split("__DATA__")

@@ -3,10 +3,6 @@
 import { clamp } from "./text.js";
 import { state, update } from "./state.js";
 
-// matplotlib's viridis as "position:colour"; the maximum error is 2/255.
-const VIRIDIS = `0:440154 13:481467 30:472a7a 42:443983 58:3e4c8a 81:32648e 125:218e8d
-  141:1e9d89 153:22a884 162:2ab07f 174:3bbb75 193:60ca60 201:73d056 215:95d840 233:c5e021
-  240:d8e219 246:e7e419 251:f4e61e 255:fde725`;
 // Blue: less weight; orange: more. Zero is light in the light theme and dark in the dark theme.
 const DIVERGING = {
   light: "0:053061 64:3a87bd 128:fafafa 191:e08a1e 255:7a3606",
@@ -30,7 +26,7 @@ function ramp(anchors) {
   });
 }
 
-export const viridis = ramp(VIRIDIS);
+export const viridis = ramp("__VIRIDIS__"); // of lens/heatmap.py
 const viridisPacked = Uint32Array.from(viridis, packed);
 export const WEIGHTS = Float64Array.from({ length: 256 }, (_, code) => (code / 255) ** 2);
 

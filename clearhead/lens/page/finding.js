@@ -30,6 +30,7 @@ function targetsOf(name, prompt, query, tokensBack) {
     separator: period ? [] : upTo(query).filter((key) => key > 0 && isSeparator(tokens[key])),
     segment_start: period ? [] : upTo(query).filter((key) =>
       key > 0 && isSeparator(tokens[key - 1]) && !isSeparator(tokens[key])),
+    "": upTo(query).slice(1), // a head without a name: neither the first token nor itself
   }[name] ?? [];
 }
 
@@ -103,7 +104,11 @@ export function clearestHead(frame, accepts = null) {
     }
   }
   if (!best) return null;
-  const { prompt, index, key } = best;
+  const { index, key } = best;
+  // Of a head whose name holds on the text only, the repeated sequence is no example.
+  const isOnPrompts = findName(run, index, step)?.onPrompts ?? true;
+  const prompt = isOnPrompts ? best.prompt
+    : Math.max(0, run.prompts.findIndex(({ period }) => !period));
   return { index, key, frame, prompt, query: sharpestRow(frame, prompt, index, key)?.query ?? null };
 }
 
@@ -217,10 +222,12 @@ function bestRow(name, index) {
   return best ? sharpestRow(state.frame, best.prompt, index, name) : row;
 }
 
-/** Returns the query token of a prompt at which the name of a head is clearest, or null. */
+/** Returns the query token of a prompt at which the name of a head is clearest, or else at which the
+ * head attends most to an earlier token; null if there is none. */
 export function sharpestQuery(index, prompt = state.prompt) {
-  const name = findName(run, index, here.step);
-  return name && (sharpestRow(state.frame, prompt, index, name.key)?.query ?? null);
+  const rowOf = (name) => sharpestRow(state.frame, prompt, index, name);
+  const row = rowOf(findName(run, index, here.step)?.key ?? "") ?? rowOf("");
+  return row?.query ?? null;
 }
 
 /** Shows a prompt, on the row where the name of the enlarged head is clearest. */

@@ -1,22 +1,19 @@
 /* What the page shows in one sentence, and the legend of the names of heads, which is also a filter. */
 
-import { formatLoss, plural } from "./text.js";
+import { format, formatLoss, plural } from "./text.js";
 import { $, bold, make } from "./dom.js";
-import { here, placeOfHead, run, state, textName, update } from "./state.js";
+import { headName, here, placeOfHead, run, state, statisticOf, textName, update } from "./state.js";
 import { fillTag, findName, groupTitle, kindOf, nameAt, shownName } from "./names.js";
 import { clearestHead } from "./finding.js";
 
 const indices = () => Array.from({ length: run.count }, (_, index) => index);
 
 let known = new Set(); // the names that heads of the run have at any step
-let hasOutlined = false; // whether a name does not hold on the text, at any step
 
 /** Writes what depends on the steps of the run. */
 export function buildSubject() {
   writeSubject();
   known = new Set(run.namesAt.flat().map((n) => run.names[n].key));
-  hasOutlined = run.nameSteps.some((step) =>
-    indices().some((index) => findName(run, index, step)?.onText === false));
 }
 
 export function buildLegend() {
@@ -65,13 +62,26 @@ function writeSubject() {
     text.push(`The model needs ${groupTitle(most)} most: without ${most.heads === 1 ? "it" : "them"}, ` +
       `the loss rises from ${formatLoss(before)} to `, bold(formatLoss(after)), ".");
   }
+  text.push(noCopyText(step));
   $("subject").replaceChildren(...text);
+}
+
+/** Returns that no head copies at a step, and which head is nearest to it; "" if one does. */
+function noCopyText(step) {
+  const { values, uniform } = statisticOf(run, "induction") ?? {};
+  const last = values?.at(-1) ?? [];
+  if (!last.every(Number.isFinite) || !last.length || !Number.isFinite(uniform) ||
+    indices().some((index) => nameAt(run, index, step) === "induction")) return "";
+  const most = last.indexOf(Math.max(...last));
+  return ` No head copies from earlier in the text: the largest mean weight for “induction” is ` +
+    `${format(last[most])} (${headName(most, run)}), and chance is ${format(uniform)}.`;
 }
 
 /** Updates the legend: the number of heads of each name at the shown step, also of another run. */
 export function drawLegend() {
-  $("hollow").hidden = !hasOutlined;
-  const shown = indices().map((index) => shownName(index)?.key);
+  const names = indices().map((index) => shownName(index));
+  const shown = names.map((name) => name?.key);
+  $("hollow").hidden = names.every((name) => name?.onText !== false);
   for (const button of $("names").querySelectorAll("button")) {
     const { name } = button.dataset;
     const count = shown.filter((key) => key === name).length;

@@ -63,15 +63,15 @@ export function findName(of, index, step) {
 /** Returns where a name holds as the end of a sentence about a head: ", on the text only". */
 export const whereText = ({ where }) => (where ? `, ${where}` : "");
 
-/** Returns " since step N" for a named head, " at step N" if this name is new, and when the head had the
- * name first; "" if there is only one snapshot. */
+/** Returns " since step N" for a named head, " at step N" if this name is new, and since when the head
+ * had the name at some snapshots; "" if there is only one snapshot. */
 export function sinceText(of, index, step) {
   if (of.nameSteps.length === 1) return "";
   const since = sinceStep(of, index, step);
   const name = nameAt(of, index, step);
   const first = of.nameSteps.find((_, snapshot) => nameIn(of, snapshot, index) === name);
   return ` ${since === of.nameSteps[snapshotAt(of, step)] ? "at" : "since"} step ${since}` +
-    (first < since ? ` (first at step ${first})` : "");
+    (first < since ? ` (on and off since step ${first})` : "");
 }
 
 /** Returns the name of a head on the side that the grid shows, or null. */
@@ -107,9 +107,9 @@ export function describeEvent({ key, heads }) {
 
 const kindTitle = (name) => kindOf(name)?.title ?? `${name} head`;
 
-/** Returns a description of all heads of a name: "both induction heads". */
+/** Returns a description of all heads of a name: "both induction heads", "the self head". */
 export const groupTitle = ({ name, heads }) =>
-  (heads === 1 ? `the only ${kindTitle(name)}`
+  (heads === 1 ? `the ${kindTitle(name)}`
     : `${heads === 2 ? "both" : `all ${heads}`} ${kindTitle(name)}s`);
 
 /** Shows a name as a letter on its colour; hollow, if the name does not hold on the text. */

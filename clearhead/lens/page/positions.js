@@ -114,7 +114,8 @@ function showLoss(place) {
   const rows = lossesOfPrompt();
   if (!rows.length) return; // the pointer leaves the map because it is hidden
   if (!place) {
-    lossCaption.textContent = `brightest: ${formatLoss(Math.max(...rows[0]))} or more`;
+    lossCaption.textContent = "a row for each position · dark: 0 · bright: " +
+      `${formatLoss(Math.max(...rows[0]))} nats or more`;
     return;
   }
   const { at, position } = place;

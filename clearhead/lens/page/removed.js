@@ -11,6 +11,10 @@ import { fillTag, findName, groupTitle, kindOf, nameAt } from "./names.js";
 
 const changeText = (result) => formatLossChange(result.loss_change, result.loss_change_error);
 
+/** Returns whether a change of the loss is not clearly different from 0. */
+const isNoise = ({ loss_change: change, loss_change_error: error }) =>
+  error !== null && Math.abs(change) <= 2 * error;
+
 /** Returns the place of a head among all heads, ordered by the change of the loss without them. */
 function rankOf({ heads }, { loss_change: change }) {
   const larger = heads.filter((one) => one.loss_change > change).length;
@@ -31,13 +35,13 @@ function togetherText({ heads, method }, group, isInGroup) {
 
 /** Returns one sentence: loss and accuracy before and after the removal. */
 function resultText({ method, loss, accuracy }, result, rankText = "") {
-  const { loss_change: change, loss_change_error: error, accuracy_without: without } = result;
+  const { loss_change: change, accuracy_without: without } = result;
   // So that the two losses differ if the change is not 0.
   const [before, after] = [loss, loss + change].map((value) =>
     rounded(value, Math.max(lossDigits(value), lossDigits(change))));
   const about = method === "exact" ? "" : "about ";
   const isNone = formatLoss(change, true) === "0";
-  const isUnclear = !isNone && error !== null && Math.abs(change) < 2 * error;
+  const isUnclear = !isNone && isNoise(result);
   const parts = [`loss ${before} → ${about}${after} (`,
     bold(isNone ? "no measurable change" : changeText(result)),
     isUnclear ? ", not clearly different from 0)" : isNone ? ")" : `${rankText})`];
@@ -108,7 +112,7 @@ export function drawRemoved() {
     }));
 }
 
-function groupRow(of, group, digits) {
+function groupRows(of, group, digits) {
   const { ablation } = of.run;
   const tag = make("span");
   if (kindOf(group.name)) fillTag(tag, kindOf(group.name));
@@ -122,9 +126,12 @@ function groupRow(of, group, digits) {
   const only = !weak ? "" : weak === group.heads ? ` On prompts only, not on ${textName()}.`
     : ` ${weak} of them on prompts only, not on ${textName()}.`;
   const meaning = (kindOf(group.name)?.meaning ?? "") + only; // "uniform" has none
-  return make("tr", {}, make("th", { scope: "row" }, tag, ` ${groupTitle(group)}`,
-    make("small", { textContent: meaning })),
-    ...cells.map((textContent) => make("td", { className: "number", textContent })));
+  return [
+    make("tr", { className: isNoise(group) ? "noise" : "" },
+      make("th", { scope: "row" }, tag, ` ${groupTitle(group)}`),
+      ...cells.map((textContent) => make("td", { className: "number", textContent }))),
+    make("tr", {}, make("td", { colSpan: cells.length + 1, className: "note", textContent: meaning })),
+  ];
 }
 
 function groupTable(of) {
@@ -140,7 +147,9 @@ function groupTable(of) {
   return [make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {},
     make("tr", {}, make("th", { scope: "row", textContent: "nothing" }),
       ...clean.map((textContent) => make("td", { className: "number", textContent }))),
-    ...sorted.map((group) => groupRow(of, group, digits)))),
+    ...sorted.flatMap((group) => groupRows(of, group, digits)))),
+  ...(sorted.some(isNoise) ? [make("p", { className: "note",
+    textContent: "grey: not clearly different from 0" })] : []),
   howMeasured(ablation)];
 }
 

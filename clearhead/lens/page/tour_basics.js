@@ -58,7 +58,8 @@ function basicStops() {
       bold(formatWeight(weightOf(most))), ", is on ", ...token(most),
       ". The weights of a row sum to 1."] },
     ...(ofNames.length ? ofNames : [at]).map((one, n) => ({
-      title: ofNames.length ? withArticle(kindIn(one, last)) : "one head", points: ["finding"],
+      title: ofNames.length ? withArticle(kindIn(one, last)) : "one head",
+      points: [findName(run, one.index, steps[1])?.onPrompts === false ? "contexts" : "finding"],
       view: viewOf(one),
       outline: lineOf(one.key, run.prompts[one.prompt], offsetAt(run, one.index, steps[1])),
       text: [n ? "" : "All rows together show what a head does. ", ...kindText(one, last)] })),

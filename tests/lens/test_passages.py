@@ -1,11 +1,11 @@
-"""tokens/passages.py: passages in which a word occurs again, in several scripts."""
+"""lens/passages.py: passages in which a word occurs again, in several scripts."""
 
 import itertools
 import unicodedata
 
 import pytest
 
-from clearhead.tokens.passages import beginning, passages
+from clearhead.lens.passages import beginning, passages
 
 TEXTS = {
     "English": "The tide was low at noon. Mr. Gosse looked at Wenna, and then Gosse looked away. "

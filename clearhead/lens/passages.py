@@ -1,6 +1,7 @@
 """Chooses short passages of texts in which a word occurs again, in any script.
 
     passages(["The bell rang. Tam heard the bell ..."], 3, fit=lambda text: 64)
+    prompts_of(texts, lens_tokenizer(tokenizer), most=64)  # at most three, of at most 64 tokens
 
 The result depends on the texts alone. The best passages begin and end with a sentence and have a
 word twice, at a distance, so that attention to its earlier occurrence can be seen. A name or a rare
@@ -12,6 +13,8 @@ import re
 import unicodedata
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from .tokens import LensTokenizer
 
 LONGEST, MOST_STARTS = 100, 1000  # characters of a passage; number of starts that are compared
 DISTANCE = 4  # words between the first and the last occurrence, at least
@@ -34,8 +37,31 @@ OPENING = "\"'“‘„«「『"  # quotation marks
 STARTS = (SENTENCE, r"(?:\A|\n)(?=\S)", r"(?<=\s)(?=\S)", r"(?=\S)")
 # It may end after a sentence, a line, a word, a character; the first that leaves enough.
 ENDS = (rf"{SENTENCE_END}|(?={BLANK_LINE})", r"(?=\r?\n)", r"(?=\s)", "")
+NUM_PROMPTS = 3
+# At most 8 excerpts of a text are read. Passages in different places differ more.
+MOST_EXCERPTS, EXCERPT = 8, 16_384  # characters
 # number, start: of its text, in its text. word: that occurs again; "" if none does.
 Passage = namedtuple("Passage", "score word number start text")
+
+
+def prompts_of(texts: Sequence[str], tokenizer: LensTokenizer, most: int) -> list[str]:
+    """Returns at most three passages of at most `most` tokens."""
+
+    def fit(text: str) -> int:
+        ids = tokenizer.encode(text)
+        if len(ids) <= most:
+            return len(text)
+        raw = b"".join(tokenizer.token_bytes(token) for token in ids[:most])
+        return len(raw.decode("utf-8", "ignore"))
+
+    return passages(texts, NUM_PROMPTS, fit)
+
+
+def excerpts(text: str) -> list[str]:
+    """Returns evenly spaced parts of a text."""
+    last = max(0, len(text) - EXCERPT)
+    starts = {last * n // (MOST_EXCERPTS - 1) for n in range(MOST_EXCERPTS)}
+    return [text[start : start + EXCERPT] for start in sorted(starts)]
 
 
 def passages(texts: Sequence[str], count: int, fit: Callable[[str], int]) -> list[str]:
