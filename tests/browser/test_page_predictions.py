@@ -252,6 +252,19 @@ def chips(lens):
     return lens.locator(".chip").evaluate_all("all => all.map((c) => Number(c.dataset.head))")
 
 
+def test_a_head_without_a_name_opens_where_it_attends_most_to_an_earlier_token(shown):
+    """Not to the first token, and not to itself."""
+    run, names = a_run(), a_run().rows[120].names
+    lens = shown(run, fragment="#head=none")
+    unnamed = np.argwhere(names == 0).tolist()
+    assert unnamed
+    for place in unnamed:
+        weights = run.weights[120][0][tuple(place)]
+        above = np.tril(weights - 1 / np.arange(1, 13)[:, None], -1)[:, 1:]
+        pages.tile(lens, *place).click()
+        assert above[pages.state(lens, "query")].max() == pytest.approx(above.max(), abs=0.01)
+
+
 def test_several_heads_overlaid_and_their_mean(shown):
     lens, weights = shown(fragment="#head=none"), a_run().weights[120][0]
     flat = weights.reshape(6, 12, 12)
@@ -261,6 +274,7 @@ def test_several_heads_overlaid_and_their_mean(shown):
     pages.tile(lens, 0, 2).click(modifiers=["ControlOrMeta"])
     lens.locator("#add-head").select_option("0")
     assert chips(lens) == [4, 2, 0]
+    pages.go_to(lens, "head=1.1&more=0.2,0.0&query=11")
     assert_arcs(lens, flat[[4, 2, 0]], 11, [4, 2, 0])
     strokes = {arc["head"]: arc["stroke"] for arc in lens.locator("#arc-lines").evaluate(ARCS)}
     assert len(set(strokes.values())) == 3

@@ -65,6 +65,27 @@ def test_loss_without_the_enlarged_head(shown):
     assert lens.locator("#removed").is_hidden()
 
 
+def test_changes_within_the_noise_are_grey(shown):
+    groups = [
+        result(change, 0.5, name=name, heads=2) | {"loss_change_error": error}
+        for name, change, error in (
+            ("induction", 0.5, 0.1),
+            ("diagonal", 0.1, 0.1),
+            ("separator", -0.5, 0.1),
+            ("previous_token", 0.1, None),  # one window
+        )
+    ]
+    lens = shown(with_ablation(an_ablation(groups=groups)))
+    read = """all => all.map((row) => [row.querySelector("[class*='kind-']").className,
+      getComputedStyle(row.querySelector("td")).color])"""
+    found = lens.locator("#groups tr:has([class*='kind-'])").evaluate_all(read)
+    colours = {name.split("kind-")[1]: colour for name, colour in found}
+    grey = colours.pop("diagonal")
+    assert set(colours) == {"induction", "separator", "previous_token"}
+    assert len(set(colours.values())) == 1
+    assert grey not in colours.values()
+
+
 def test_change_below_the_resolution_is_no_change(shown):
     """It is not "-0.0000", and the two losses are equal."""
     ablation = an_ablation()
@@ -80,7 +101,7 @@ def test_values_are_shown_only_at_the_step_of_the_measurement(shown):
     group = result(4.5, 0.01, name="induction", heads=6)
     lens = shown(with_ablation(an_ablation(groups=[group]), "induction"), fragment="#head=0.1")
     assert numbers(lens.locator("#removed").inner_text())[6:] == [0.5, 5.0, 4.5, 0.45, 0.75, 0.01]
-    assert lens.locator("#groups tbody tr").count() == 2
+    assert lens.locator("#groups tbody th").count() == 2
     for part in ("#removed", "#groups"):
         lens.locator("#step").fill("1")
         texts = [lens.locator(f"#{name}").inner_text() for name in ("removed", "groups")]

@@ -203,7 +203,48 @@ def test_names_say_where_they_hold(shown):
     names = lens.locator("#names [data-name='previous_token']")
     assert re.findall(r"\d+", names.inner_text()) == ["2"]
     assert lens.locator("#hollow").is_visible()
+    pages.go_to(lens, "step=0")  # no head has a name
+    assert lens.locator("#hollow").is_hidden()
     assert shown(text_run(text=False)).locator("#hollow").is_hidden()
+
+
+def test_page_says_if_no_head_copies(shown):
+    """With the head that is nearest to it; otherwise it does not mention it."""
+    run = text_run(prompts=(SOME,))  # no head has the name "induction"
+    text = shown(run).locator("#subject").inner_text()
+    values, uniform = run.rows[80].values["induction"], run.snapshots[-1].uniform["induction"]
+    layer, head = np.unravel_index(values.argmax(), values.shape)
+    found = re.search(rf"([\d.]+) \(L{layer} H{head}\).*?([\d.]+)\.$", text)
+    assert [float(number) for number in found.groups()] == pytest.approx(
+        [values.max(), uniform], abs=0.0051
+    )
+    assert "H" not in shown(a_text_run()).locator("#subject").inner_text()
+
+
+def test_head_that_has_its_name_on_the_text_only_is_shown_there(shown):
+    """On a prompt that is a text, and the tour points to the tokens of the text."""
+    run = a_text_run()
+    history = json.loads(pages.unpacked(run.data["history"]))
+    names, place = [name["key"] for name in run.data["names"]], 3 * 1 + 2
+    history["names"][-1][place] = names.index("induction")
+    history["places"][-1] = [0] * 6
+    history["places"][-1][place] = 1  # on the text only
+    history["names"][-1][2] = 0
+    lens = shown(
+        dataclasses.replace(run, data=run.data | {"history": pages.packed(history)}),
+        fragment="#prompt=1",
+    )
+    lens.locator("#names [data-name='induction']").click()
+    assert [pages.state(lens, key) for key in ("layer", "head", "prompt")] == [1, 2, 0]
+    lens.locator("#show-tour").click()
+    pointed = []
+    while lens.locator("#tour").is_visible():
+        if (pages.state(lens, "layer"), pages.state(lens, "head")) == (1, 2):
+            pointed.append(lens.locator(".pointed").get_attribute("id"))
+            assert pages.state(lens, "prompt") == 0
+        lens.locator("#tour-next").click()
+    assert "contexts" in pointed
+    assert "finding" not in pointed
 
 
 def test_sentence_has_the_value_on_the_text_with_its_error(shown):
@@ -391,7 +432,7 @@ def test_table_of_removed_heads_says_which_names_hold_on_prompts_only(shown):
     texts = []
     for run in (a_text_run(), text_run(text=False)):
         lens = shown(dataclasses.replace(run, data=run.data | {"ablation": found}))
-        texts.append(lens.locator("#groups small").all_inner_texts())
+        texts.append(lens.locator("#groups td.note").all_inner_texts())
     differs = [one != two for one, two in zip(*texts, strict=True)]
     assert differs == [True, False]
 

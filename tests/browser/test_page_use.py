@@ -14,6 +14,7 @@ from helpers.pages import HOSTILE, PROMPTS, a_run
 from PIL import Image
 from playwright.sync_api import expect
 
+from clearhead.lens.heatmap import VIRIDIS
 from clearhead.lens.page import END, START, page
 from clearhead.lens.render import write_page
 from clearhead.reporting.report import write_report
@@ -116,6 +117,7 @@ def test_sources_run_without_being_assembled(window):
     def serve(route):
         path = SOURCES / route.request.url.split("/")[-1].split("#")[0]
         body = path.read_text(encoding="utf-8").replace("__DATA__", data)
+        body = body.replace("__VIRIDIS__", VIRIDIS)
         route.fulfill(body=body, content_type=mimetypes.guess_type(path)[0])
 
     tab.route("http://lens.test/**", serve)
@@ -269,7 +271,7 @@ def test_sandboxed_frame(tmp_path, write, opened):
     pages.option(lens, "copy-link").click()
     field = lens.locator("#link-text")
     assert field.is_visible()
-    assert field.input_value() == "#head=1.1"
+    assert field.input_value().startswith("#head=1.1")
     field.fill("#head=0.2&prompt=1")
     field.press("Enter")
     expect(lens.locator("#detail-title")).to_have_text("L0 H2")

@@ -57,14 +57,28 @@ class GivenModel(torch.nn.Module):
         def of_text(layer, *tensors):
             found.setdefault(layer, []).append(tensors)
 
-        logits = [self.attend(token_ids, of_text) for token_ids in input_ids.tolist()]
+        # The texts of tests do not end with the id 0, which pads the shorter texts of a batch.
+        ends = [max([0, *row.nonzero().flatten().tolist()]) + 1 for row in input_ids]
+        texts = [row[:end].tolist() for row, end in zip(input_ids, ends, strict=True)]
+        logits = [self.attend(token_ids, of_text) for token_ids in texts]
+        size = input_ids.shape[1]
         for layer, of_texts in found.items():
-            callback(layer, *map(stacked, zip(*of_texts, strict=True)))
-        return stacked(logits)
+            sizes = ((size, size), (size, size), (size,), (size, None))  # as in LayerAttention
+            callback(layer, *map(stacked, zip(*of_texts, strict=True), sizes))
+        return stacked(logits, (size, None))
 
 
-def stacked(tensors):
-    return None if tensors[0] is None else torch.stack([*tensors])
+def stacked(tensors, sizes):
+    """Returns tensors of texts as one of a batch; the last dimensions are padded to these sizes."""
+    if tensors[0] is None:
+        return None
+    padded = []
+    for tensor in tensors:
+        shape = tensor.shape[len(tensor.shape) - len(sizes) :]
+        missing = [0 if size is None else size - n for size, n in zip(sizes, shape, strict=True)]
+        ends = [end for more in reversed(missing) for end in (0, more)]
+        padded.append(torch.nn.functional.pad(tensor, ends))
+    return torch.stack(padded)
 
 
 def capturing(attend):

@@ -384,6 +384,18 @@ def test_models_without_attention_weights_are_refused_with_one_line():
         assert len(seen) < 2
 
 
+def test_tokens_and_positions_that_a_model_does_not_have_are_refused():
+    for model in (foreign_model("gpt2"), tiny_model()):
+        size = model.config.vocab_size
+        with pytest.raises(ValueError, match=str(size)):
+            capture(model, torch.tensor([[0, size]]))
+        capture(model, torch.tensor([[0, size - 1]]))
+    model = foreign_model("gpt2")
+    limit = model.config.max_position_embeddings
+    with pytest.raises(ValueError, match=str(limit)):
+        capture(model, torch.zeros(1, limit + 1, dtype=torch.int64))
+
+
 def test_no_weights_and_weights_of_a_wrong_shape_are_refused():
     model = OneHead()
     for wrong in (torch.eye(12), torch.eye(12).repeat(2, 1, 1), torch.eye(13).repeat(2, 1, 1, 1)):

@@ -3,6 +3,7 @@
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 
 from clearhead.lens import fonts
@@ -20,6 +21,14 @@ def only(monkeypatch, *paths):
 
 def plain(text: str) -> str:
     return "".join(run for run, _ in drawn(text, 16).runs)
+
+
+def test_the_default_font_has_all_latin_characters():
+    """Texts of these characters are drawn without a look into the font."""
+    known = FT2Font(font_of(8).path).get_charmap().keys()
+    latin = [chr(code) for code in range(0x3000) if fonts.LATIN.fullmatch(chr(code))]
+    assert len(latin) > 500
+    assert [character for character in latin if ord(character) not in known] == []
 
 
 def test_characters_without_a_font_become_codes(monkeypatch):

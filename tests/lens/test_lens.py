@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from clearhead.config.schema import LensSettings
 from clearhead.errors import ConfigError
-from clearhead.lens.config import LensConfig
+from clearhead.lens.config import DEFAULT_PROMPTS, LensConfig
 from clearhead.lens.heads import COLUMNS, KINDS
 from clearhead.lens.heatmap import fitted, rgb
 from clearhead.lens.history import Row, read_history
@@ -123,6 +123,30 @@ def test_settings_that_do_not_fit():
         except ConfigError as error:
             found = [problem.key.removeprefix("lens.") for problem in error.problems]
         assert sorted(found) == sorted(keys), changes
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("every", -1), ("frames", 1), ("max_tokens", 1), ("prompts", "one text")]
+)
+def test_settings_of_the_library_that_do_not_fit(key, value):
+    with pytest.raises(ValueError, match=key):
+        LensConfig(**{key: value})
+
+
+def test_prompts_of_the_library():
+    """Passages of the text, in its language; English sentences without a text."""
+    tokenizer, text = get_tokenizer("byte"), "Die Glocke läutete. Tam hörte die Glocke. " * 9
+    options = {"context_length": 64, "folder": "unused"}
+    prompts = Lens(tokenizer, text=text, **options).prompts
+    texts = [prompt.text for prompt in prompts if not prompt.period]
+    assert texts
+    assert all(each in text and len(each.encode()) <= 64 for each in texts)
+    one = LensConfig(prompts=["One."])
+    assert Lens(tokenizer, one, text=text, **options).prompts[0].text == "One."
+    windows = torch.tensor([tokenizer.encode_ordinary(text)[:64]])
+    for other in (None, windows):
+        without = Lens(tokenizer, text=other, **options).prompts
+        assert [prompt.text for prompt in without[:3]] == [*DEFAULT_PROMPTS]
 
 
 def test_prompts():

@@ -167,6 +167,11 @@ def test_the_logit_lens_of_a_training_in_mixed_precision(tmp_path):
         assert steps(tmp_path) == [0, 3, 6, 7]
 
 
+def test_an_unknown_option_is_refused_at_once():
+    with pytest.raises(TypeError, match="contextlength"):
+        callback(contextlength=24)
+
+
 def test_sharded_weights_are_refused(tmp_path, monkeypatch):
     run = trainer(tmp_path)
     state = TrainerState(max_steps=3)

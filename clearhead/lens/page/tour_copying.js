@@ -7,18 +7,21 @@ import { weight } from "./data.js";
 import {
   headName, lossesOf, meanLoss, other, placeOfHead, run, side, statisticOf, textName,
 } from "./state.js";
-import { groupTitle, kindOf, nameAt, sinceStep } from "./names.js";
+import { findName, groupTitle, kindOf, nameAt, sinceStep } from "./names.js";
 import { lineOf, textStops } from "./tour_basics.js";
 
 const lastStep = () => run.frames.at(-1).step;
 const repeatedPrompt = () =>
   run.prompts.findIndex(({ period, length }) => period > 2 && length > 2 * period);
 
-/** Returns the head with this name at the last step that has the largest value, or null. */
+/** Returns the head with this name on the prompts at the last step that has the largest value, or
+ * null. */
 function bestHead(key) {
   const values = statisticOf(run, key)?.values.at(-1) ?? [];
-  const named = values.map((_, index) => index)
-    .filter((index) => nameAt(run, index, lastStep()) === key);
+  const named = values.map((_, index) => index).filter((index) => {
+    const name = findName(run, index, lastStep());
+    return name?.key === key && name.onPrompts;
+  });
   return named.sort((a, b) => values[b] - values[a])[0] ?? null;
 }
 
