@@ -177,7 +177,7 @@ class LiveRun:
         }
 
     def state(self) -> dict:
-        """Returns what the attention page asks for each second."""
+        """Returns what the attention page asks for, see polling.js."""
         self.log.update()
         found = curves(self.log.rows)
         last = {name: points[-1][1] for name, points in found.items()}

@@ -1,6 +1,6 @@
-/* Asks a server for changes, once a second while the page is visible. */
+/* Asks a server for changes, twice a second while the page is visible. */
 
-const POLL_PAUSE = 1000; // milliseconds
+const POLL_PAUSE = 500; // milliseconds
 
 /** Calls take(the JSON) with each new answer of an address; take may return false, to get it again.
  * After each request, calls tell(status, text): the HTTP status, 0 without a connection. */
