@@ -95,8 +95,8 @@ class InspectConfig(ScriptConfig):
     )
     text: Text | list[Text] = Field(
         "",
-        description='prompt; several: \'["one","two"]\'; empty: the prompts of the run, or three '
-        "sentences",
+        description='prompt; several: \'["one","two"]\'; empty: the prompts of the run, or '
+        "passages of data.path, or three sentences",
     )
     out: OutFile | None = Field(
         None,
@@ -274,6 +274,12 @@ def prompts_of(
     for key in keys[1:]:
         if (value := getattr(settings, key)) is not None:
             setattr(config, key, value)
+    if loaded and config.prompts is None:
+        from clearhead.run.prompts import choose_prompts
+
+        most = min(config.max_tokens, trained.window)
+        chosen = choose_prompts(loaded.val or loaded.train, trained.tokenizer, most)
+        config.prompts = chosen["lens.prompts"]
     vocabulary = all_ids(trained)
     if loaded and trained.state:
         vocabulary = loaded.train.common_tokens().tolist()

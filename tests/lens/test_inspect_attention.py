@@ -246,3 +246,9 @@ def test_loss_without_each_head(in_process, home, monkeypatch):
     assert (code, err) == (0, "")
     (run,) = read(home / "b.html")
     assert (run["ablation"]["method"], len(run["ablation"]["heads"])) == ("estimate", 12)
+    text = " ".join((home / "text.txt").read_text().split())
+    prompts = [
+        " ".join(prompt["text"].split()) for prompt in run["prompts"] if not prompt["period"]
+    ]
+    assert prompts
+    assert all(prompt in text for prompt in prompts)  # passages of the text
