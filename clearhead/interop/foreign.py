@@ -23,10 +23,10 @@ from clearhead.interop import hub
 from clearhead.interop.hub import CONFIG
 from clearhead.interop.huggingface import read_config
 from clearhead.interop.pretrained import PretrainedModel, load_pretrained
+from clearhead.lens.page import trainer_curves
 from clearhead.lens.tokens import lens_tokenizer
 
 TRAINER_STATE = "trainer_state.json"  # of transformers' Trainer
-CURVES = {"loss": "training loss", "eval_loss": "validation loss"}  # in trainer_state.json
 ADAPTER = "adapter_config.json"  # of PEFT
 VOCABULARY = ("tokenizer.json", "vocab.json", "*.model", "vocab.txt")
 MAX_WINDOW = 1024  # tokens; the weights of all heads grow with its square
@@ -162,13 +162,7 @@ def curves_of(path: str) -> dict[str, list[tuple[int, float]]]:
     file = Path(path) / TRAINER_STATE
     if path.startswith(hub.HUB) or not file.is_file():
         return {}
-    log = _trainer_state(file).get("log_history")
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in log if isinstance(log, list) else []:
-        for key in CURVES.keys() & (row.keys() if isinstance(row, dict) else ()):
-            if isinstance(row.get("step"), int) and isinstance(row[key], float):
-                found.setdefault(CURVES[key], []).append((row["step"], row[key]))
-    return found
+    return trainer_curves(_trainer_state(file).get("log_history"))
 
 
 def _trainer_state(file: Path) -> dict:

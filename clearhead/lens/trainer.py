@@ -5,6 +5,7 @@
 Only this module needs transformers, 5.5 or newer.
 """
 
+import functools
 import inspect
 import os
 import sys
@@ -16,10 +17,10 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .config import LensConfig
+from .page import trainer_curves
 from .snapshots import Lens, Snapshot
 
 MAX_CONTEXT = 1024  # tokens; the weights of all heads grow with its square
-CURVES = {"loss": "training loss", "eval_loss": "validation loss"}  # on the page
 OnSnapshot = Callable[[Snapshot, int], None]
 
 
@@ -112,12 +113,8 @@ class LensCallback(TrainerCallback):
             )
 
     def _snapshot(self, model: nn.Module, state: TrainerState) -> None:
-        def curves() -> dict[str, list]:
-            rows = state.log_history
-            known = {k: [(row["step"], row[k]) for row in rows if k in row] for k in CURVES}
-            return {CURVES[key]: points for key, points in known.items() if points}
-
         assert self.lens
+        curves = functools.partial(trainer_curves, state.log_history)
         snapshot = self.lens.snapshot(model, state.global_step, curves)
         self.step = state.global_step
         if snapshot and self.on_snapshot:

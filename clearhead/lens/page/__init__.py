@@ -29,6 +29,7 @@ from ..statistics import STATISTICS
 
 VERSION = 4
 MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
+TRAINER_CURVES = {"loss": "training loss", "eval_loss": "validation loss"}
 START, END = '<script type="application/json" id="data">', "</script>"
 
 
@@ -137,6 +138,17 @@ def _history(rows: Sequence[Row], steps: set[int]) -> str:
         "offsets": [row.offsets.ravel().tolist() for row in rows],
     }
     return _packed(json.dumps(history).encode())
+
+
+def trainer_curves(log: object) -> dict[str, list[tuple[int, float]]]:
+    """Returns the argument `curves` of run_data from the log_history of transformers' Trainer, which
+    may come from a damaged file."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in log if isinstance(log, list) else []:
+        for key in TRAINER_CURVES.keys() & (row.keys() if isinstance(row, dict) else ()):
+            if isinstance(row.get("step"), int) and isinstance(row[key], float):
+                found.setdefault(TRAINER_CURVES[key], []).append((row["step"], row[key]))
+    return found
 
 
 def page(runs: Sequence[dict], title: str, picture: str = "") -> str:
