@@ -141,14 +141,18 @@ def _history(rows: Sequence[Row], steps: set[int]) -> str:
 
 
 def trainer_curves(log: object) -> dict[str, list[tuple[int, float]]]:
-    """Returns the argument `curves` of run_data from the log_history of transformers' Trainer, which
-    may come from a damaged file."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in log if isinstance(log, list) else []:
-        for key in TRAINER_CURVES.keys() & (row.keys() if isinstance(row, dict) else ()):
-            if isinstance(row.get("step"), int) and isinstance(row[key], float):
-                found.setdefault(TRAINER_CURVES[key], []).append((row["step"], row[key]))
-    return found
+    """Returns the argument `curves` of run_data from the log_history of transformers' Trainer, also
+    if it was read from a damaged file."""
+    rows = [row for row in log if isinstance(row, dict)] if isinstance(log, list) else []
+    found = {
+        name: [
+            (row["step"], row[key])
+            for row in rows
+            if isinstance(row.get("step"), int) and isinstance(row.get(key), float)
+        ]
+        for key, name in TRAINER_CURVES.items()
+    }
+    return {name: points for name, points in found.items() if points}
 
 
 def page(runs: Sequence[dict], title: str, picture: str = "") -> str:
