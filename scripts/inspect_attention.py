@@ -263,7 +263,7 @@ def write_page(
 def prompts_of(
     trained: "Model", settings: InspectConfig, loaded: "LoadedData | None"
 ) -> tuple[LensConfig, Sequence[int] | None, Any]:
-    """Returns the prompts, those of the run unless settings replace them; the tokens of which the
+    """Returns the prompts: of text=, of the run, or passages of the data; the tokens of which the
     repeated sequence consists, the frequent ones of the data; and their tokenizer."""
     stored = dict(trained.state.settings.get("lens", {})) if trained.state else {}
     keys = ("prompts", "max_tokens", "repeat_length")
@@ -338,8 +338,8 @@ def text_of(path: str | list[str]) -> str:
 
     parts = (part for file in find_files(path) for part in split_file(file, TEXT_BYTES))
     read = bytearray()
-    texts = (text for part in parts for text in documents(part))
-    for block in itertools.chain.from_iterable(itertools.chain(text, [b"\n"]) for text in texts):
+    texts = (itertools.chain(text, [b"\n"]) for part in parts for text in documents(part))
+    for block in itertools.chain.from_iterable(texts):
         read += block
         if len(read) >= TEXT_BYTES:
             break

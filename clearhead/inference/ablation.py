@@ -96,7 +96,8 @@ class EditedModel:
         x = model.final_norm(x[self.counted])  # (N, C)
         # In parts of the vocabulary, so that the logits stay in the cache of a CPU.
         weight = model.token_emb.weight  # (V, C)
-        parts = [F.linear(x, rows).logsumexp(-1) for rows in weight.split(ROWS)]  # (N,) each
+        # Also with autocast, a sum of exponentials is in fp32.
+        parts = [F.linear(x, rows).to(x.dtype).logsumexp(-1) for rows in weight.split(ROWS)]
         losses = torch.stack(parts).logsumexp(0) - (x * weight[self.target_ids]).sum(-1)
         if not self.accuracy:
             return losses, None

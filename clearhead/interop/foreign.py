@@ -62,12 +62,14 @@ def load_any(
     if not path.startswith(hub.HUB) and not (Path(path) / CONFIG).is_file():
         try:
             return load_pretrained(path, key)
-        except CheckpointError as error:
-            inside = glob.glob(f"{glob.escape(path)}/checkpoint-*")
-            if any(map(_is_model, inside)) and not isinstance(error, DamagedCheckpointError):
-                hint = f"give one of them, or checkpoints='{path}/checkpoint-*'"
-                raise CheckpointError(key, path, "has several checkpoints", hint) from error
+        except DamagedCheckpointError:
             raise
+        except CheckpointError as error:
+            if not any(map(_is_model, glob.glob(f"{glob.escape(path)}/checkpoint-*"))):
+                raise
+            several = f", or checkpoints='{path}/checkpoint-*'" * (key == "checkpoint")
+            hint = f"give one of them{several}"
+            raise CheckpointError(key, path, "is a folder of checkpoints", hint) from error
     folder = _folder(path, key, [CONFIG])
     if not tokenizer:
         try:

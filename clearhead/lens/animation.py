@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import PIL.WebPImagePlugin  # noqa: F401  otherwise Pillow imports the plugins of all its formats
+import PIL.WebPImagePlugin  # noqa: F401  so that Pillow does not import all of its plugins
 from PIL import Image, ImageDraw
 
 from .fonts import font_of

@@ -84,7 +84,8 @@ def capture(
     model = unwrapped(model)
     device = next((parameter.device for parameter in model.parameters()), None)
     ids = torch.atleast_2d(torch.as_tensor(input_ids, device=device))
-    _check_ids(ids, model)
+    if not attention:
+        _check_ids(ids, model)
     result, count = Captured(), 0
 
     def receive(attended: LayerAttention, is_known: bool = False) -> None:
@@ -151,8 +152,8 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _check_ids(ids: Tensor, model: nn.Module) -> None:
-    """Raises ValueError for token ids or positions that a model does not have. On a GPU, they would
-    be an error from which the process cannot recover."""
+    """Raises ValueError for token ids that a model does not have, and for positions without a
+    learned embedding. On a GPU, they would be an error from which the process cannot recover."""
     config = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -160,9 +161,10 @@ def _check_ids(ids: Tensor, model: nn.Module) -> None:
     if most >= (size := getattr(config, "vocab_size", None) or most + 1):
         raise ValueError(f"{name}: token id {most}, but vocab_size is {size}; use its tokenizer")
     limit = getattr(config, "max_position_embeddings", None)
-    if limit and ids.shape[1] > limit:
+    rotates = any(hasattr(config, key) for key in ("rope_parameters", "rope_theta"))  # any position
+    if limit and ids.shape[1] > limit and not rotates:
         reason = f"{ids.shape[1]} tokens, but max_position_embeddings is {limit}"
-        raise ValueError(f"{name}: {reason}; use a smaller context_length")
+        raise ValueError(f"{name}: {reason}; give fewer tokens (Lens: a smaller context_length)")
 
 
 def _check(weights: Tensor, ids: Tensor, model: nn.Module) -> None:

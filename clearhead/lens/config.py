@@ -29,6 +29,8 @@ class LensConfig:
         """Raises ValueError for values that make no sense."""
         if isinstance(self.prompts, str):
             raise ValueError(f"prompts={self.prompts!r}: is not a list; write [prompt]")
+        if self.repeat_length == 1:
+            raise ValueError("repeat_length=1: must be 0 or at least 2")
         for key, least in {"every": 0, "repeat_length": 0, "max_tokens": 2, "frames": 2}.items():
             if (value := getattr(self, key)) is not None and value < least:
                 raise ValueError(f"{key}={value}: must be at least {least}")

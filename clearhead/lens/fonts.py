@@ -7,11 +7,12 @@ the system's library fribidi; without it they become codes too.
 """
 
 import functools
-import importlib.metadata
+import importlib.util
 import re
 import unicodedata
 from collections.abc import Set
 from dataclasses import dataclass
+from pathlib import Path
 
 from PIL import ImageDraw, ImageFont, features
 
@@ -23,18 +24,19 @@ STACK = (
     *("Arial Unicode.ttf", "Hiragino Sans GB.ttc", "AppleSDGothicNeo.ttc", "Kohinoor.ttc"),
     *("msyh.ttc", "meiryo.ttc", "malgun.ttf", "Nirmala.ttf", "LeelawUI.ttf"),
 )
-# DejaVu Sans has all of these. To look for others takes the import of matplotlib.
-LATIN = re.compile("[ -~\xa0-\u024f‘’“”…–—×]*")
+# DejaVu Sans has all of these. Looking for other characters needs matplotlib, which takes a quarter
+# of a second to import.
+LATIN = re.compile("[ -~\xa0-\u024f‘’“”…–—␣⁴]*")
 
 
 @functools.cache
 def font_of(size: int, weight: str = "") -> ImageFont.FreeTypeFont:
     """Returns DejaVu Sans at `size` pixels."""
     name = f"DejaVuSans-{weight}.ttf" if weight else "DejaVuSans.ttf"
-    # Without the import of matplotlib, which takes a quarter of a second.
-    matplotlib = importlib.metadata.distribution("matplotlib")
-    path = matplotlib.locate_file(f"matplotlib/mpl-data/fonts/ttf/{name}")
-    return ImageFont.truetype(str(path), size)
+    spec = importlib.util.find_spec("matplotlib")
+    assert spec
+    assert spec.origin
+    return ImageFont.truetype(Path(spec.origin).parent / "mpl-data/fonts/ttf" / name, size)
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,6 @@ class DrawnText:
     def draw(self, draw: ImageDraw.ImageDraw, x: float, y: float, ink: int, anchor: str) -> None:
         """Draws the text from (x, y) to the right. anchor: as in Pillow, "la" or "lm", of DejaVu
         Sans. All runs have the same baseline."""
-        if not self.runs:
-            return
         ascent, descent = font_of(self.runs[0][1].size).getmetrics()
         baseline = y + (ascent if anchor == "la" else (ascent - descent) / 2)
         # Otherwise a run that begins with Arabic would have its other words in reverse order.

@@ -1,7 +1,7 @@
 """Chooses short passages of texts in which a word occurs again, in any script.
 
     passages(["The bell rang. Tam heard the bell ..."], 3, fit=lambda text: 64)
-    prompts_of(texts, lens_tokenizer(tokenizer), most=64)  # at most three, of at most 64 tokens
+    text_prompts(texts, lens_tokenizer(tokenizer), most=64)  # at most three, of at most 64 tokens
 
 The result depends on the texts alone. The best passages begin and end with a sentence and have a
 word twice, at a distance, so that attention to its earlier occurrence can be seen. A name or a rare
@@ -44,7 +44,7 @@ MOST_EXCERPTS, EXCERPT = 8, 16_384  # characters
 Passage = namedtuple("Passage", "score word number start text")
 
 
-def prompts_of(texts: Sequence[str], tokenizer: LensTokenizer, most: int) -> list[str]:
+def text_prompts(texts: Sequence[str], tokenizer: LensTokenizer, most: int) -> list[str]:
     """Returns at most three passages of at most `most` tokens."""
 
     def fit(text: str) -> int:
@@ -59,9 +59,17 @@ def prompts_of(texts: Sequence[str], tokenizer: LensTokenizer, most: int) -> lis
 
 def excerpts(text: str) -> list[str]:
     """Returns evenly spaced parts of a text."""
-    last = max(0, len(text) - EXCERPT)
-    starts = {last * n // (MOST_EXCERPTS - 1) for n in range(MOST_EXCERPTS)}
-    return [text[start : start + EXCERPT] for start in sorted(starts)]
+    count = min(MOST_EXCERPTS, len(text) // EXCERPT)
+    if count < 2:
+        return [text[:EXCERPT]]
+    starts = [(len(text) - EXCERPT) * n // (count - 1) for n in range(count)]
+    parts = [text[start : start + EXCERPT] for start in starts]
+    return parts[:1] + [without_part_of_a_word(part) for part in parts[1:]]
+
+
+def without_part_of_a_word(text: str) -> str:
+    """Returns a text that may start inside a word without this word."""
+    return re.sub(r"\A\S{,40}(?=\s)", "", text)
 
 
 def passages(texts: Sequence[str], count: int, fit: Callable[[str], int]) -> list[str]:

@@ -31,11 +31,11 @@ from .statistics import (
     best_offsets,
     by_statistic,
     measure,
+    measure_uniform,
     num_queries,
     positional,
     ratio_of_sums,
     targets_of,
-    uniform_attention,
 )
 from .text import TextRecorder
 
@@ -171,8 +171,8 @@ def _texts(prompt: Prompt) -> Texts:
 def _uniform_on(prompt: Prompt) -> dict[str, float | None]:
     """Returns each statistic for uniform attention on a prompt."""
     targets = targets_of(_texts(prompt))
-    sums = measure(uniform_attention(len(prompt.token_ids))[None], None, targets)[0]
-    values = _means(sums.numpy()[..., None], targets)  # one layer of one head
+    sums = measure_uniform(targets)[0].numpy()
+    values = _means(sums[..., None], targets)  # one layer of one head
     # Two tokens back has the largest weight of all offsets.
     found = _on_prompt(values, best_offsets(values), prompt)
     return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}

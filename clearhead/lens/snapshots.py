@@ -37,7 +37,7 @@ from .heatmap import fitted, rgb
 from .history import History, Row, atomic_write, evenly_spaced
 from .page import MAX_HISTORY
 from .panel import caption
-from .passages import excerpts, prompts_of
+from .passages import excerpts, text_prompts
 from .probe import record
 from .prompts import make_prompt, repeated_prompt
 from .render import draw_snapshot, draw_timelapse, heatmap_key
@@ -113,7 +113,7 @@ class Lens:
         texts = self.config.prompts
         if texts is None:
             most = limit - len(tokens.prefix)
-            found = prompts_of(excerpts(text), tokens, most) if isinstance(text, str) else []
+            found = text_prompts(excerpts(text), tokens, most) if isinstance(text, str) else []
             texts = found or DEFAULT_PROMPTS
         self.prompts = [
             make_prompt(number, prompt, tokens.encode_text, tokens.token_bytes, limit)

@@ -279,6 +279,14 @@ def measure(attn_weights: Tensor, attn_scores: Tensor | None, targets: Tensor) -
     return torch.cat([on_targets, torch.stack(others, dim=1)], dim=1)
 
 
+def measure_uniform(targets: Tensor) -> Tensor:
+    """Returns `measure` of uniform attention, in fp32 also with autocast. (B, K, T, T) -> (B,
+    len(MEASURED), 1)."""
+    weights = uniform_attention(targets.shape[-1])  # (1, T, T)
+    with torch.autocast("cpu", enabled=False):
+        return measure(weights.expand(len(targets), 1, -1, -1), None, targets)
+
+
 def num_queries(targets: Tensor) -> Tensor:
     """Returns of how many values each sum of `measure` consists: the queries with a target, or 1.
     (B, K, T, T) -> (B, len(MEASURED))."""

@@ -28,10 +28,10 @@ from .statistics import (
     best_offsets,
     by_statistic,
     measure,
+    measure_uniform,
     num_queries,
     ratio_of_sums,
     targets_of,
-    uniform_attention,
 )
 from .tokens import LensTokenizer
 
@@ -93,11 +93,7 @@ class Text:
     @functools.cached_property
     def uniform(self) -> dict[str, float | None]:
         """Each statistic for uniform attention; None if it is undefined."""
-        weights = uniform_attention(self.token_ids.shape[1])[None]  # (1, 1, T, T)
-        sums = [
-            measure(weights.expand(len(t.token_ids), -1, -1, -1), None, targets_of(t)).numpy()
-            for _, t in self.batches()
-        ]
+        sums = [measure_uniform(targets_of(texts)).numpy() for _, texts in self.batches()]
         means, _ = ratio_of_sums(np.concatenate(sums)[..., None, :], self.counts)
         found = by_statistic(means, best_offsets(means))
         return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}

@@ -93,7 +93,8 @@ def result(rows: list[dict], final: dict, heads: str) -> str:
             (first, before), (step, loss) = points[0], points[-1]
             windows = ""  # the validations during training have fewer
             if key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
-                loss, windows = at_end, f" on {number(final.get('windows')):,.0f} windows"
+                loss, count = at_end, number(final.get("windows"))
+                windows = "" if math.isnan(count) else f" on {count:,.0f} windows"
             since = f", down from {rounded(before, 4)} at step {first:,}" if before > loss else ""
             bits = number(final.get("bits_per_byte"))
             bits = "" if math.isnan(bits) else f" ({bits:.3f} bits per byte)"
@@ -117,7 +118,7 @@ def facts(rows: list[dict], starts: list[dict], final: dict) -> str:
     if val := known("val/loss"):
         step, loss = min(val, key=lambda point: point[1])
         bits, accuracy = (dict(known(f"val/{name}")) for name in ("bits_per_byte", "accuracy"))
-        best = f"at step {step:,}, during training"
+        best = f"during training, at step {step:,}"
         shown.append(("Best validation loss", rounded(loss, 4), best))
         if 0 <= loss < 100:
             shown.append(("Perplexity", f"{math.exp(loss):,.2f}", f"at step {step:,}"))

@@ -185,8 +185,8 @@ def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -
     """
     trainer = config.trainer
     trained = trainer.max_steps * trainer.batch_size * config.data.max_length / strategy.world_size
-    # The backward pass takes as long as two forward passes. Ablation is in fp32, which takes two to
-    # three times as long as bf16.
+    # The backward pass takes as long as two forward passes. Exact ablation is in fp32, which takes
+    # two to three times as long as bf16.
     passes = 3 if strategy.dtype == torch.float32 else 1
     auto = 0.01 * passes * trained
     max_tokens = {"auto": auto, "exact": math.inf, "estimate": 0}[config.lens.ablation]

@@ -5,8 +5,6 @@ of the language and kind that it is trained on. The config of the run stores the
 keeps them.
 """
 
-import re
-
 import numpy as np
 
 from clearhead.config.schema import Config
@@ -14,13 +12,18 @@ from clearhead.config.stored import PROMPTS
 from clearhead.config.yaml_files import flat
 from clearhead.distributed.strategy import Strategy
 from clearhead.lens.config import DEFAULT_PROMPTS
-from clearhead.lens.passages import MOST_EXCERPTS, beginning, prompts_of
+from clearhead.lens.passages import (
+    MOST_EXCERPTS,
+    beginning,
+    text_prompts,
+    without_part_of_a_word,
+)
 from clearhead.lens.tokens import lens_tokenizer
 from clearhead.tokens.tokenizers import Tokenizer
 from clearhead.tokens.windows import MixedDataset, WindowDataset
 from data import GPTDatasetV1, LoadedData
 
-EXCERPT = 4096  # tokens
+EXCERPT_TOKENS = 4096
 
 
 def with_prompts(
@@ -44,14 +47,14 @@ def with_prompts(
 
 def choose_prompts(dataset: WindowDataset, tokenizer: Tokenizer, most: int) -> dict[str, object]:
     """Returns prompts of at most `most` tokens for the lens, and a prompt for text samples."""
-    found = prompts_of(excerpts(dataset, tokenizer), lens_tokenizer(tokenizer), most)
+    found = text_prompts(dataset_excerpts(dataset, tokenizer), lens_tokenizer(tokenizer), most)
     return {
         "lens.prompts": found or [*DEFAULT_PROMPTS],
         "trainer.sample_prompt": beginning(found[0]) if found else "",
     }
 
 
-def excerpts(dataset: WindowDataset, tokenizer: Tokenizer) -> list[str]:
+def dataset_excerpts(dataset: WindowDataset, tokenizer: Tokenizer) -> list[str]:
     """Returns parts of the text of a dataset, each of one document."""
     texts = []
     for ids in _tokens_of(dataset, MOST_EXCERPTS):
@@ -59,9 +62,7 @@ def excerpts(dataset: WindowDataset, tokenizer: Tokenizer) -> list[str]:
         for number, document in enumerate(documents):
             kept = document[document != tokenizer.eot_token].tolist()
             text = tokenizer.decode_bytes(kept).decode("utf-8", "ignore")
-            if number == 0:  # it may start inside a word
-                text = re.sub(r"\A\S{,40}(?=\s)", "", text)
-            texts.append(text)
+            texts.append(text if number else without_part_of_a_word(text))
     return texts
 
 
@@ -72,7 +73,7 @@ def _tokens_of(dataset: WindowDataset, most: int) -> list[np.ndarray]:
         return [ids for part in parts for ids in _tokens_of(part, most // len(parts))]
     if isinstance(dataset, GPTDatasetV1):
         tokens = dataset.tokens
-        size, count = min(len(tokens), EXCERPT), min(most, -(-len(tokens) // EXCERPT))
+        size, count = min(len(tokens), EXCERPT_TOKENS), min(most, -(-len(tokens) // EXCERPT_TOKENS))
         starts = np.linspace(0, len(tokens) - size, count).astype(np.int64)
         return [*tokens.gather(starts, size)]
     return [*dataset.batch(np.arange(most))[0].numpy()]  # generated sequences

@@ -114,6 +114,17 @@ def test_exact_changes_equal_a_loop_with_hooks():
     assert max(abs(row["loss_change"]) for row in result["heads"]) > 0.01
 
 
+def test_exact_changes_are_in_fp32_also_in_a_run_in_bf16():
+    model = tiny_model().eval()
+    expected = ablate_heads(model, GROUPS, Windows(), True, math.inf)
+    estimate = ablate_heads(model, GROUPS, Windows(), True, 0)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert ablate_heads(model, GROUPS, Windows(), True, math.inf) == expected
+        rounded = ablate_heads(model, GROUPS, Windows(), True, 0)
+    changes, others = ([row["loss_change"] for row in of["heads"]] for of in (estimate, rounded))
+    assert others == pytest.approx(changes, abs=0.1 * max(map(abs, changes)))
+
+
 def test_estimate_is_the_derivative_towards_the_mean():
     model = tiny_model().double().eval()
     result = ablate_heads(model, GROUPS, Windows(), True, 0)

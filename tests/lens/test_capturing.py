@@ -392,8 +392,11 @@ def test_tokens_and_positions_that_a_model_does_not_have_are_refused():
         capture(model, torch.tensor([[0, size - 1]]))
     model = foreign_model("gpt2")
     limit = model.config.max_position_embeddings
+    ids = torch.zeros(1, limit + 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=str(limit)):
-        capture(model, torch.zeros(1, limit + 1, dtype=torch.int64))
+        capture(model, ids)
+    rotating = foreign_model("llama", max_position_embeddings=limit)  # has any position
+    assert capture(rotating, ids).layers[0].weights.shape[-1] == limit + 1
 
 
 def test_no_weights_and_weights_of_a_wrong_shape_are_refused():

@@ -126,7 +126,8 @@ def test_settings_that_do_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("every", -1), ("frames", 1), ("max_tokens", 1), ("prompts", "one text")]
+    ("key", "value"),
+    [("every", -1), ("frames", 1), ("max_tokens", 1), ("repeat_length", 1), ("prompts", "a b")],
 )
 def test_settings_of_the_library_that_do_not_fit(key, value):
     with pytest.raises(ValueError, match=key):

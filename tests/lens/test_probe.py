@@ -10,6 +10,7 @@ from helpers.models import tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from clearhead.interop.huggingface import to_hf
+from clearhead.lens import probe
 from clearhead.lens.capturing import Captured, LayerAttention, capture
 from clearhead.lens.probe import record, to_codes, uniform_of
 from clearhead.lens.prompts import (
@@ -167,8 +168,10 @@ def test_uniform_values_are_those_of_uniform_attention():
     assert uniform_of(prompts[:1])["induction"] is None
 
 
-def test_prompts_that_run_together_are_recorded_as_alone():
+@pytest.mark.parametrize("at_once", [256, 130, 10])  # three, two or one at a time
+def test_prompts_that_run_together_are_recorded_as_alone(monkeypatch, at_once):
     """Shorter ones are padded."""
+    monkeypatch.setattr(probe, "TOKENS_AT_ONCE", at_once)
     model = byte_model()
     prompts = [text_prompt(), repeated(), text_prompt("Hm")]
     together = record(capturing(model, logit_lens=True), prompts, step=0)

@@ -18,6 +18,7 @@ from clearhead.lens.statistics import (
     best_offsets,
     by_statistic,
     measure,
+    measure_uniform,
     num_queries,
     positional,
     ratio_of_sums,
@@ -128,6 +129,15 @@ def test_the_error_is_that_of_the_mean_over_texts():
     means, errors = (np.array(values)[:, 0] for values in zip(*found, strict=True))
     assert means.mean() == pytest.approx(0.3, abs=0.003)
     assert np.sqrt((errors**2).mean()) == pytest.approx(means.std(), rel=0.1)
+
+
+def test_values_for_uniform_attention_are_in_fp32_also_in_a_run_in_bf16():
+    targets = targets_of(
+        Texts(torch.arange(40).reshape(2, 20) % 5, (torch.arange(40) % 7 < 2).reshape(2, 20))
+    )
+    expected = measure(uniform_attention(20).expand(2, 1, 20, 20), None, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(measure_uniform(targets).nan_to_num(), expected.nan_to_num())
 
 
 def test_statistics_do_not_wait_for_the_device():

@@ -287,7 +287,7 @@ def test_heads_are_shown_with_their_names_images_and_curves(run, opened):
     data = cards.nth(0).locator("img").get_attribute("src").partition("base64,")[2]
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA"))
     code_180 = [255 * part for part in matplotlib.colormaps["viridis"](180)[:3]]
-    assert pixels[-1, 0].tolist() == pytest.approx([*code_180, 255], abs=1)
+    assert pixels[-1, 0].tolist() == pytest.approx([*code_180, 255], abs=2)
     assert pixels[0, -1, 3] == 0  # above the diagonal
 
 

@@ -109,7 +109,8 @@ export function clearestHead(frame, accepts = null) {
   const isOnPrompts = findName(run, index, step)?.onPrompts ?? true;
   const prompt = isOnPrompts ? best.prompt
     : Math.max(0, run.prompts.findIndex(({ period }) => !period));
-  return { index, key, frame, prompt, query: sharpestRow(frame, prompt, index, key)?.query ?? null };
+  const row = sharpestRow(frame, prompt, index, key) ?? sharpestRow(frame, prompt, index, "");
+  return { index, key, frame, prompt, query: row?.query ?? null };
 }
 
 /** Returns the view of this head. */

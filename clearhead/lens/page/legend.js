@@ -9,11 +9,14 @@ import { clearestHead } from "./finding.js";
 const indices = () => Array.from({ length: run.count }, (_, index) => index);
 
 let known = new Set(); // the names that heads of the run have at any step
+let hasOutlined = false; // whether a name does not hold on the text, at any step
 
 /** Writes what depends on the steps of the run. */
 export function buildSubject() {
   writeSubject();
   known = new Set(run.namesAt.flat().map((n) => run.names[n].key));
+  hasOutlined = run.nameSteps.some((step) =>
+    indices().some((index) => findName(run, index, step)?.onText === false));
 }
 
 export function buildLegend() {
@@ -66,22 +69,24 @@ function writeSubject() {
   $("subject").replaceChildren(...text);
 }
 
-/** Returns that no head copies at a step, and which head is nearest to it; "" if one does. */
+/** Returns that no head is an induction head at a step, and which is nearest; "" if one is. */
 function noCopyText(step) {
   const { values, uniform } = statisticOf(run, "induction") ?? {};
   const last = values?.at(-1) ?? [];
   if (!last.every(Number.isFinite) || !last.length || !Number.isFinite(uniform) ||
     indices().some((index) => nameAt(run, index, step) === "induction")) return "";
   const most = last.indexOf(Math.max(...last));
-  return ` No head copies from earlier in the text: the largest mean weight for “induction” is ` +
-    `${format(last[most])} (${headName(most, run)}), and chance is ${format(uniform)}.`;
+  return " No head is an induction head, which copies from earlier in the text: the largest mean " +
+    `weight is ${format(last[most])} (${headName(most, run)}), and chance is ${format(uniform)}.`;
 }
 
 /** Updates the legend: the number of heads of each name at the shown step, also of another run. */
 export function drawLegend() {
   const names = indices().map((index) => shownName(index));
   const shown = names.map((name) => name?.key);
-  $("hollow").hidden = names.every((name) => name?.onText !== false);
+  $("hollow").hidden = !hasOutlined;
+  const isOutlined = names.some((name) => name?.onText === false);
+  $("hollow").style.visibility = isOutlined ? "" : "hidden"; // the same place at all steps
   for (const button of $("names").querySelectorAll("button")) {
     const { name } = button.dataset;
     const count = shown.filter((key) => key === name).length;

@@ -55,7 +55,8 @@ export function missingForCopying() {
   const [induction, previous] = ["induction", "previous_token"].map(bestHead);
   const missing = [
     repeatedPrompt() < 0 && "a repeated sequence as a prompt",
-    previous === null && "a previous-token head", induction === null && "an induction head",
+    previous === null && "a previous-token head on the prompts",
+    induction === null && "an induction head on the prompts",
   ].filter(Boolean);
   return missing.length || findSubject() ? missing : ["the losses at a step before the induction head"];
 }
