@@ -128,7 +128,7 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
     ]  # 7 at step 10
     # The loss of the last validation, its step, and the loss of the first one.
     assert numbers([opened_page.locator(".result").inner_text()]) == [
-        ["7.2500", "30", "10.0000", "0."]
+        ["7.2500", "1,900", "30", "10.0000", "0."]
     ]
 
 
