@@ -84,6 +84,8 @@ def capture(
     model = unwrapped(model)
     device = next((parameter.device for parameter in model.parameters()), None)
     ids = torch.atleast_2d(torch.as_tensor(input_ids, device=device))
+    if not ids.numel():
+        raise ValueError("input_ids: no token")
     if not attention:
         _check_ids(ids, model)
     result, count = Captured(), 0
@@ -215,6 +217,7 @@ def _of_transformers(
     options: dict[str, Any] = dict(OPTIONS)
     if not (all_logits or lens) and "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
+    options["attention_mask"] = torch.ones_like(ids)  # without it, some models warn of padding
 
     def receive_from(
         module: nn.Module, weights: Tensor, scores: Tensor | None, values: Tensor
@@ -238,7 +241,7 @@ def _of_transformers(
         with lens or contextlib.nullcontext():
             output = model(input_ids=ids, **options)
         if not count:  # a model without AttentionInterface, such as GPT-Neo or BLOOM
-            again = model(input_ids=ids, output_attentions=True, **OPTIONS)
+            again = model(input_ids=ids, output_attentions=True, **options)
             for count, weights in enumerate(getattr(again, "attentions", None) or (), 1):
                 logits = lens.of_layer(count - 1) if lens else None
                 receive(LayerAttention(weights.float(), logits=logits))

@@ -61,19 +61,22 @@ class Snapshot:
     # Statistics: the mean over the heads of each layer, and for those that name heads the largest
     # of all heads.
     metrics: dict[str, float]
-    heads: dict[str, float]  # statistics of each head; dashboards hide them by default
-    histograms: dict[str, np.ndarray]  # values of each statistic, all heads
+    # Statistics of each head; dashboards hide them by default.
+    heads: dict[str, float] = field(repr=False)
+    histograms: dict[str, np.ndarray] = field(repr=False)  # values of each statistic, all heads
     images: dict[str, Path] = field(default_factory=dict)  # PNG or WebP
     captions: dict[str, str] = field(default_factory=dict)  # of images
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
     # Rows with the same keys. A cell may be an image, uint8 (height, width, 3).
-    tables: dict[str, list[dict]] = field(default_factory=dict)
+    tables: dict[str, list[dict]] = field(default_factory=dict, repr=False)
     # (layer, head) of all heads with a name that no head had before in this run, by the title of
     # the name: {"previous token": [(0, 1)]}
     first_heads: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     # At the last step, curves of each statistic: (steps, for each layer the mean over its heads at
     # each step).
-    charts: dict[str, tuple[list[int], dict[str, list[float]]]] = field(default_factory=dict)
+    charts: dict[str, tuple[list[int], dict[str, list[float]]]] = field(
+        default_factory=dict, repr=False
+    )
 
 
 class Lens:
@@ -107,8 +110,11 @@ class Lens:
     ):
         self.config = config or LensConfig()
         self.tokenizer = tokens = lens_tokenizer(tokenizer)
-        self.max_steps, self.folder, self.run_name = max_steps, Path(folder), run_name
+        self.max_steps, self.folder = max_steps, Path(folder)
+        self.run_name = run_name or self.folder.resolve().parent.name
         self.attention, self.dashboard = attention, dashboard
+        if not isinstance(text, str | Tensor | None):
+            raise TypeError(f"text: {type(text).__name__} is not a str; use Path.read_text()")
         limit = min(self.config.max_tokens, context_length)
         texts = self.config.prompts
         if texts is None:

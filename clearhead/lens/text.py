@@ -49,7 +49,8 @@ def windows_of(text: str, tokenizer: LensTokenizer, context_length: int) -> Tens
     token_ids, prefix = tokenizer.encode(text), list(tokenizer.prefix)
     length = min(context_length - len(prefix), MAX_TOKENS, len(token_ids) // 2)
     if length < 8:
-        raise ValueError(f"a text of {len(token_ids)} tokens is too short to measure heads")
+        reason = "is too short to measure heads; at least 16"
+        raise ValueError(f"text={text[:40]!r}: {len(token_ids)} tokens; {reason}")
     count = min(MAX_WINDOWS, len(token_ids) // length)
     starts = np.linspace(0, len(token_ids) - length, count).astype(int)
     return torch.tensor([[*prefix, *token_ids[start : start + length]] for start in starts])

@@ -99,7 +99,7 @@ class LensCallback(TrainerCallback):
     ) -> None:
         """Prints the names of heads and where the page is."""
         if self.lens and self.lens.last:
-            for line in self.lens.most_significant_heads():
+            for line in self.lens.most_significant_heads() or ["no head has a name"]:
                 print(f"attention heads  {line}")
             print(f"attention page   {self.lens.folder / 'timelapse.html'}")
 

@@ -399,6 +399,11 @@ def test_tokens_and_positions_that_a_model_does_not_have_are_refused():
     assert capture(rotating, ids).layers[0].weights.shape[-1] == limit + 1
 
 
+def test_no_tokens_are_refused():
+    with pytest.raises(ValueError, match="input_ids"):
+        capture(tiny_model(), [])
+
+
 def test_no_weights_and_weights_of_a_wrong_shape_are_refused():
     model = OneHead()
     for wrong in (torch.eye(12), torch.eye(12).repeat(2, 1, 1), torch.eye(13).repeat(2, 1, 1, 1)):

@@ -13,6 +13,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from helpers.models import tiny_model
 from helpers.pages import GivenModel, a_run, read, snapshot_of, unpacked
 from helpers.runs import assert_same, rows, weights
 from helpers.tally import trials
@@ -132,6 +133,23 @@ def test_settings_that_do_not_fit():
 def test_settings_of_the_library_that_do_not_fit(key, value):
     with pytest.raises(ValueError, match=key):
         LensConfig(**{key: value})
+
+
+def test_a_model_that_has_diverged_has_no_names():
+    tokenizer, model = get_tokenizer("byte"), tiny_model(vocab_size=257, context_length=64)
+    model.token_emb.weight.data.fill_(math.nan)
+    for text in (None, "Tam heard the bell, and the bell heard Tam. " * 30):
+        lens = Lens(tokenizer, context_length=64, folder="unused", text=text)
+        data, _ = lens.inspect(model)
+        assert (data.row.names == 0).all()
+
+
+def test_arguments_of_the_library_that_do_not_fit(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("The bell rang. " * 40)
+    for error, text in ((TypeError, path), (ValueError, str(path)), (ValueError, "too short")):
+        with pytest.raises(error, match="text"):
+            Lens(get_tokenizer("byte"), context_length=64, folder="unused", text=text)
 
 
 def test_prompts_of_the_library():

@@ -19,11 +19,13 @@ const upTo = (count) => Array.from({ length: count }, (_, n) => n);
 function targetsOf(name, prompt, query, tokensBack) {
   const { tokens, period } = prompt;
   const inCopy = period > 0 && query > period && query <= 2 * period;
+  const earlier = (shift) => upTo(query).filter((key) =>
+    key >= shift && tokens[key - shift] === tokens[query]);
   return {
     previous_token: [query - 1],
     offset: query >= tokensBack ? [query - tokensBack] : [],
-    induction: inCopy ? [query - period + 1] : [],
-    duplicate_token: inCopy ? [query - period] : [],
+    induction: inCopy ? [query - period + 1] : period ? [] : earlier(1),
+    duplicate_token: inCopy ? [query - period] : period ? [] : earlier(0),
     first_token: [0],
     diagonal: [query],
     // Between random tokens, a separator separates nothing.
@@ -105,8 +107,9 @@ export function clearestHead(frame, accepts = null) {
   }
   if (!best) return null;
   const { index, key } = best;
-  // Of a head whose name holds on the text only, the repeated sequence is no example.
-  const isOnPrompts = findName(run, index, step)?.onPrompts ?? true;
+  // The repeated sequence is no example of a head whose name holds on the text only, and harder to
+  // read than a text if there is no name.
+  const isOnPrompts = findName(run, index, step)?.onPrompts ?? !run.windows;
   const prompt = isOnPrompts ? best.prompt
     : Math.max(0, run.prompts.findIndex(({ period }) => !period));
   const row = sharpestRow(frame, prompt, index, key) ?? sharpestRow(frame, prompt, index, "");
@@ -131,7 +134,7 @@ export const distanceText = (distance) =>
 const ORDINALS = ["first", "second", "third"];
 
 /** Returns the part of a sentence that says to which token the query token attends. */
-function patternText({ key: name, target }, { tokens, labels, period }, { query, key }) {
+function patternText({ key: name, target }, { tokens, labels }, { query, key }) {
   const quoted = (n) => quotedToken(labels[n]);
   const nth = (n) => {
     const count = tokens.slice(0, n + 1).filter((token) => token === tokens[n]).length;
@@ -143,8 +146,8 @@ function patternText({ key: name, target }, { tokens, labels, period }, { query,
     offset: () => ["at ", quoted(query), ` (${query}) it attends to ${target} it, `, quoted(key),
       ","],
     induction: () => ["at ", ...nth(query), " it attends to the token after ",
-      ...nth(query - period)],
-    duplicate_token: () => ["at ", ...nth(query), " it attends to ", ...nth(query - period)],
+      ...nth(key - 1)],
+    duplicate_token: () => ["at ", ...nth(query), " it attends to ", ...nth(key)],
     first_token: () => ["at ", quoted(query), ` (${query}) it attends to the first token, `,
       quoted(0), ","],
     diagonal: () => ["at ", quoted(query), ` (${query}) it attends to itself`],
@@ -216,9 +219,11 @@ export function withArticle({ title }) {
   return `${/^[aeiou]/.test(title) ? "an" : "a"} ${title}`;
 }
 
-/** Returns the row on which to see the name of a head, if possible of the shown prompt, or null. */
+/** Returns the row on which to see the name of a head, if possible of the shown prompt, or null. Of
+ * copying, a text is a weak example. */
 function bestRow(name, index) {
-  const row = sharpestRow(state.frame, state.prompt, index, name);
+  const isWeak = ["induction", "duplicate_token"].includes(name) && !run.prompts[state.prompt].period;
+  const row = isWeak ? null : sharpestRow(state.frame, state.prompt, index, name);
   const best = row ? null : bestPrompt(state.frame, name, index);
   return best ? sharpestRow(state.frame, best.prompt, index, name) : row;
 }
@@ -263,12 +268,15 @@ function exampleText(name, index, row) {
     bold(formatWeight(row.weight)), ` (chance ${format(row.uniform)})${onPromptText(name, index)}.`];
 }
 
+const whereTitle = ({ where, onText }) => (where && (onText ? "The prompts do not have this pattern."
+  : `This pattern is clear on random tokens that are written twice, and not on ${textName()}.`));
+
 /** Shows what the enlarged head does at the shown step, on its sharpest row. */
 export function drawFinding() {
   const index = selected();
   const name = index === null ? null : findName(run, index, here.step);
   $("detail-name").replaceChildren(...(name ? [`· ${name.title} `,
-    make("small", { textContent: name.where })] : []));
+    make("small", { textContent: name.where, title: whereTitle(name) })] : []));
   $("detail-name").className = name ? `kind-${name.key}` : "";
   if (index === null) return;
   const head = headName(index);
