@@ -368,6 +368,8 @@ def test_models_without_attention_weights_are_refused_with_one_line():
     layers = {"layer_types": ["linear_attention", "full_attention"]}
     sizes = COMMON | GROUPED | small | layers | experts | linear
     hybrid = AutoConfig.for_model("qwen3_next", **sizes)
+    layers["layer_types"] = layers["layer_types"][::-1]  # attention in the first layer
+    other = AutoConfig.for_model("qwen3_next", **(sizes | layers))
     t5 = AutoConfig.for_model("t5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     for error, model in (
         (TypeError, Blocks()),
@@ -375,6 +377,7 @@ def test_models_without_attention_weights_are_refused_with_one_line():
         (ValueError, bert),  # attends to future tokens
         (ValueError, AutoModel.from_config(AutoConfig.for_model("mamba", **small))),
         (ValueError, AutoModelForCausalLM.from_config(hybrid)),
+        (ValueError, AutoModelForCausalLM.from_config(other)),
     ):
         seen = []
         with pytest.raises(error) as raised:
