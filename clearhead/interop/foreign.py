@@ -59,33 +59,30 @@ def load_any(
     tokenizer: a directory or hub:NAME with the tokenizer, if the model's has none. Raises
     CheckpointError, naming the setting `key` or "tokenizer".
     """
-    if not path.startswith(hub.HUB) and not (Path(path) / CONFIG).is_file():
-        try:
-            return load_pretrained(path, key)
-        except DamagedCheckpointError:
+    is_hugging_face = path.startswith(hub.HUB) or (Path(path) / CONFIG).is_file()
+    config = _folder(path, key, [CONFIG]) / CONFIG if is_hugging_face else None
+    if config and tokenizer:
+        return _load(path, key, tokenizer, config)
+    try:
+        return load_pretrained(path, key)
+    except DamagedCheckpointError:
+        raise
+    except CheckpointError as error:
+        if config:  # another architecture or tokenizer than ours
+            return _load(path, key, tokenizer, config)
+        if not any(map(_is_model, glob.glob(f"{glob.escape(path)}/checkpoint-*"))):
             raise
-        except CheckpointError as error:
-            if not any(map(_is_model, glob.glob(f"{glob.escape(path)}/checkpoint-*"))):
-                raise
-            several = f", or checkpoints='{path}/checkpoint-*'" * (key == "checkpoint")
-            hint = f"give one of them{several}"
-            raise CheckpointError(key, path, "is a folder of checkpoints", hint) from error
-    folder = _folder(path, key, [CONFIG])
-    if not tokenizer:
-        try:
-            return load_pretrained(path, key)
-        except DamagedCheckpointError:
-            raise
-        except CheckpointError:  # another architecture or tokenizer than ours
-            pass
-    return _load(path, key, tokenizer, str(read_config(folder / CONFIG).get("model_type")))
+        several = f", or checkpoints='{path}/checkpoint-*'" * (key == "checkpoint")
+        hint = f"give one of them{several}"
+        raise CheckpointError(key, path, "is a folder of checkpoints", hint) from error
 
 
-def _load(path: str, key: str, tokenizer: str | None, kind: str) -> ForeignModel:
+def _load(path: str, key: str, tokenizer: str | None, config: Path) -> ForeignModel:
     try:
         import transformers
     except ImportError as error:
-        reason = f"a model of type {kind:.40} needs the package transformers"
+        kind = read_config(config).get("model_type")
+        reason = f"a model of type {kind!s:.40} needs the package transformers"
         raise CheckpointError(key, path, reason, "pip install transformers accelerate") from error
     folder = _folder(path, key, hub.FILES)
     if (folder / ADAPTER).is_file():

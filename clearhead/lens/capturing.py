@@ -82,10 +82,7 @@ def capture(
     model does not have.
     """
     model = unwrapped(model)
-    device = next((parameter.device for parameter in model.parameters()), None)
-    ids = torch.atleast_2d(torch.as_tensor(input_ids, device=device))
-    if not ids.numel():
-        raise ValueError("input_ids: no token")
+    ids = _on_device(input_ids, model)
     if not attention:
         _check_ids(ids, model)
     result, count = Captured(), 0
@@ -151,6 +148,15 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _on_device(input_ids: Tensor | Sequence[int], model: nn.Module) -> Tensor:
+    """Returns token ids as (B, T) on the device of the model. Raises ValueError without one."""
+    device = next((parameter.device for parameter in model.parameters()), None)
+    ids = torch.atleast_2d(torch.as_tensor(input_ids, device=device))
+    if not ids.numel():
+        raise ValueError("input_ids: no token")
+    return ids
 
 
 def _check_ids(ids: Tensor, model: nn.Module) -> None:

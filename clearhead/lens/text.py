@@ -49,8 +49,8 @@ def windows_of(text: str, tokenizer: LensTokenizer, context_length: int) -> Tens
     token_ids, prefix = tokenizer.encode(text), list(tokenizer.prefix)
     length = min(context_length - len(prefix), MAX_TOKENS, len(token_ids) // 2)
     if length < 8:
-        reason = "is too short to measure heads; at least 16"
-        raise ValueError(f"text={text[:40]!r}: {len(token_ids)} tokens; {reason}")
+        reason = f"heads need at least 16 tokens, and this text has {len(token_ids)}"
+        raise ValueError(f"text={text[:40]!r}: {reason}")
     count = min(MAX_WINDOWS, len(token_ids) // length)
     starts = np.linspace(0, len(token_ids) - length, count).astype(int)
     return torch.tensor([[*prefix, *token_ids[start : start + length]] for start in starts])

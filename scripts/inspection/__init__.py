@@ -1,0 +1,1 @@
+"""Parts of scripts.inspect_attention: its settings, and on what heads are measured."""
