@@ -104,9 +104,10 @@ def record(
     offsets = best_offsets(on_text.means if on_text else np.mean(found, axis=0))
     of_prompts = [_on_prompt(values, offsets, p) for values, p in zip(found, prompts, strict=True)]
     over_prompts = {key: _mean([of[key] for of in of_prompts]) for key in STATISTICS}
-    found = _positional(codes, prompts, over_prompts["positional"])
-    # The bytes of a diverged model, whose weights are NaN, have no meaning.
-    over_prompts["positional"] = np.where(np.isnan(over_prompts["entropy"]), np.nan, found)
+    # It is computed from bytes, which have no meaning if the weights of a diverged model are NaN.
+    has_diverged = np.isnan(over_prompts["entropy"])
+    positions = _positional(codes, prompts, over_prompts["positional"])
+    over_prompts["positional"] = np.where(has_diverged, np.nan, positions)
     values, uniform = over_prompts, uniform_of(prompts)
     if on_text:
         values = by_statistic(on_text.means, offsets) | {"positional": values["positional"]}

@@ -268,7 +268,7 @@ function exampleText(name, index, row) {
     bold(formatWeight(row.weight)), ` (chance ${format(row.uniform)})${onPromptText(name, index)}.`];
 }
 
-const whereTitle = ({ where, onText }) => (where && (onText ? "The prompts do not have this pattern."
+const whereTitle = ({ where, onText }) => (where && (onText ? "This pattern is not clear on the prompts."
   : `This pattern is clear on random tokens that are written twice, and not on ${textName()}.`));
 
 /** Shows what the enlarged head does at the shown step, on its sharpest row. */
