@@ -286,7 +286,7 @@ def test_a_second_interrupt_ends_immediately_and_loses_nothing(faults, number):
     run = folder / "runs" / "run"
     each = [
         ("SIGINT", STEP, step + 1),
-        ("SIGINT", "clearhead.checkpoint.format.save_file", 1, "after"),
+        ("SIGINT", "clearhead.checkpoint.format.save_file", 1, "held"),
     ]
     training = faults.run(folder, "every step", fault=interrupt(*each), code=130)
     assert "Traceback" not in training.err

@@ -238,7 +238,9 @@ def interrupt(each: list[dict]) -> None:
 
     Each is a dict: "what": a signal name or the text of an error; "at": a function, such as
     train.train_step; "call": the number of the call, from 1, counted after the previous interrupt;
-    "when": "before" the call, "after" it, or "saved": before it, after a pending save.
+    "when": "before" the call, "after" it, "held": after it, and the call does not return, or
+    "saved": before it, after a pending save. The main thread handles a signal: "held" is for a call
+    of another thread, which could go on until then.
     """
     left = [{"call": 1, "when": "before"} | event for event in each]
 
@@ -257,11 +259,14 @@ def interrupt(each: list[dict]) -> None:
             event = left.pop(0)
             if event["when"] == "saved":
                 arguments[0].checkpointer.wait(arguments[0].state)
-            if event["when"] != "after":
+            is_after = event["when"] in ("after", "held")
+            if not is_after:
                 act(event["what"])
             result = real(*arguments, **options)
-            if event["when"] == "after":
+            if is_after:
                 act(event["what"])
+            while event["when"] == "held":
+                time.sleep(1)
             return result
 
         return wrapper
