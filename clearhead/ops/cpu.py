@@ -35,10 +35,12 @@ class _Attention(torch.autograd.Function):
     """Fused forward. Backward recomputes the weights P and multiplies all heads at once. In bf16
     the fused backward is slow: it multiplies small blocks and does not use AMX.
 
-        dV = P^T dO;  dP = dO V^T;  dS = P (dP - rowsum(P dP)) / sqrt(D);  dQ = dS K;  dK = dS^T Q
+        dV = P^T dO;  dP = dO V^T;  dS = P (dP - rowsum(P dP));  dQ = dS K / sqrt(D);
+        dK = dS^T Q / sqrt(D)
 
     P is normalized here and not by the logsumexp of the fused kernel, which belongs to scores that
-    are rounded to bf16: rows of P would not sum to 1.
+    are rounded to bf16: rows of P would not sum to 1. All (T, T) matrices are bf16 and each is read
+    as rarely as possible, because reading them takes longer than the products.
     """
 
     @staticmethod
@@ -48,13 +50,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
-        shape, dtype = grad.shape, grad.dtype
+        shape, scale = grad.shape, 1 / math.sqrt(grad.shape[-1])
         q, k, v, do = (x.flatten(0, 1) for x in (*ctx.saved_tensors, grad))  # (B H, T, D)
-        p = causal_attn_weights(q, k)  # (B H, T, T), fp32
-        dp = (do @ v.mT).float()
-        ds = (p * (dp - (p * dp).sum(-1, keepdim=True)) / math.sqrt(shape[-1])).to(dtype)
-        dv = p.to(dtype).mT @ do
-        return (ds @ k).view(shape), (ds.mT @ q).view(shape), dv.view(shape)
+        mask = q.new_full((shape[-2], shape[-2]), -math.inf).triu(1)
+        p = torch.baddbmm(mask, q, k.mT, alpha=scale).softmax(-1)  # (B H, T, T)
+        p_dp = p * (do @ v.mT)
+        sums = p_dp.sum(-1, keepdim=True, dtype=torch.float32).to(p.dtype)
+        ds = p_dp.addcmul_(p, sums, value=-1)
+        dq, dk = (ds @ k).mul_(scale), (ds.mT @ q).mul_(scale)
+        return dq.view(shape), dk.view(shape), (p.mT @ do).view(shape)
 
 
 # ----------------------------------------------------------------------------------- dropout
