@@ -44,7 +44,7 @@ def fit(run: "Run") -> dict | None:
             with run.log.profiler.step():
                 loss, grad_norm = train_step(run)
             run.metrics.add(loss, grad_norm)
-            run.check_time_limit()
+            run.check_limits()
             row = log_row(run) if run.is_due(trainer.log_every) else {}
             with run.metrics.paused():
                 row = evaluate_and_log(run, row)

@@ -51,8 +51,8 @@ FIXED_BY_WEIGHTS = {
 # Settings and groups that may be changed when a run is resumed. Only the length of the run changes
 # what it learns. All others, also those added later, must keep their values.
 FREE_TRAINER_SETTINGS = (
-    *("max_minutes", "max_steps", "schedule_steps", "micro_batch_size", "compile", "device"),
-    *("activation_checkpointing", "profile", "eval_every", "eval_windows", "log_every"),
+    *("max_minutes", "max_steps", "patience", "schedule_steps", "micro_batch_size", "compile"),
+    *("device", "activation_checkpointing", "profile", "eval_every", "eval_windows", "log_every"),
     *("save_every", "keep", "sample_prompt", "sample_tokens", "on_nonfinite", "max_skips"),
     *("threads", "resume", "resume_override", "init_from"),
 )
@@ -179,8 +179,11 @@ def find_start(
 
 def longer(config: Config, step: int) -> str:
     """Returns the settings with which a finished run trains further."""
-    keeps_steps = config.trainer.max_minutes and not names_run(config.trainer.resume)
-    return f"trainer.max_steps above {step}{' and trainer.max_minutes=null' if keeps_steps else ''}"
+    trainer, changes = config.trainer, [f"trainer.max_steps above {step}"]
+    changes += ["trainer.patience=null"] * (trainer.patience is not None)
+    keeps_steps = trainer.max_minutes and not names_run(trainer.resume)
+    changes += ["trainer.max_minutes=null"] * bool(keeps_steps)
+    return " and ".join(changes)
 
 
 def raised_rate(config: Config, state: State) -> list[str]:

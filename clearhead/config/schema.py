@@ -237,6 +237,7 @@ class TrainerConfig(Settings):
 
     max_minutes: AboveZero | None
     max_steps: Annotated[Positive, BeforeValidator(_default_steps)]
+    patience: Positive | None
     schedule_steps: Positive | None
     batch_size: Annotated[Positive, Field(le=2**24)]
     micro_batch_size: Annotated[Positive | Literal["auto"] | None, _within_batch]

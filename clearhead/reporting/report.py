@@ -29,6 +29,7 @@ from clearhead.reporting.console import duration
 from clearhead.reporting.report_heads import heads_section
 
 PAGE = Path(__file__).parent / "report_page"
+RISE = 0.01  # of the validation loss above its minimum, as a fraction, that is reported
 MAX_CONFIG, MAX_PANEL, MAX_PAGE = 2**20, 2**22, 2**30  # bytes; larger files are ignored
 
 
@@ -100,10 +101,22 @@ def result(rows: list[dict], final: dict, heads: str) -> str:
             bits = "" if math.isnan(bits) else f" ({bits:.3f} bits per byte)"
             shown = f"{rounded(loss, 4)} nats per token{bits}{windows} after {step:,} steps{since}"
             parts.append(f"The {name} loss is {shown}")
+            if key == "val/loss":
+                best_step, lowest = min(points, key=lambda point: point[1])
+                parts += rises(best_step, lowest, points[-1][1])
             break
     parts += [heads] * bool(heads)
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def rises(best_step: int, lowest: float, last: float) -> list[str]:
+    """Returns a sentence if the validation loss has risen since its minimum. lowest, last: the
+    lowest and the last validation loss."""
+    if last <= (1 + RISE) * lowest:
+        return []
+    helps = "more text, a smaller model or dropout helps"
+    return [f"the validation loss rises since step {best_step:,}: {helps}"]
 
 
 def facts(rows: list[dict], starts: list[dict], final: dict) -> str:

@@ -30,6 +30,7 @@ from clearhead.errors import DivergedError, RunError, best_effort, format_error
 from clearhead.files import as_json, atomic_write, last_values, read_object, script_path
 from clearhead.optim.optimizers import learning_rate
 from clearhead.reporting.metrics import Metrics
+from clearhead.reporting.report import rises
 from clearhead.reporting.run_log import RunLog
 from clearhead.reporting.summary import write_summary
 from clearhead.run.evaluation import Evaluator
@@ -107,27 +108,42 @@ class Run:
         windows = self.evaluator.batch_size
         return translate_errors(self.config, self.strategy, self.checkpointer, windows)
 
-    def check_time_limit(self) -> None:
-        """Plans fewer steps if steps became slower. Makes this step the last one if there is no
-        time for another one."""
+    def check_limits(self) -> None:
+        """Makes this step the last one if there is no time for another one, or if the validation
+        loss has not become lower for trainer.patience validations. Plans fewer steps if steps
+        became slower."""
         trainer, step = self.config.trainer, self.state.step
+        ends, limit = f"the run ends after step {step}", "max_minutes"
         if self.stop.plans_fewer_steps():
             fewer = self.stop.last_step
-            self.config = self.config.with_values({"trainer.max_steps": fewer})
-            self.state.settings = self.config.model_dump()  # a resumed run has the same schedule
-            if self.strategy.is_rank_0:
-                with best_effort("run.json: cannot be written"):
-                    tokenizer = self.evaluator.tokenizer
-                    write_settings(self.directory, self.state.settings, self.state.data, tokenizer)
-            self.log.console.max_steps = fewer
-            text = f"steps became slower; the learning rate decays from step {step} to step {fewer}"
-        elif self.stop.is_out_of_time(step):
-            text = f"the run ends after step {step}"
-        else:
+            self._plan({"trainer.max_steps": fewer})  # a resumed run has the same schedule
+            ends = f"steps became slower; the learning rate decays from step {step} to step {fewer}"
+        elif self._is_out_of_patience():
+            limit, schedule = "patience", trainer.schedule_steps or trainer.max_steps
+            self.stop.last_step = step  # a repeated run has the same schedule
+            self._plan({"trainer.max_steps": step, "trainer.schedule_steps": schedule})
+            ends = f"the validation loss is lowest at step {self.state.best_step}; {ends}"
+        elif not self.stop.is_out_of_time(step):
             return
-        text += f", planned were {trainer.max_steps} steps"
-        self.log.console.print(f"trainer.max_minutes={trainer.max_minutes}: {text}")
+        ends += f", planned were {trainer.max_steps} steps"
+        self.log.console.print(f"trainer.{limit}={getattr(trainer, limit)}: {ends}")
         self.log.tracker.last_step = self.stop.last_step
+
+    def _is_out_of_patience(self) -> bool:
+        trainer, (step, best) = self.config.trainer, (self.state.step, self.state.best_step)
+        if trainer.patience is None or best is None or step == self.stop.last_step:
+            return False
+        return step > best + trainer.patience * (trainer.eval_every or trainer.max_steps)
+
+    def _plan(self, values: dict[str, object]) -> None:
+        """Changes the settings of the run, also the stored ones."""
+        self.config = self.config.with_values(values)
+        self.state.settings = self.config.model_dump()
+        self.log.console.max_steps = self.config.trainer.max_steps
+        if self.strategy.is_rank_0:
+            with best_effort("run.json: cannot be written"):
+                tokenizer = self.evaluator.tokenizer
+                write_settings(self.directory, self.state.settings, self.state.data, tokenizer)
 
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics; writes those after the last step to
@@ -176,6 +192,11 @@ class Run:
             log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
         if state.val_loss is not None:
             lines.append(f"validation loss  {state.val_loss:.4f}{best}")
+        given = folder
+        losses = state.best_loss, state.val_loss
+        if None not in losses and (turn := rises(state.best_step, *losses)):
+            given = folder / "checkpoints" / "best"
+            lines.append(f"overfitting      {turn[0]}")
         lines.append(f"run directory    {folder}")
         if not self.was_finished:
             waited = f"saving blocked training for {self.checkpointer.seconds:.1f} s"
@@ -189,7 +210,7 @@ class Run:
         if self.config.trainer.profile:
             lines.append(f"profile          {folder / 'profile'}")
         prompt = re.sub("^@", "@@", self.config.trainer.sample_prompt or "")  # @FILE: from a file
-        command = ["python", script_path("generate.py"), f"checkpoint={folder}", f"prompt={prompt}"]
+        command = ["python", script_path("generate.py"), f"checkpoint={given}", f"prompt={prompt}"]
         lines.append(f"generate text    {shlex.join(command)}")
         if uploaded:
             lines.append(f"W&B model        {uploaded}")

@@ -7,11 +7,11 @@ import { roundTicks } from "../../lens/page/ticks.js";
 // Lines: [metric, name, CSS classes]. Class "thin": the line behind a smoothed one. text: a value with
 // the digits that report.py writes.
 const CHARTS = [
-  {title: "Loss", unit: "nats per token", text: (value) => rounded(value, 4), lines: [
+  {title: "Loss", unit: "nats per token", isLoss: true, text: (value) => rounded(value, 4), lines: [
     ["train/loss", "training", "training"], ["smoothed", "smoothed", "training"],
     ["val/loss", "validation", "validation"],
   ]},
-  {title: "Validation", unit: "bits per byte", text: (value) => rounded(value, 3),
+  {title: "Validation", unit: "bits per byte", isLoss: true, text: (value) => rounded(value, 3),
     lines: [["val/bits_per_byte", "validation", "validation"]]},
   {title: "Validation accuracy", unit: "of targets", text: (value) => `${(100 * value).toFixed(1)}%`,
     tick: (value) => `${compact.format(100 * value)}%`,
@@ -25,6 +25,7 @@ const CHARTS = [
   {title: "Gradient norm", unit: "before clipping", fromZero: true, text: format,
     lines: [["train/grad_norm", "gradient norm", "training"]]},
 ];
+const RISE = 1.01; // of a validation line above its minimum, as in report.py
 const MARKERS_UP_TO = 60; // with more points, markers would hide the line
 const compact = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 4});
 
@@ -82,7 +83,7 @@ function drawChart(figure, {title, unit, ...options}, lines) {
   }
 }
 
-function drawPlot(figure, readout, {title, fromZero, text, tick = compact.format}, lines) {
+function drawPlot(figure, readout, {title, isLoss, fromZero, text, tick = compact.format}, lines) {
   const [x0, x1] = [data.steps[0], Math.max(data.steps[1], data.steps[0] + 1)];
   const values = lines.flatMap((line) => line.points.map((point) => point[1]));
   const low = Math.min(...values, fromZero ? 0 : Infinity);
@@ -104,7 +105,21 @@ function drawPlot(figure, readout, {title, fromZero, text, tick = compact.format
       svg("circle", plot, {class: classes, r: 3.5, cx: `${x(step)}%`, cy: `${y(value)}%`});
     }
   }
+  for (const {classes, points} of lines) {
+    if (classes === "validation" && isLoss) markLowest(plot, points, {x, y, text});
+  }
   addCursor(plot, readout, lines, {x, y, text, stepAt: (across) => x0 + across * (x1 - x0)});
+}
+
+/** Marks the lowest value of a validation line, if the line rises after it. */
+function markLowest(plot, points, {x, y, text}) {
+  const [step, value] = points.reduce((best, point) => (point[1] < best[1] ? point : best));
+  if (points.at(-1)[1] <= RISE * value) return;
+  const at = {x: `${x(step)}%`, y: `${y(value)}%`};
+  svg("circle", plot, {class: "validation lowest", r: 6, cx: at.x, cy: at.y});
+  const anchor = x(step) < 25 ? "start" : x(step) > 75 ? "end" : "middle";
+  const place = {class: "validation", ...at, dy: "-1em", "text-anchor": anchor};
+  svg("text", plot, place, `lowest: ${text(value)} at step ${step.toLocaleString("en")}`);
 }
 
 /** Shows the values at the cursor, or at the last step. */

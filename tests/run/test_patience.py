@@ -1,0 +1,63 @@
+"""trainer.patience: a run ends when its validation loss does not become lower any more."""
+
+import json
+
+import pytest
+from helpers.ranks import check_same_bytes
+
+from clearhead.checkpoint.run_directory import settings_of
+from train import fit
+
+LOSSES = {0: 5.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.4}
+OVERFITTED = ("trainer.max_steps=20", "trainer.eval_every=2", "optimizer.schedule=cosine")
+
+
+@pytest.fixture
+def overfit(make_run):
+    """Returns a function that trains a run whose validation loss is lowest at step 4."""
+
+    def train(*arguments, losses=LOSSES, rest=2.6):
+        run = make_run(*OVERFITTED, *arguments)
+        run.evaluator.validate = lambda _, step, *__: {"val/loss": losses.get(step, rest)}
+        return run, fit(run)
+
+    return train
+
+
+@pytest.mark.parametrize("patience, steps", [(1, 7), (2, 9), (8, 20), ("null", 20)])
+def test_the_run_ends_after_so_many_validations(overfit, tmp_path, patience, steps):
+    run, summary = overfit("name=early", f"trainer.patience={patience}")
+    folder = tmp_path / "runs" / "early"
+    assert (summary["steps"], run.state.best_step) == (steps, 4)
+    assert (folder / "checkpoints" / "best").resolve().name == "step_00000004"
+    assert (folder / "checkpoints" / "last").resolve().name == f"step_{steps:08}"
+    # A run with this number of steps and this schedule is the same.
+    same = ("trainer.schedule_steps=20", f"trainer.max_steps={steps}", "name=plain")
+    overfit(*same)
+    check_same_bytes(folder, tmp_path / "runs" / "plain")
+
+
+def test_the_same_command_does_not_train_a_run_that_has_ended_early(overfit, tmp_path):
+    overfit("name=early", "trainer.patience=1")
+    run, _ = overfit("name=early", "trainer.patience=1")
+    assert (run.was_finished, run.state.step) == (True, 7)
+    run, _ = overfit("name=early", "trainer.patience=null")
+    assert run.state.step == 20
+    assert settings_of(tmp_path / "runs" / "early")["trainer"]["schedule_steps"] is None
+
+
+def test_a_loss_that_becomes_lower_does_not_end_the_run(overfit):
+    falling = {step: 5.0 - step / 10 for step in range(0, 21, 2)}
+    assert overfit("trainer.patience=1", losses=falling)[1]["steps"] == 20
+
+
+@pytest.mark.parametrize("rest, is_best", [(2.6, True), (2.01, False)])
+def test_text_is_generated_with_the_best_weights_if_the_loss_has_risen(
+    overfit, capsys, tmp_path, rest, is_best
+):
+    overfit("name=run", rest=rest)
+    commands = [line for line in capsys.readouterr().out.splitlines() if "checkpoint=" in line]
+    assert ("checkpoints/best" in commands[-1]) == is_best
+    report = (tmp_path / "runs" / "run" / "report.html").read_text()
+    lowest = json.dumps([4, 2.0])
+    assert lowest in report
