@@ -113,7 +113,11 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
     loss = figures.nth(0).locator(".plot")
     assert drawn(loss, "training") == near([(10, 8), (20, 6), (30, 5)])
     assert drawn(loss, "validation") == near([(0, 10), (10, 7), (30, 7.5)])
-    assert loss.locator("circle.validation").count() == 3
+    points = [c.get_attribute("cx") for c in loss.locator("circle.validation").all()]
+    assert len(points) == 3
+    lowest = [c.get_attribute("cx") for c in loss.locator("circle.lowest").all()]
+    assert lowest == points[1:2]  # the loss rises since step 10
+    assert not figures.nth(3).locator("circle.lowest").count()
     assert loss.locator("text.y").first.get_attribute("y") == "100%"  # the lowest at the bottom
     speed = figures.nth(3).locator(".plot")
     assert drawn(speed, "throughput") == near([(10, 20), (20, 30), (30, 40)])
@@ -126,10 +130,10 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
         ["6.0000"],
         ["7.0000", "10"],
     ]  # 7 at step 10
-    # The loss of the last validation, its step, and the loss of the first one.
-    assert numbers([opened_page.locator(".result").inner_text()]) == [
-        ["7.2500", "1,900", "30", "10.0000", "0."]
-    ]
+    # The loss at the end, the windows, the step, the loss of the first validation, the step since
+    # which the loss rises.
+    (found,) = numbers([opened_page.locator(".result").inner_text()])
+    assert found == ["7.2500", "1,900", "30", "10.0000", "0", "10"]
 
 
 def test_text_with_markup_is_escaped(run, opened, tmp_path):

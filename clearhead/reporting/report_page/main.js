@@ -116,7 +116,7 @@ function markLowest(plot, points, {x, y, text}) {
   const [step, value] = points.reduce((best, point) => (point[1] < best[1] ? point : best));
   if (points.at(-1)[1] <= RISE * value) return;
   const at = {x: `${x(step)}%`, y: `${y(value)}%`};
-  svg("circle", plot, {class: "validation lowest", r: 6, cx: at.x, cy: at.y});
+  svg("circle", plot, {class: "lowest", r: 6, cx: at.x, cy: at.y});
   const anchor = x(step) < 25 ? "start" : x(step) > 75 ? "end" : "middle";
   const place = {class: "validation", ...at, dy: "-1em", "text-anchor": anchor};
   svg("text", plot, place, `lowest: ${text(value)} at step ${step.toLocaleString("en")}`);
