@@ -12,53 +12,55 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from attention import causal_attn_weights, sdpa
+from attention import sdpa
 
 # --------------------------------------------------------------------------------- attention
 
 
+LONGEST = 512  # the fused kernel skips the masked half, so it is faster for longer sequences
+
+
 def attention(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """Computes sdpa of attention.py with faster dropout and, in bf16, a faster gradient of short
-    sequences. queries, keys, values (B, H, T, D) -> context_vec (B, H, T, D)."""
-    if dropout_p > 0:  # no fused CPU kernel has dropout: torch writes the weights to memory too
-        attn_weights = causal_attn_weights(queries, keys).to(values.dtype)
-        return dropout(attn_weights, dropout_p) @ values
-    # For longer sequences the fused kernel has a faster gradient: it skips the masked half.
-    longest = 512 if torch.compiler.is_compiling() else 128
-    fits = queries.shape == keys.shape and keys.shape[-2] <= longest
-    if fits and queries.dtype == torch.bfloat16:
-        return _Attention.apply(queries, keys, values)
+    """Computes sdpa of attention.py, in training faster with dropout and for short sequences in
+    bf16. queries (B, H, T, D), keys and values (B, H, S, D) -> context_vec (B, H, T, D)."""
+    is_short = keys.shape[-2] <= LONGEST and queries.dtype == torch.bfloat16
+    # No fused CPU kernel has dropout: torch writes the weights to memory too.
+    if dropout_p > 0 or (is_short and queries.requires_grad):
+        return _Attention.apply(queries, keys, values, dropout_p)
     return sdpa(queries, keys, values)
 
 
 class _Attention(torch.autograd.Function):
-    """Fused forward. Backward recomputes the weights P and multiplies all heads at once. In bf16
-    the fused backward is slow: it multiplies small blocks and does not use AMX.
+    """Attention that keeps its weights for the gradient and multiplies all heads at once. In bf16
+    the fused kernel is slow: it multiplies small blocks and does not use AMX.
 
-        dV = P^T dO;  dP = dO V^T;  dS = P (dP - rowsum(P dP));  dQ = dS K / sqrt(D);
-        dK = dS^T Q / sqrt(D)
+    With weights P, dropout mask M (0 or 1 / (1 - dropout_p)) and W = M P, the output is O = W V:
 
-    P is normalized here and not by the logsumexp of the fused kernel, which belongs to scores that
-    are rounded to bf16: rows of P would not sum to 1. All (T, T) matrices are bf16 and each is read
-    as rarely as possible, because reading them takes longer than the products.
+        dV = W^T dO;  dP = M (dO V^T);  dS = P dP - P rowsum(P dP);  dQ = dS K / sqrt(D);
+        dK = dS^T Q / sqrt(D).                M is not needed: P dP = W (dO V^T).
+
+    Each (T, S) matrix has the dtype of the queries and is read as rarely as possible, because
+    reading it takes longer than the products.
     """
 
     @staticmethod
-    def forward(ctx, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        ctx.save_for_backward(queries, keys, values)
-        return sdpa(queries, keys, values)
+    def forward(ctx, queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float) -> Tensor:
+        q, k, v = (x.flatten(0, 1) for x in (queries, keys, values))  # (B H, T, D), (B H, S, D)
+        (T, S), ctx.scale = (q.shape[1], k.shape[1]), q.shape[-1] ** -0.5
+        mask = q.new_full((T, S), -math.inf).triu(S - T + 1)
+        p = torch.baddbmm(mask, q, k.mT, alpha=ctx.scale).softmax(-1)  # (B H, T, S)
+        w = dropout(p, dropout_p)
+        ctx.save_for_backward(q, k, v, p, w)
+        return (w @ v).view(queries.shape)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
-        shape, scale = grad.shape, 1 / math.sqrt(grad.shape[-1])
-        q, k, v, do = (x.flatten(0, 1) for x in (*ctx.saved_tensors, grad))  # (B H, T, D)
-        mask = q.new_full((shape[-2], shape[-2]), -math.inf).triu(1)
-        p = torch.baddbmm(mask, q, k.mT, alpha=scale).softmax(-1)  # (B H, T, T)
-        p_dp = p * (do @ v.mT)
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, p, w), do = ctx.saved_tensors, grad.flatten(0, 1)
+        p_dp = w * (do @ v.mT)
         sums = p_dp.sum(-1, keepdim=True, dtype=torch.float32).to(p.dtype)
         ds = p_dp.addcmul_(p, sums, value=-1)
-        dq, dk = (ds @ k).mul_(scale), (ds.mT @ q).mul_(scale)
-        return dq.view(shape), dk.view(shape), (p.mT @ do).view(shape)
+        grads = (ds @ k).mul_(ctx.scale), (ds.mT @ q).mul_(ctx.scale), w.mT @ do
+        return *(x.unflatten(0, grad.shape[:2]) for x in grads), None
 
 
 # ----------------------------------------------------------------------------------- dropout

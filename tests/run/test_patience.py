@@ -24,7 +24,7 @@ def overfit(make_run):
     return train
 
 
-@pytest.mark.parametrize("patience, steps", [(1, 7), (2, 9), (8, 20), ("null", 20)])
+@pytest.mark.parametrize(("patience", "steps"), [(1, 7), (2, 9), (8, 20), ("null", 20)])
 def test_the_run_ends_after_so_many_validations(overfit, tmp_path, patience, steps):
     run, summary = overfit("name=early", f"trainer.patience={patience}")
     folder = tmp_path / "runs" / "early"
@@ -51,7 +51,7 @@ def test_a_loss_that_becomes_lower_does_not_end_the_run(overfit):
     assert overfit("trainer.patience=1", losses=falling)[1]["steps"] == 20
 
 
-@pytest.mark.parametrize("rest, is_best", [(2.6, True), (2.01, False)])
+@pytest.mark.parametrize(("rest", "is_best"), [(2.6, True), (2.01, False)])
 def test_text_is_generated_with_the_best_weights_if_the_loss_has_risen(
     overfit, capsys, tmp_path, rest, is_best
 ):
