@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from clearhead.config.schema import Config, ModelSettings
+from clearhead.ops.cpu import LONGEST
 from clearhead.ops.cross_entropy import rows_at_once
 from model import GPT, ModelConfig, model_without_values
 
@@ -185,18 +186,21 @@ def block_activations(job: Job, windows: int) -> float:
 
     A kernel that stores the attention weights (B H T T elements) saves the softmax in fp32, the
     dropout mask and, with dropout or reduced precision, the copy of the softmax that is multiplied
-    by the values. sdpa with dropout is such a kernel on a CPU (ops/cpu.py).
+    by the values. On a CPU, sdpa saves the weights with dropout and for short sequences in bf16,
+    and with dropout the weights that remain (ops/cpu.py).
     """
     model, c, length = job.config.model, job.c, job.config.data.max_length
     has_dropout = model.dropout > 0
     inputs = 1 if job.precision == "fp32" or job.compiled else 3
     per_channel = 8 + (inputs + 13) * c + 2 * has_dropout
-    fused = model.attention == "flex" or (
-        model.attention == "sdpa" and not (job.device == "cpu" and has_dropout)
-    )
-    is_copied = has_dropout or job.precision != "fp32"
-    mask = 4 if job.device == "cpu" and model.attention != "sdpa" and not job.compiled else 1
-    per_weight = 0 if fused else 4 + mask * has_dropout + c * is_copied
+    per_weight = 0  # a fused kernel
+    if model.attention == "sdpa" and job.device == "cpu":
+        is_short = job.precision == "bf16" and length <= LONGEST
+        per_weight = c * (1 + has_dropout) * (is_short or has_dropout)
+    elif model.attention not in ("sdpa", "flex"):
+        mask = 4 if job.device == "cpu" and not job.compiled else 1
+        is_copied = has_dropout or job.precision != "fp32"
+        per_weight = 4 + mask * has_dropout + c * is_copied
     positions = windows * length
     return positions * (per_channel * model.emb_dim + per_weight * model.num_heads * length)
 
