@@ -14,7 +14,7 @@ from clearhead.planning import memory
 from clearhead.planning.memory import Job, estimate
 from model import GPT, ModelConfig
 
-MEASURED = REPOSITORY / "benchmarks" / "results" / "2026-11-22-memory-cpu.json"
+MEASURED = REPOSITORY / "benchmarks" / "results" / "2026-11-28-memory-cpu.json"
 V = 257
 
 
