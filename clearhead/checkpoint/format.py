@@ -43,6 +43,7 @@ from typing_extensions import TypedDict
 
 from clearhead.checkpoint.loss_spikes import LossSpikes, Number, StoredCount
 from clearhead.checkpoint.run_directory import OPTIMIZER
+from clearhead.config.schema import TrainerConfig
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
 from clearhead.files import atomic_write, fsync, open_regular, read_bounded, read_json
 from clearhead.tokens.tokenizer_json import TOKENIZER
@@ -130,6 +131,12 @@ class State:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"][:3])) or "state"
             raise ValueError(f"{name}: {first['msg']}") from None
+
+    def is_out_of_patience(self, trainer: TrainerConfig) -> bool:
+        """Returns whether the step is after trainer.patience validations without a lower loss."""
+        if not (trainer.patience and trainer.eval_every) or self.best_loss is None:
+            return False
+        return self.step > self.best_step + trainer.patience * trainer.eval_every
 
 
 def write(folder: Path, tensors: Tensors, state: dict, tokenizer: bytes | None = None) -> None:

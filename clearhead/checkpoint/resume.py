@@ -173,13 +173,15 @@ def find_start(
         problems.append(Problem("trainer.max_steps", config.trainer.max_steps, reason, hint))
     with strategy.raise_on_all_ranks():
         refuse(problems)
-    was_finished = config.trainer.max_steps <= state.step == summarized
+    ended = state.step >= config.trainer.max_steps or state.is_out_of_patience(config.trainer)
+    was_finished = ended and state.step == summarized
     return config, Start(Path(found), state, in_place, tensors, locked, was_finished)
 
 
 def longer(config: Config, step: int) -> str:
     """Returns the settings with which a finished run trains further."""
-    trainer, changes = config.trainer, [f"trainer.max_steps above {step}"]
+    trainer, changes = config.trainer, []
+    changes += [f"trainer.max_steps above {step}"] * (step >= trainer.max_steps)
     changes += ["trainer.patience=null"] * (trainer.patience is not None)
     keeps_steps = trainer.max_minutes and not names_run(trainer.resume)
     changes += ["trainer.max_minutes=null"] * bool(keeps_steps)

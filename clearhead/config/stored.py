@@ -59,11 +59,8 @@ def with_automatic_values(
     """
     trainer, known, values = config.trainer, flat(before or {}), {}
     given, max_steps = flat(config.model_dump()), trainer.max_steps
-    planned, scheduled = (known.get(f"trainer.{name}_steps") for name in ("max", "schedule"))
-    if trainer.patience and type(planned) is int and max_steps in (UNLIMITED, scheduled):
-        max_steps = planned  # the run has ended early, with this schedule
-        values |= {"trainer.max_steps": planned, "trainer.schedule_steps": scheduled}
-    elif trainer.max_minutes and type(planned) is int:
+    planned = known.get("trainer.max_steps")
+    if trainer.max_minutes and type(planned) is int:
         # The first start has measured the steps. With trainer.resume=PATH, all settings come from
         # the run, so a given number of steps is a new one.
         keeps = known.get("trainer.max_minutes") and not names_run(trainer.resume)
@@ -77,7 +74,7 @@ def with_automatic_values(
 
     complete("model.vocab_size", None)  # that of the tokenizer, which is not known here
 
-    steps = values.get("trainer.schedule_steps", trainer.schedule_steps) or max_steps
+    steps = trainer.schedule_steps or max_steps
     complete("trainer.warmup_steps", automatic_warmup(steps))
     eval_every = complete("trainer.eval_every", min(max(steps // 10, 40), 1000))
     # A validation window takes at most a third of the time of a training window: validation takes

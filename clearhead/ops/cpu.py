@@ -1,7 +1,7 @@
 """Faster attention and dropout for training on a CPU. Measured in docs/results.md.
 
-Results equal those of model.py and attention.py up to rounding. The gradient of attention and the
-random numbers of dropout masks are computed differently.
+Results equal those of model.py and attention.py up to rounding; the random numbers of dropout masks
+differ.
 
 Shapes: B batch, H heads, T positions, D head_dim.
 """

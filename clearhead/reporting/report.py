@@ -101,22 +101,21 @@ def result(rows: list[dict], final: dict, heads: str) -> str:
             bits = "" if math.isnan(bits) else f" ({bits:.3f} bits per byte)"
             shown = f"{rounded(loss, 4)} nats per token{bits}{windows} after {step:,} steps{since}"
             parts.append(f"The {name} loss is {shown}")
-            if key == "val/loss":
-                best_step, lowest = min(points, key=lambda point: point[1])
-                parts += rises(best_step, lowest, points[-1][1])
+            if key == "val/loss" and len(points) > 1:
+                best_step, lowest = min(points[1:], key=lambda point: point[1])
+                parts.append(has_risen(best_step, lowest, points[-1][1]))
             break
-    parts += [heads] * bool(heads)
-    text = "; ".join(parts)
+    text = "; ".join(filter(None, [*parts, heads]))
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def rises(best_step: int, lowest: float, last: float) -> list[str]:
-    """Returns a sentence if the validation loss has risen since its minimum. lowest, last: the
-    lowest and the last validation loss."""
-    if last <= (1 + RISE) * lowest:
-        return []
+def has_risen(best_step: int, lowest: float, last: float) -> str:
+    """Returns a sentence if the validation loss has risen since its minimum, otherwise "". lowest,
+    last: the lowest validation loss after step 0, and the last one."""
+    if not last > (1 + RISE) * lowest:
+        return ""
     helps = "more text, a smaller model or dropout helps"
-    return [f"the validation loss rises since step {best_step:,}: {helps}"]
+    return f"the validation loss has risen since step {best_step:,}: {helps}"
 
 
 def facts(rows: list[dict], starts: list[dict], final: dict) -> str:

@@ -134,6 +134,10 @@ class Builder:
             self.find_sizes(trained_model)
             self.state = self.restore()
             self.notes += long_warmup(self.config)
+            if self.config.trainer.patience and not (
+                self.data.val and self.config.trainer.eval_every
+            ):
+                self.notes.append("trainer.patience: no effect without validations during the run")
             saver, log = self.open_log()
             self.watch_model(log.tracker)
             self.evaluator = self.build_evaluator()
@@ -160,7 +164,7 @@ class Builder:
                     strategy,
                     signals,
                     self.limit,
-                    config.trainer.max_steps,
+                    self.state.step if self.start.was_finished else config.trainer.max_steps,
                     targets,
                     self.decay_start(),
                 ),

@@ -30,7 +30,7 @@ from clearhead.errors import DivergedError, RunError, best_effort, format_error
 from clearhead.files import as_json, atomic_write, last_values, read_object, script_path
 from clearhead.optim.optimizers import learning_rate
 from clearhead.reporting.metrics import Metrics
-from clearhead.reporting.report import rises
+from clearhead.reporting.report import has_risen
 from clearhead.reporting.run_log import RunLog
 from clearhead.reporting.summary import write_summary
 from clearhead.run.evaluation import Evaluator
@@ -116,34 +116,22 @@ class Run:
         ends, limit = f"the run ends after step {step}", "max_minutes"
         if self.stop.plans_fewer_steps():
             fewer = self.stop.last_step
-            self._plan({"trainer.max_steps": fewer})  # a resumed run has the same schedule
+            self.config = self.config.with_values({"trainer.max_steps": fewer})
+            self.state.settings = self.config.model_dump()  # a resumed run has the same schedule
+            if self.strategy.is_rank_0:
+                with best_effort("run.json: cannot be written"):
+                    tokenizer = self.evaluator.tokenizer
+                    write_settings(self.directory, self.state.settings, self.state.data, tokenizer)
+            self.log.console.max_steps = fewer
             ends = f"steps became slower; the learning rate decays from step {step} to step {fewer}"
-        elif self._is_out_of_patience():
-            limit, schedule = "patience", trainer.schedule_steps or trainer.max_steps
-            self.stop.last_step = step  # a repeated run has the same schedule
-            self._plan({"trainer.max_steps": step, "trainer.schedule_steps": schedule})
+        elif self.state.is_out_of_patience(trainer) and step < self.stop.last_step:
+            self.stop.last_step, limit = step, "patience"
             ends = f"the validation loss is lowest at step {self.state.best_step}; {ends}"
         elif not self.stop.is_out_of_time(step):
             return
         ends += f", planned were {trainer.max_steps} steps"
         self.log.console.print(f"trainer.{limit}={getattr(trainer, limit)}: {ends}")
         self.log.tracker.last_step = self.stop.last_step
-
-    def _is_out_of_patience(self) -> bool:
-        trainer, (step, best) = self.config.trainer, (self.state.step, self.state.best_step)
-        if trainer.patience is None or best is None or step == self.stop.last_step:
-            return False
-        return step > best + trainer.patience * (trainer.eval_every or trainer.max_steps)
-
-    def _plan(self, values: dict[str, object]) -> None:
-        """Changes the settings of the run, also the stored ones."""
-        self.config = self.config.with_values(values)
-        self.state.settings = self.config.model_dump()
-        self.log.console.max_steps = self.config.trainer.max_steps
-        if self.strategy.is_rank_0:
-            with best_effort("run.json: cannot be written"):
-                tokenizer = self.evaluator.tokenizer
-                write_settings(self.directory, self.state.settings, self.state.data, tokenizer)
 
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics; writes those after the last step to
@@ -192,11 +180,10 @@ class Run:
             log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
         if state.val_loss is not None:
             lines.append(f"validation loss  {state.val_loss:.4f}{best}")
-        given = folder
-        losses = state.best_loss, state.val_loss
-        if None not in losses and (turn := rises(state.best_step, *losses)):
+        given, losses = folder, (state.best_loss, state.val_loss)
+        if None not in losses and (turn := has_risen(state.best_step, *losses)):
             given = folder / "checkpoints" / "best"
-            lines.append(f"overfitting      {turn[0]}")
+            lines.append(f"overfitting      {turn}")
         lines.append(f"run directory    {folder}")
         if not self.was_finished:
             waited = f"saving blocked training for {self.checkpointer.seconds:.1f} s"

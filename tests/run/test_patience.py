@@ -1,11 +1,9 @@
 """trainer.patience: a run ends when its validation loss does not become lower any more."""
 
-import json
-
 import pytest
 from helpers.ranks import check_same_bytes
 
-from clearhead.checkpoint.run_directory import settings_of
+from clearhead.run import build
 from train import fit
 
 LOSSES = {0: 5.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.4}
@@ -39,11 +37,35 @@ def test_the_run_ends_after_so_many_validations(overfit, tmp_path, patience, ste
 
 def test_the_same_command_does_not_train_a_run_that_has_ended_early(overfit, tmp_path):
     overfit("name=early", "trainer.patience=1")
-    run, _ = overfit("name=early", "trainer.patience=1")
-    assert (run.was_finished, run.state.step) == (True, 7)
+    folder = tmp_path / "runs" / "early"
+    for more in ((), ("trainer.max_steps=30",)):
+        run, _ = overfit("name=early", "trainer.patience=1", *more)
+        assert (run.was_finished, run.state.step) == (True, 7)
+    run, _ = overfit("name=early", "trainer.patience=2")
+    assert run.state.step == 9
     run, _ = overfit("name=early", "trainer.patience=null")
     assert run.state.step == 20
-    assert settings_of(tmp_path / "runs" / "early")["trainer"]["schedule_steps"] is None
+    # As if it had never ended early.
+    overfit("name=plain")
+    check_same_bytes(folder, tmp_path / "runs" / "plain")
+
+
+def test_a_run_with_a_time_limit_and_a_longer_schedule(overfit, monkeypatch):
+    monkeypatch.setattr(build, "measure_steps", lambda *_: 1.0)
+    limited = ("name=limited", "trainer.max_minutes=100", "trainer.eval_every=2")
+    for patience, steps in ((1, 7), (1, 7), (2, 9)):
+        run, _ = overfit(*limited, f"trainer.patience={patience}")
+        assert (run.state.step, run.config.trainer.max_steps) == (steps, 20)
+    falling = {step: 5.0 - step / 10 for step in range(0, 21, 2)}
+    longer = ("name=longer", "trainer.schedule_steps=20", "trainer.patience=3")
+    for steps in (6, 12):  # no validation was worse than the one before
+        run, _ = overfit(*longer, f"trainer.max_steps={steps}", losses=falling)
+        assert run.state.step == steps
+
+
+def test_without_validations_there_is_a_note(make_run, capsys):
+    make_run("trainer.patience=1", "trainer.eval_every=0").close()
+    assert "trainer.patience" in capsys.readouterr().out
 
 
 def test_a_loss_that_becomes_lower_does_not_end_the_run(overfit):
@@ -53,11 +75,8 @@ def test_a_loss_that_becomes_lower_does_not_end_the_run(overfit):
 
 @pytest.mark.parametrize(("rest", "is_best"), [(2.6, True), (2.01, False)])
 def test_text_is_generated_with_the_best_weights_if_the_loss_has_risen(
-    overfit, capsys, tmp_path, rest, is_best
+    overfit, capsys, rest, is_best
 ):
     overfit("name=run", rest=rest)
     commands = [line for line in capsys.readouterr().out.splitlines() if "checkpoint=" in line]
     assert ("checkpoints/best" in commands[-1]) == is_best
-    report = (tmp_path / "runs" / "run" / "report.html").read_text()
-    lowest = json.dumps([4, 2.0])
-    assert lowest in report

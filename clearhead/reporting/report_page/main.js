@@ -25,7 +25,6 @@ const CHARTS = [
   {title: "Gradient norm", unit: "before clipping", fromZero: true, text: format,
     lines: [["train/grad_norm", "gradient norm", "training"]]},
 ];
-const RISE = 1.01; // of a validation line above its minimum, as in report.py
 const MARKERS_UP_TO = 60; // with more points, markers would hide the line
 const compact = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 4});
 
@@ -111,10 +110,10 @@ function drawPlot(figure, readout, {title, isLoss, fromZero, text, tick = compac
   addCursor(plot, readout, lines, {x, y, text, stepAt: (across) => x0 + across * (x1 - x0)});
 }
 
-/** Marks the lowest value of a validation line, if the line rises after it. */
+/** Marks the lowest value of a validation line, if it is not the last one. */
 function markLowest(plot, points, {x, y, text}) {
   const [step, value] = points.reduce((best, point) => (point[1] < best[1] ? point : best));
-  if (points.at(-1)[1] <= RISE * value) return;
+  if (points.at(-1)[1] === value) return;
   const at = {x: `${x(step)}%`, y: `${y(value)}%`};
   svg("circle", plot, {class: "lowest", r: 6, cx: at.x, cy: at.y});
   const anchor = x(step) < 25 ? "start" : x(step) > 75 ? "end" : "middle";
