@@ -132,7 +132,7 @@ class State:
             name = ".".join(map(str, first["loc"][:3])) or "state"
             raise ValueError(f"{name}: {first['msg']}") from None
 
-    def is_out_of_patience(self, trainer: TrainerConfig) -> bool:
+    def should_stop_early(self, trainer: TrainerConfig) -> bool:
         """Returns whether the step is after trainer.patience validations without a lower loss."""
         if not (trainer.patience and trainer.eval_every) or self.best_loss is None:
             return False

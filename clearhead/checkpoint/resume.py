@@ -173,7 +173,7 @@ def find_start(
         problems.append(Problem("trainer.max_steps", config.trainer.max_steps, reason, hint))
     with strategy.raise_on_all_ranks():
         refuse(problems)
-    ended = state.step >= config.trainer.max_steps or state.is_out_of_patience(config.trainer)
+    ended = state.step >= config.trainer.max_steps or state.should_stop_early(config.trainer)
     was_finished = ended and state.step == summarized
     return config, Start(Path(found), state, in_place, tensors, locked, was_finished)
 

@@ -124,7 +124,7 @@ class Run:
                     write_settings(self.directory, self.state.settings, self.state.data, tokenizer)
             self.log.console.max_steps = fewer
             ends = f"steps became slower; the learning rate decays from step {step} to step {fewer}"
-        elif self.state.is_out_of_patience(trainer) and step < self.stop.last_step:
+        elif self.state.should_stop_early(trainer) and step < self.stop.last_step:
             self.stop.last_step, limit = step, "patience"
             ends = f"the validation loss is lowest at step {self.state.best_step}; {ends}"
         elif not self.stop.is_out_of_time(step):

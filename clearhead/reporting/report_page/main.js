@@ -117,7 +117,7 @@ function markLowest(plot, points, {x, y, text}) {
   const at = {x: `${x(step)}%`, y: `${y(value)}%`};
   svg("circle", plot, {class: "lowest", r: 6, cx: at.x, cy: at.y});
   const anchor = x(step) < 25 ? "start" : x(step) > 75 ? "end" : "middle";
-  const place = {class: "validation", ...at, dy: "-1em", "text-anchor": anchor};
+  const place = {class: "validation", ...at, dy: "-1.6em", "text-anchor": anchor};
   svg("text", plot, place, `lowest: ${text(value)} at step ${step.toLocaleString("en")}`);
 }
 
