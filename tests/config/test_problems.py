@@ -158,7 +158,7 @@ CHOICES = {
     "model=nano": "model=gpt2-nano",
     "model=GPT2_XL": "model=gpt2-xl",
     "optimizer=adam": "optimizer=adamw",
-    "experiment=laptp": "experiment=laptop",
+    "experiment=bok": "experiment=book",
     "lens=on": None,
     "model=gpt2": None,
     "parallel=none": None,

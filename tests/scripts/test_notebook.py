@@ -18,7 +18,7 @@ def test_it_runs(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     # The packages are installed, and tests have no network.
     replace(notebook, "%pip install -q -r requirements-extra.txt", "")
-    replace(notebook, "STEPS = 750", "STEPS = 4")
+    replace(notebook, "STEPS = 250", "STEPS = 4")
     replace(notebook, 'LOG = "', f'LOG = "{SHORT} ')
     replace(notebook, "max_new_tokens=300", "max_new_tokens=8")
     execute(notebook, tmp_path)
