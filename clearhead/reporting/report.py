@@ -87,23 +87,26 @@ def progress(folder: Path, rows: list[dict]) -> str:
 
 
 def result(rows: list[dict], final: dict, heads: str) -> str:
-    """Returns the loss at the end, and what the heads are, in one sentence; "" without both."""
+    """Returns the loss at the end, or the lowest one if the run overfitted, and what the heads are,
+    in one sentence; "" without both."""
     parts = []
     for key, name in (("val/loss", "validation"), ("train/loss", "training")):
         if points := finite(points_of(rows, key)):
             (first, before), (step, loss) = points[0], points[-1]
-            windows = ""  # the validations during training have fewer
-            if key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
+            best_step, lowest = min(points[1:] or points, key=lambda point: point[1])
+            turn = has_risen(best_step, lowest, loss) if key == "val/loss" else ""
+            bits, windows = number(final.get("bits_per_byte")), ""
+            if turn:
+                name, step, loss = "lowest validation", best_step, lowest
+                bits = dict(finite(points_of(rows, "val/bits_per_byte"))).get(step, math.nan)
+            elif key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
+                # The validations during training have fewer windows.
                 loss, count = at_end, number(final.get("windows"))
                 windows = "" if math.isnan(count) else f" on {count:,.0f} windows"
             since = f", down from {rounded(before, 4)} at step {first:,}" if before > loss else ""
-            bits = number(final.get("bits_per_byte"))
             bits = "" if math.isnan(bits) else f" ({bits:.3f} bits per byte)"
             shown = f"{rounded(loss, 4)} nats per token{bits}{windows} after {step:,} steps{since}"
-            parts.append(f"The {name} loss is {shown}")
-            if key == "val/loss" and len(points) > 1:
-                best_step, lowest = min(points[1:], key=lambda point: point[1])
-                parts.append(has_risen(best_step, lowest, points[-1][1]))
+            parts += [f"The {name} loss is {shown}", turn]
             break
     text = "; ".join(filter(None, [*parts, heads]))
     return f"{text[0].upper()}{text[1:]}." if text else ""

@@ -123,6 +123,7 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
     assert drawn(speed, "throughput") == near([(10, 20), (20, 30), (30, 40)])
     spans = figures.nth(0).locator(".readout span")  # the values of the nearest step
     assert numbers(spans.all_inner_texts()) == [["30"], ["5.0000"], ["7.5000"]]
+    loss.scroll_into_view_if_needed()
     box = loss.locator(".area").bounding_box()
     opened_page.mouse.move(box["x"] + box["width"] * 0.64, box["y"] + 50)
     assert numbers(spans.all_inner_texts()) == [
@@ -130,10 +131,15 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
         ["6.0000"],
         ["7.0000", "10"],
     ]  # 7 at step 10
-    # The loss at the end, the windows, the step, the loss of the first validation, the step since
-    # which the loss rises.
+    # The lowest loss, its bits per byte, its step, the loss of the first validation and its step,
+    # the step since which the loss rises.
     (found,) = numbers([opened_page.locator(".result").inner_text()])
-    assert found == ["7.2500", "1,900", "30", "10.0000", "0", "10"]
+    assert found == ["7.0000", "3.000", "10", "10.0000", "0", "10"]
+    # Without a rise: the loss at the end, its windows.
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, ROWS[:2])))
+    (folder / "validation.json").write_text(json.dumps(final | {"step": 10}))
+    (found,) = numbers([opened(write_report(folder)).locator(".result").inner_text()])
+    assert found[:4] == ["7.2500", "1,900", "10", "10.0000"]
 
 
 def test_text_with_markup_is_escaped(run, opened, tmp_path):
