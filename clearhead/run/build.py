@@ -134,10 +134,6 @@ class Builder:
             self.find_sizes(trained_model)
             self.state = self.restore()
             self.notes += long_warmup(self.config)
-            if self.config.trainer.patience and not (
-                self.data.val and self.config.trainer.eval_every
-            ):
-                self.notes.append("trainer.patience: no effect without validations during the run")
             saver, log = self.open_log()
             self.watch_model(log.tracker)
             self.evaluator = self.build_evaluator()
@@ -406,6 +402,8 @@ class Builder:
     def build_evaluator(self) -> Evaluator:
         config, val, validation = self.config, self.data.val, None
         tokenizer, batch_size = self.tokenizer, self.micro_batch()
+        if config.trainer.patience and not (val and config.trainer.eval_every):
+            self.notes.append("trainer.patience: no effect without validations during the run")
         if val:
             lengths, size = None, batch_size
             if config.data.synthetic:  # the accuracy needs all logits of a pass at once
