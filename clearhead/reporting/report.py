@@ -117,7 +117,7 @@ def has_risen(best_step: int, lowest: float, last: float) -> str:
     last: the lowest validation loss after step 0, and the last one."""
     if not last > (1 + RISE) * lowest:
         return ""
-    helps = "more text, a smaller model or dropout helps"
+    helps = "more text helps, maybe also a smaller model or dropout"
     return f"the validation loss has risen since step {best_step:,}: {helps}"
 
 

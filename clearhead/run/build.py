@@ -64,6 +64,8 @@ from clearhead.tokens.tokenizer_json import stored
 from data import LoadedData, load_datasets, split_batch, training_batches
 from model import GPT, ModelConfig
 
+SHORTEST_INTERVAL = 20  # steps between validations
+
 
 def build_run(config: Config, signals: StopSignals | None = None) -> Run:
     """Builds all components. Until all checks have passed, a run directory is only locked.
@@ -111,6 +113,7 @@ class Builder:
     def __init__(self, config: Config, closing: contextlib.ExitStack):
         self.config, self.closing, self.started = config, closing, time.monotonic()
         self.notes: list[str] = []
+        self.eval_every_is_automatic = config.trainer.eval_every is None
         if config.parallel.strategy == "fsdp":
             use_expandable_segments()
         check_machine(config)  # may initialize CUDA
@@ -287,6 +290,12 @@ class Builder:
             self.config = with_max_steps(
                 self.config, strategy, self.limit.end, per_step, self.notes
             )
+        trainer = self.config.trainer
+        # A small text overfits within a few epochs.
+        if trainer.patience and self.eval_every_is_automatic and self.start.state is None:
+            epoch = -(-len(self.data.train) // trainer.batch_size)  # steps
+            every = min(trainer.eval_every, max(epoch, SHORTEST_INTERVAL))
+            self.config = self.config.with_values({"trainer.eval_every": every})
 
     def restore(self) -> State:
         """Returns the state of a new run, or that of the checkpoint, and loads the optimizer
@@ -447,12 +456,14 @@ class Builder:
         micro = f", in micro-batches of {size}" if size < per_rank else ""
         parameters, where = self.model.num_parameters(), self.strategy.describe()
         windows = f"{len(data.train):,} windows of {self.config.data.max_length} tokens"
+        epochs = trainer.max_steps * trainer.batch_size / len(data.train)
         source = f" from {path_as_given(self.config.data.path)}" if self.config.data.path else ""
         return [
             f"model: {parameters:,} parameters {where}{compiled}{extra}",
             f"training data: {windows}{source}",
             f"validation data: {val:,} windows{evaluated}",
             f"batch size: {trainer.batch_size} windows per step{ranks}{micro}",
+            f"training: {trainer.max_steps:,} steps, {epochs:,.2g} epochs",
         ]
 
 

@@ -88,8 +88,9 @@ class LensRunner:
             print(f"{OFF}, after {MAX_FAILURES} failed snapshots in a row", file=sys.stderr)
         return snapshot
 
-    def summary(self) -> list[str]:
-        """Returns lines about missing snapshots and the heads, for the end of a run."""
+    def summary(self, has_overfitted: bool) -> list[str]:
+        """Returns lines about missing snapshots and the heads, for the end of a run.
+        has_overfitted: whether more steps would increase the loss."""
         if self.lens is None:
             return []
         missing, lines = self.failures.missing, []
@@ -99,7 +100,8 @@ class LensRunner:
         names = heads_by_name(self.lens.table).keys()
         if self.lens.table and not names - {"positional"}:
             some = " except positional" * bool(names)
-            lines.append(f"attention heads  no head has a name yet{some}{self._train_longer()}")
+            advice = "" if has_overfitted else self._train_longer()
+            lines.append(f"attention heads  no head has a name yet{some}{advice}")
         return lines + [f"without heads    {t}" for t in self.lens.most_important_heads()]
 
     def _train_longer(self) -> str:

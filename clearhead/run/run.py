@@ -181,8 +181,9 @@ class Run:
         if state.val_loss is not None:
             lines.append(f"validation loss  {state.val_loss:.4f}{best}")
         given, losses = folder, (state.best_loss, state.val_loss)
+        has_overfitted = state.should_stop_early(self.config.trainer)
         if None not in losses and (turn := has_risen(state.best_step, *losses)):
-            given = folder / "checkpoints" / "best"
+            given, has_overfitted = folder / "checkpoints" / "best", True
             lines.append(f"overfitting      {turn}")
         lines.append(f"run directory    {folder}")
         if not self.was_finished:
@@ -190,7 +191,7 @@ class Run:
             lines.append(f"checkpoints      {folder / 'checkpoints'}  ({waited})")
             parts = [f"{work} {s:.1f} s ({s / seconds:.1%})" for work, s in seconds_of.items()]
             lines.append(f"time             {seconds:.0f} s: {', '.join(parts)}")
-        lines += [*self.evaluator.summary(), *self.lens.summary()]
+        lines += [*self.evaluator.summary(), *self.lens.summary(has_overfitted)]
         if (timelapse := folder / "attention" / "timelapse.html").is_file():
             lines.append(f"attention page   {timelapse}")
         lines.append(f"report           {folder / 'report.html'}")

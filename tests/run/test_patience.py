@@ -63,6 +63,29 @@ def test_a_run_with_a_time_limit_and_a_longer_schedule(overfit, monkeypatch):
         assert run.state.step == steps
 
 
+@pytest.mark.parametrize(("windows", "steps"), [(8, 20), (50 * 8 + 1, 51), (900 * 8, 200)])
+def test_validations_are_at_most_one_epoch_apart(make_run, tmp_path, windows, steps):
+    (tmp_path / "long.txt").write_text("abcdefgh" * (windows * 32 // 8) + "a")
+    data = (f"data.path={tmp_path / 'long.txt'}", f"data.val_path={tmp_path / 'long.txt'}")
+    longer = (*data, "trainer.max_steps=2000", "trainer.eval_every=null", "name=run")
+    run = make_run(*longer, "trainer.patience=3")
+    assert run.config.trainer.eval_every == steps
+    assert make_run(*longer, "name=plain").config.trainer.eval_every == 200
+    given = make_run(*longer, "trainer.patience=3", "trainer.eval_every=77", "name=given")
+    assert given.config.trainer.eval_every == 77
+
+
+def test_only_a_run_that_has_not_overfitted_is_said_to_need_more_steps(overfit, capsys):
+    lens = ("lens=default", "lens.prompts=[abcdefgh]", "lens.every=10")
+    falling = {step: 5.0 - step / 10 for step in range(0, 21, 2)}
+    for more, losses in ((("trainer.patience=3",), LOSSES), ((), LOSSES), ((), falling)):
+        overfit(*lens, *more, losses=losses)
+        resumes = [
+            line for line in capsys.readouterr().out.splitlines() if "trainer.resume" in line
+        ]
+        assert bool(resumes) == (losses is falling)
+
+
 def test_without_validations_there_is_a_note(make_run, capsys):
     make_run("trainer.patience=1", "trainer.eval_every=0").close()
     assert "trainer.patience" in capsys.readouterr().out
