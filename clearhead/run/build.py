@@ -463,7 +463,7 @@ class Builder:
             f"training data: {windows}{source}",
             f"validation data: {val:,} windows{evaluated}",
             f"batch size: {trainer.batch_size} windows per step{ranks}{micro}",
-            f"training: {trainer.max_steps:,} steps, {epochs:,.2g} epochs",
+            f"training: {trainer.max_steps:,} steps, {epochs:,.2f} epochs",
         ]
 
 
