@@ -551,7 +551,7 @@ def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
     log = rows(run.directory)
     assert [row["step"] for row in log if "attention/timelapse" in row] == [0, 3, 4]
     assert (folder / "heads.csv").exists()
-    assert (run.lens.failures.missing, len(run.lens.summary()) > 1) == (2, True)
+    assert (run.lens.failures.missing, len(run.lens.summary(False)) > 1) == (2, True)
 
 
 def test_the_lens_is_off_after_several_errors_in_a_row(make_run, monkeypatch):
