@@ -4,6 +4,7 @@ Stored settings are plain values that the schema checks. They are never interpol
 """
 
 import glob
+import math
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -89,6 +90,16 @@ def with_automatic_values(
     if prompts and validate(Config, nested(given | prompts))[0]:  # the checkpoint may be damaged
         values |= prompts
     return config.with_values(values)
+
+
+def with_validation_per_epoch(config: Config, train_windows: int) -> Config:
+    """Returns the config with validations at most one epoch apart if trainer.patience may end the
+    run, because a small text overfits within a few epochs."""
+    trainer = config.trainer
+    if not trainer.patience:
+        return config
+    epoch = math.ceil(train_windows / trainer.batch_size)  # steps
+    return config.with_values({"trainer.eval_every": min(trainer.eval_every, max(epoch, 20))})
 
 
 def names_run(resume: object) -> bool:

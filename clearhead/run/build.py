@@ -33,6 +33,7 @@ from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors
 from clearhead.config.application import is_single_run
 from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
+from clearhead.config.stored import with_validation_per_epoch
 from clearhead.distributed import device, launch
 from clearhead.distributed.build import build_strategy
 from clearhead.distributed.device_memory import free_pinned_memory, use_expandable_segments
@@ -63,8 +64,6 @@ from clearhead.tokens.stream import check_checksums
 from clearhead.tokens.tokenizer_json import stored
 from data import LoadedData, load_datasets, split_batch, training_batches
 from model import GPT, ModelConfig
-
-SHORTEST_INTERVAL = 20  # steps between validations
 
 
 def build_run(config: Config, signals: StopSignals | None = None) -> Run:
@@ -290,12 +289,8 @@ class Builder:
             self.config = with_max_steps(
                 self.config, strategy, self.limit.end, per_step, self.notes
             )
-        trainer = self.config.trainer
-        # A small text overfits within a few epochs.
-        if trainer.patience and self.eval_every_is_automatic and self.start.state is None:
-            epoch = -(-len(self.data.train) // trainer.batch_size)  # steps
-            every = min(trainer.eval_every, max(epoch, SHORTEST_INTERVAL))
-            self.config = self.config.with_values({"trainer.eval_every": every})
+        if self.eval_every_is_automatic and self.start.state is None:
+            self.config = with_validation_per_epoch(self.config, len(self.data.train))
 
     def restore(self) -> State:
         """Returns the state of a new run, or that of the checkpoint, and loads the optimizer
