@@ -37,7 +37,7 @@ from clearhead.config.stored import SETTINGS_JSON
 from clearhead.config.yaml_files import flat
 from clearhead.errors import RunDirectoryError, refuse
 from clearhead.files import last_values, read_rows, size_of
-from clearhead.reporting.charts import number
+from clearhead.reporting.charts import minimum_before_rise, number, points_of
 from clearhead.reporting.comparison_table import markdown_table
 
 
@@ -69,6 +69,7 @@ class FoundRun:
     size: int  # bytes of all files
     optimizer_size: int  # bytes of the optimizer states
     loss: float  # of the last validation; NaN: none
+    lowest: tuple[int, float] | None  # (step, validation loss); None: it has not risen since
     state: str  # running, finished or stopped
 
 
@@ -96,7 +97,8 @@ def found(folder: Path) -> list[FoundRun]:
 
 def read(folder: Path, settings: dict) -> FoundRun:
     """Reads a run directory with these settings. Values of a wrong type count as missing."""
-    starts, last = read_rows(folder / "starts.jsonl"), last_values(folder / "metrics.jsonl")
+    log, starts = folder / "metrics.jsonl", read_rows(folder / "starts.jsonl")
+    last, losses = last_values(log), points_of(read_rows(log, "val/loss"), "val/loss")
     first, steps = starts[0] if starts else {}, last.get("step", 0)
     date = datetime.fromtimestamp((folder / SETTINGS_JSON).stat().st_mtime).astimezone()
     with contextlib.suppress(ValueError, OverflowError):
@@ -111,6 +113,7 @@ def read(folder: Path, settings: dict) -> FoundRun:
         size_of(folder),
         size_of(*optimizer_states(folder)),
         number(final_validation(folder, steps).get("loss", last.get("val/loss"))),
+        minimum_before_rise(losses),
         "running" if is_locked(folder) else state,
     )
 
@@ -142,6 +145,7 @@ def table(runs: list[FoundRun]) -> str:
         cells |= {"parameters": parameters, "MB": f"{run.size / 1e6:,.1f}"}
         cells["MB of optimizer states"] = f"{run.optimizer_size / 1e6:,.1f}"
         cells["validation loss"] = "" if math.isnan(run.loss) else f"{run.loss:.4f}"
+        cells["lowest"] = f"{run.lowest[1]:.4f} at step {run.lowest[0]}" if run.lowest else ""
         rows.append(cells | {"state": run.state})
     return markdown_table(rows)
 

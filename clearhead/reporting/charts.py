@@ -25,6 +25,7 @@ CURVES = {  # those on an attention page
 MAX_POINTS = 300  # of a curve on an attention page
 POINTS_PER_LINE = 1000  # a screen cannot show more
 SMOOTH_FROM = 60  # with fewer points, smoothing is not necessary
+RISE = 0.01  # of a validation loss above its minimum, as a fraction: the model has overfitted
 
 Points = list[tuple[int, float]]  # (step, value), ordered by step; NaN is a gap in the line
 
@@ -43,6 +44,15 @@ def points_of(rows: list[dict], key: str) -> Points:
 
 def finite(points: Points) -> Points:
     return [point for point in points if not math.isnan(point[1])]
+
+
+def minimum_before_rise(points: Points) -> tuple[int, float] | None:
+    """Returns the lowest point of a validation loss that has risen since; None if it has not. The
+    loss of step 0, before training, does not count."""
+    points = finite([point for point in points if point[0] > 0])
+    lowest = min(points, key=lambda point: point[1], default=None)
+    has_risen = lowest is not None and points[-1][1] > (1 + RISE) * lowest[1]
+    return lowest if has_risen else None
 
 
 def chart_data(rows: list[dict]) -> dict:

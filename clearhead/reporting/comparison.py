@@ -32,7 +32,7 @@ from clearhead.config.stored import SETTINGS_JSON, automatic_warmup
 from clearhead.config.yaml_files import CONFIGS, flat
 from clearhead.errors import as_yaml, sanitize
 from clearhead.files import last_values, read_object, read_rows
-from clearhead.reporting.charts import number
+from clearhead.reporting.charts import minimum_before_rise, number
 from clearhead.tokens import VOCABULARIES
 
 # Settings that change what a run learns, although they may be changed when it is resumed.
@@ -58,6 +58,7 @@ class ComparedRun:
     final: float | None = None
     parts: list[float] = field(default_factory=list)
     windows: int = 0
+    lowest: float | None = None  # of a loss that has risen since: the model has overfitted
 
     @property
     def value(self) -> float:
@@ -100,6 +101,8 @@ class ComparisonRow:
     tokens_to_target: list[int | None]  # of each run; empty without a target
     parts: list[list[float]] = field(default_factory=list)  # of each run, see ComparedRun
     windows: list[int] = field(default_factory=list)  # of each run; 0: unknown
+    # Lowest value of each run that has overfitted; None: it has not.
+    lowest: list[float | None] = field(default_factory=list)
     windows_error: float | None = None  # standard error of the mean over the parts of the text
     repeated: list[str] = field(default_factory=list)  # equal to one of `runs`; not counted
     difference: "Difference | None" = None  # from the first row of the table
@@ -144,6 +147,8 @@ def read(folder: Path, metric: str) -> ComparedRun:
     last = rows[-1]["step"] if rows else -1
     is_finished = last >= max_steps or last == summarized_step(folder)  # a time limit ended it
     run = ComparedRun(folder, settings, metrics, points, is_finished)
+    if metric.startswith("val/") and metric not in HIGHER_IS_BETTER:
+        _, run.lowest = minimum_before_rise(points) or (0, None)
     final, name = final_validation(folder, last), metric.removeprefix("val/")
     if metric.startswith("val/") and name in final:
         try:
@@ -263,6 +268,7 @@ def summarize(
             tokens_to_target=reached,
             parts=[run.parts for run in group],
             windows=[run.windows for run in group],
+            lowest=[run.lowest for run in group],
         )
         row.windows_error = standard_error(means_of_parts(row.parts))
         rows.append(row)

@@ -38,6 +38,9 @@ def table(rows: list[ComparisonRow], metric: str) -> str:
             counts = dict.fromkeys(f"{n:,}" for n in (min(row.windows), max(row.windows)))
             cells["windows"] = f"{'–'.join(counts)} (± {row.windows_error:.4f})"
         cells["min–max"] = f"{min(row.values):.4f}–{max(row.values):.4f}" if has_range else ""
+        risen = [lowest for lowest in row.lowest if lowest is not None]
+        runs = f" ({len(risen)} of {len(row.runs)})" if len(row.runs) > 1 else ""
+        cells["lowest, overfitted"] = f"{statistics.fmean(risen):.4f}{runs}" if risen else ""
         delta = row.difference
         cells["difference from the first row"] = ""
         if delta:

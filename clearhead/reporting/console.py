@@ -39,7 +39,7 @@ class Console:
         self.max_lines = max_lines
         self.max_steps = max_steps
         # (step, time) of the last lines; the time left is estimated from the speed since the first.
-        self.marks = collections.deque([(first_step, time.monotonic())], maxlen=20)
+        self.marks = collections.deque(maxlen=20)
         self.printed = None  # the last step with a line
         self.rich = rich_console(highlight=False, soft_wrap=True)
         self.bar = None
@@ -50,15 +50,18 @@ class Console:
             self.bar.start()
 
     def step(self, step: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
-        """Prints progress: loss in nats per token, learning rate, speed, time left."""
-        (since, started), last = self.marks[0], self.max_steps
-        now = time.monotonic()
-        left = (now - started) / (step - since) * (last - step)
-        self.marks.append((step, now))
+        """Prints progress: loss in nats per token, learning rate, speed, time left. The first line
+        has no time left: the first step also compiles the model and allocates memory."""
+        last, now = self.max_steps, time.monotonic()
         line = (
             f"step {step:>{len(str(last))}}/{last}  loss {loss:.4f}  "
-            f"lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s  {duration(left)} left"
+            f"lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s"
         )
+        if self.marks:
+            since, started = self.marks[0]
+            left = (now - started) / (step - since) * (last - step)
+            line += f"  {duration(left)} left"
+        self.marks.append((step, now))
         every = math.ceil(last / (self.max_lines - 1))  # the first line is extra
         if self.bar:
             self.bar.update(self.task, completed=step, total=last, description=line)

@@ -24,12 +24,19 @@ from clearhead.errors import sanitize
 from clearhead.files import atomic_write, read_bounded, read_rows
 from clearhead.lens.assemble import assemble, content_security_policy
 from clearhead.lens.rounding import formatted, rounded
-from clearhead.reporting.charts import KEYS, Points, chart_data, finite, number, points_of
+from clearhead.reporting.charts import (
+    KEYS,
+    Points,
+    chart_data,
+    finite,
+    minimum_before_rise,
+    number,
+    points_of,
+)
 from clearhead.reporting.console import duration
 from clearhead.reporting.report_heads import heads_section
 
 PAGE = Path(__file__).parent / "report_page"
-RISE = 0.01  # of the validation loss above its minimum, as a fraction, that is reported
 MAX_CONFIG, MAX_PANEL, MAX_PAGE = 2**20, 2**22, 2**30  # bytes; larger files are ignored
 
 
@@ -93,11 +100,10 @@ def result(rows: list[dict], final: dict, heads: str) -> str:
     for key, name in (("val/loss", "validation"), ("train/loss", "training")):
         if points := finite(points_of(rows, key)):
             (first, before), (step, loss) = points[0], points[-1]
-            best_step, lowest = min(points[1:] or points, key=lambda point: point[1])
-            turn = has_risen(best_step, lowest, loss) if key == "val/loss" else ""
-            bits, windows = number(final.get("bits_per_byte")), ""
-            if turn:
-                name, step, loss = "lowest validation", best_step, lowest
+            bits, windows, turn = number(final.get("bits_per_byte")), "", ""
+            if key == "val/loss" and (lowest := minimum_before_rise(points)):
+                name, (step, loss) = "lowest validation", lowest
+                turn = overfitting_since(step)
                 bits = dict(finite(points_of(rows, "val/bits_per_byte"))).get(step, math.nan)
             elif key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
                 # The validations during training have fewer windows.
@@ -112,13 +118,9 @@ def result(rows: list[dict], final: dict, heads: str) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def has_risen(best_step: int, lowest: float, last: float) -> str:
-    """Returns a sentence if the validation loss has risen since its minimum, otherwise "". lowest,
-    last: the lowest validation loss after step 0, and the last one."""
-    if not last > (1 + RISE) * lowest:
-        return ""
+def overfitting_since(step: int) -> str:
     helps = "more text helps, maybe also a smaller model or dropout"
-    return f"the validation loss has risen since step {best_step:,}: {helps}"
+    return f"the validation loss has risen since step {step:,}: {helps}"
 
 
 def facts(rows: list[dict], starts: list[dict], final: dict) -> str:

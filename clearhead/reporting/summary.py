@@ -54,6 +54,8 @@ def write_summary(
     summary = {
         "name": folder.name,
         **{key: value for key, value in last.items() if key.startswith("val/")},
+        "best_val_loss": state.best_loss,
+        "best_step": state.best_step,
         "final_validation": {key: value for key, value in final.items() if key != "parts"} or None,
         "seconds": round(time.monotonic() - started, 1),
         "seconds_of": {work: round(each, 2) for work, each in seconds_of.items()},

@@ -29,8 +29,9 @@ from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DivergedError, RunError, best_effort, format_error
 from clearhead.files import as_json, atomic_write, last_values, read_object, script_path
 from clearhead.optim.optimizers import learning_rate
+from clearhead.reporting.charts import minimum_before_rise
 from clearhead.reporting.metrics import Metrics
-from clearhead.reporting.report import has_risen
+from clearhead.reporting.report import overfitting_since
 from clearhead.reporting.run_log import RunLog
 from clearhead.reporting.summary import write_summary
 from clearhead.run.evaluation import Evaluator
@@ -180,11 +181,11 @@ class Run:
             log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
         if state.val_loss is not None:
             lines.append(f"validation loss  {state.val_loss:.4f}{best}")
-        given, losses = folder, (state.best_loss, state.val_loss)
-        has_overfitted = state.should_stop_early(self.config.trainer)
-        if None not in losses and (turn := has_risen(state.best_step, *losses)):
+        given, has_overfitted = folder, state.should_stop_early(self.config.trainer)
+        points = [(state.best_step, state.best_loss), (state.step, state.val_loss)]
+        if None not in points[0] + points[1] and minimum_before_rise(points):
             given, has_overfitted = folder / "checkpoints" / "best", True
-            lines.append(f"overfitting      {turn}")
+            lines.append(f"overfitting      {overfitting_since(state.best_step)}")
         lines.append(f"run directory    {folder}")
         if not self.was_finished:
             waited = f"saving blocked training for {self.checkpointer.seconds:.1f} s"
