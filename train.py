@@ -135,7 +135,8 @@ def save_if_due(run: "Run", val_loss: float | None) -> None:
     run.metrics.check_skipped(state)
     if state.skipped_in_a_row and state.step < run.stop.last_step:
         return  # keep the checkpoint from before the skipped steps
-    is_best = val_loss is not None and run.checkpointer.update_best(state, val_loss)
+    every = run.config.trainer.eval_every
+    is_best = val_loss is not None and run.checkpointer.update_best(state, val_loss, every)
     if is_best:
         run.log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
     if is_best or due:

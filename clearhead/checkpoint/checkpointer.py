@@ -37,14 +37,17 @@ class Checkpointer:
     _pins: bool | None = None  # whether copies from a GPU are pinned
     _best_before: tuple[float | None, int | None] = (None, None)
 
-    def update_best(self, state: checkpoint.State, val_loss: float) -> bool:
+    def update_best(self, state: checkpoint.State, val_loss: float, eval_every: int) -> bool:
         """Stores a validation loss in the state if it is the lowest; returns whether it is."""
         self.wait(state)  # a best checkpoint that could not be written does not count
-        if val_loss >= (math.inf if state.best_loss is None else state.best_loss):
-            return False
-        self._best_before = state.best_loss, state.best_step
-        state.best_loss, state.best_step = val_loss, state.step
-        return True
+        is_best = val_loss < (math.inf if state.best_loss is None else state.best_loss)
+        # The end of a run has a validation that a longer run does not have: it does not count.
+        if eval_every and state.step % eval_every == 0 and not state.ended_early:
+            state.worse_validations = 0 if is_best else state.worse_validations + 1
+        if is_best:
+            self._best_before = state.best_loss, state.best_step
+            state.best_loss, state.best_step = val_loss, state.step
+        return is_best
 
     def save(self, state: checkpoint.State, is_last: bool) -> None:
         """Saves a checkpoint. It is written while training continues if the host has enough memory

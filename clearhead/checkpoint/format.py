@@ -113,6 +113,8 @@ class State:
     val_loss: Number | None = None  # last validation loss, in nats per token
     best_loss: Number | None = None  # lowest validation loss of the run
     best_step: StoredCount | None = None  # step of the lowest validation loss
+    worse_validations: StoredCount = 0  # number of consecutive validations without a lower loss
+    ended_early: bool = False  # whether the run ended at this step because of trainer.patience
     wandb_id: Id | None = None  # id of the W&B run, which a resumed run continues
     scaler: GradScalerState | None = None  # None unless trainer.precision=fp16
     data: list[tuple[str, list[str]]] | None = None  # (data file, checksum of each block)
@@ -133,10 +135,12 @@ class State:
             raise ValueError(f"{name}: {first['msg']}") from None
 
     def should_stop_early(self, trainer: TrainerConfig) -> bool:
-        """Returns whether the step is after trainer.patience validations without a lower loss."""
-        if not (trainer.patience and trainer.eval_every) or self.best_loss is None:
-            return False
-        return self.step > self.best_step + trainer.patience * trainer.eval_every
+        return trainer.patience is not None and self.worse_validations >= trainer.patience
+
+    def has_ended(self, trainer: TrainerConfig) -> bool:
+        """Returns whether no step is left with these settings."""
+        ended_early = self.ended_early and self.should_stop_early(trainer)
+        return ended_early or self.step >= trainer.max_steps
 
 
 def write(folder: Path, tensors: Tensors, state: dict, tokenizer: bytes | None = None) -> None:

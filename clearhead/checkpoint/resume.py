@@ -169,22 +169,23 @@ def find_start(
         problems = [problem for problem in problems if problem.key in FIXED_BY_WEIGHTS]
     if not in_place and state.step >= config.trainer.max_steps:
         reason = f"the checkpoint {found} has already reached step {state.step}"
-        hint = f"to train further, use {longer(config, state.step)}"
+        hint = f"to train further, use {longer(config, state)}"
         problems.append(Problem("trainer.max_steps", config.trainer.max_steps, reason, hint))
     with strategy.raise_on_all_ranks():
         refuse(problems)
-    ended = state.step >= config.trainer.max_steps or state.should_stop_early(config.trainer)
-    was_finished = ended and state.step == summarized
+    was_finished = state.has_ended(config.trainer) and state.step == summarized
     return config, Start(Path(found), state, in_place, tensors, locked, was_finished)
 
 
-def longer(config: Config, step: int) -> str:
+def longer(config: Config, state: State) -> str:
     """Returns the settings with which a finished run trains further."""
     trainer, changes = config.trainer, []
-    changes += [f"trainer.max_steps above {step}"] * (step >= trainer.max_steps)
-    changes += ["trainer.patience=null"] * (trainer.patience is not None)
-    keeps_steps = trainer.max_minutes and not names_run(trainer.resume)
-    changes += ["trainer.max_minutes=null"] * bool(keeps_steps)
+    if state.step >= trainer.max_steps:
+        changes.append(f"trainer.max_steps above {state.step}")
+        if trainer.max_minutes and not names_run(trainer.resume):  # they keep the number of steps
+            changes.append("trainer.max_minutes=null")
+    if state.should_stop_early(trainer):
+        changes.append("a larger trainer.patience, or trainer.patience=null")
     return " and ".join(changes)
 
 
@@ -341,7 +342,7 @@ def free_to_change(kernels: set) -> set[str]:
 
 def changed_data(config: Config, state: State, checksums: Checksums) -> DataError | None:
     """Returns an error if the tokens of the data differ from those of the checkpoint."""
-    ended = f" {longer(config, state.step)}" * (state.step >= config.trainer.max_steps)
+    ended = f" {longer(config, state)}" * (state.step >= config.trainer.max_steps)
     hint = f"to continue the run with them, add trainer.resume_override=true{ended}; "
     hint += "for a new run, use another name"
     try:

@@ -1,7 +1,7 @@
 """Faster attention and dropout for training on a CPU. Measured in docs/results.md.
 
-Results equal those of model.py and attention.py up to rounding; the random numbers of dropout masks
-differ.
+Results equal those of model.py and attention.py up to the rounding of their dtype; the random
+numbers of dropout masks differ. Second derivatives are not supported.
 
 Shapes: B batch, H heads, T positions, D head_dim.
 """
@@ -11,19 +11,20 @@ import math
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from attention import sdpa
+from attention import causal_mask, sdpa
 
 # --------------------------------------------------------------------------------- attention
 
-
-LONGEST = 512  # the fused kernel skips the masked half, so it is faster for longer sequences
+# For longer sequences the fused kernel is faster, because it skips the masked half.
+MAX_UNFUSED_LENGTH = 512
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
     """Computes sdpa of attention.py, in training faster with dropout and for short sequences in
     bf16. queries (B, H, T, D), keys and values (B, H, S, D) -> context_vec (B, H, T, D)."""
-    is_short = keys.shape[-2] <= LONGEST and queries.dtype == torch.bfloat16
+    is_short = keys.shape[-2] <= MAX_UNFUSED_LENGTH and queries.dtype == torch.bfloat16
     # No fused CPU kernel has dropout: torch writes the weights to memory too.
     if dropout_p > 0 or (is_short and queries.requires_grad):
         return _Attention.apply(queries, keys, values, dropout_p)
@@ -47,13 +48,14 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float) -> Tensor:
         q, k, v = (x.flatten(0, 1) for x in (queries, keys, values))  # (B H, T, D), (B H, S, D)
         (T, S), ctx.scale = (q.shape[1], k.shape[1]), q.shape[-1] ** -0.5
-        mask = q.new_full((T, S), -math.inf).triu(S - T + 1)
+        mask = q.new_zeros(T, S).masked_fill(~causal_mask(T, S, q.device), -math.inf)
         p = torch.baddbmm(mask, q, k.mT, alpha=ctx.scale).softmax(-1)  # (B H, T, S)
         w = dropout(p, dropout_p)
         ctx.save_for_backward(q, k, v, p, w)
         return (w @ v).view(queries.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         (q, k, v, p, w), do = ctx.saved_tensors, grad.flatten(0, 1)
         p_dp = w * (do @ v.mT)

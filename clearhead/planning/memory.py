@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from clearhead.config.schema import Config, ModelSettings
-from clearhead.ops.cpu import LONGEST
+from clearhead.ops.cpu import MAX_UNFUSED_LENGTH
 from clearhead.ops.cross_entropy import rows_at_once
 from model import GPT, ModelConfig, model_without_values
 
@@ -187,7 +187,7 @@ def block_activations(job: Job, windows: int) -> float:
     A kernel that stores the attention weights (B H T T elements) saves the softmax in fp32, the
     dropout mask and, with dropout or reduced precision, the copy of the softmax that is multiplied
     by the values. On a CPU, sdpa saves the weights with dropout and for short sequences in bf16,
-    and with dropout the weights that remain (ops/cpu.py).
+    and with dropout also the weights after dropout (ops/cpu.py).
     """
     model, c, length = job.config.model, job.c, job.config.data.max_length
     has_dropout = model.dropout > 0
@@ -195,8 +195,10 @@ def block_activations(job: Job, windows: int) -> float:
     per_channel = 8 + (inputs + 13) * c + 2 * has_dropout
     per_weight = 0  # a fused kernel
     if model.attention == "sdpa" and job.device == "cpu":
-        is_short = job.precision == "bf16" and length <= LONGEST
-        per_weight = c * (1 + has_dropout) * (is_short or has_dropout)
+        if has_dropout:
+            per_weight = 2 * c
+        elif job.precision == "bf16" and length <= MAX_UNFUSED_LENGTH:
+            per_weight = c
     elif model.attention not in ("sdpa", "flex"):
         mask = 4 if job.device == "cpu" and not job.compiled else 1
         is_copied = has_dropout or job.precision != "fp32"

@@ -25,7 +25,8 @@ CURVES = {  # those on an attention page
 MAX_POINTS = 300  # of a curve on an attention page
 POINTS_PER_LINE = 1000  # a screen cannot show more
 SMOOTH_FROM = 60  # with fewer points, smoothing is not necessary
-RISE = 0.01  # of a validation loss above its minimum, as a fraction: the model has overfitted
+# A validation loss has risen if it is more than this fraction and this much above its minimum.
+RISE, RISE_NATS = 0.01, 0.01
 
 Points = list[tuple[int, float]]  # (step, value), ordered by step; NaN is a gap in the line
 
@@ -51,8 +52,9 @@ def minimum_before_rise(points: Points) -> tuple[int, float] | None:
     loss of step 0, before training, does not count."""
     points = finite([point for point in points if point[0] > 0])
     lowest = min(points, key=lambda point: point[1], default=None)
-    has_risen = lowest is not None and points[-1][1] > (1 + RISE) * lowest[1]
-    return lowest if has_risen else None
+    if lowest is None or points[-1][1] <= lowest[1] + max(RISE * lowest[1], RISE_NATS):
+        return None
+    return lowest
 
 
 def chart_data(rows: list[dict]) -> dict:

@@ -103,7 +103,7 @@ def result(rows: list[dict], final: dict, heads: str) -> str:
             bits, windows, turn = number(final.get("bits_per_byte")), "", ""
             if key == "val/loss" and (lowest := minimum_before_rise(points)):
                 name, (step, loss) = "lowest validation", lowest
-                turn = overfitting_since(step)
+                turn = risen_since(step)
                 bits = dict(finite(points_of(rows, "val/bits_per_byte"))).get(step, math.nan)
             elif key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
                 # The validations during training have fewer windows.
@@ -118,9 +118,11 @@ def result(rows: list[dict], final: dict, heads: str) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def overfitting_since(step: int) -> str:
+def risen_since(step: int) -> str:
+    """Returns what a user should know about a validation loss that has risen since this step."""
     helps = "more text helps, maybe also a smaller model or dropout"
-    return f"the validation loss has risen since step {step:,}: {helps}"
+    repeated = f"if the text was read several times, {helps}"
+    return f"the validation loss has risen since step {step:,}: {repeated}"
 
 
 def facts(rows: list[dict], starts: list[dict], final: dict) -> str:

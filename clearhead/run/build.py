@@ -162,7 +162,7 @@ class Builder:
                     strategy,
                     signals,
                     self.limit,
-                    self.state.step if self.start.was_finished else config.trainer.max_steps,
+                    self.state.step if self.state.ended_early else config.trainer.max_steps,
                     targets,
                     self.decay_start(),
                 ),
@@ -210,6 +210,8 @@ class Builder:
                     raise error
                 self.notes.append(f"{error.without_hint}; other losses: the best step starts again")
                 self.start.state.best_loss = None
+                self.start.state.worse_validations = 0
+                self.start.was_finished &= self.start.state.has_ended(config.trainer)
         of_rank_0 = strategy.broadcast(data.checksums)
         with strategy.raise_on_all_ranks():
             hint = "give every machine the same data"
@@ -301,6 +303,8 @@ class Builder:
         state = dataclasses.replace(self.start.state, settings=new.settings, data=new.data)
         if not self.start.in_place:  # a branch has another W&B run and best checkpoint
             state.wandb_id = state.best_loss = state.best_step = None
+            state.worse_validations = 0
+        state.ended_early &= state.should_stop_early(self.config.trainer)
         self.notes += raised_rate(self.config, self.start.state)
         _, tensors = self.start.tensors or (None, {})
         self.start.tensors = None  # the model and the optimizer have copies
@@ -430,7 +434,7 @@ class Builder:
             setting = "" if given == "runs_dir=runs" else f" {shlex.quote(given)}"
             lines.append(f"watch it live: python -m scripts.live{setting}")
         if self.start.was_finished:
-            more = longer(self.config, step)
+            more = longer(self.config, self.state)
             lines.append(f"already finished after step {step}; to train further, use {more}")
         elif step > 0 and self.start.in_place:
             lines.append(f"resuming after step {step}")
@@ -452,13 +456,14 @@ class Builder:
         parameters, where = self.model.num_parameters(), self.strategy.describe()
         windows = f"{len(data.train):,} windows of {self.config.data.max_length} tokens"
         epochs = trainer.max_steps * trainer.batch_size / len(data.train)
+        read = "" if self.config.data.synthetic else f", {epochs:,.2f} epochs"
         source = f" from {path_as_given(self.config.data.path)}" if self.config.data.path else ""
         return [
             f"model: {parameters:,} parameters {where}{compiled}{extra}",
             f"training data: {windows}{source}",
             f"validation data: {val:,} windows{evaluated}",
             f"batch size: {trainer.batch_size} windows per step{ranks}{micro}",
-            f"training: {trainer.max_steps:,} steps, {epochs:,.2f} epochs",
+            f"training: {trainer.max_steps:,} steps{read}",
         ]
 
 

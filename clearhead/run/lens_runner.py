@@ -88,9 +88,9 @@ class LensRunner:
             print(f"{OFF}, after {MAX_FAILURES} failed snapshots in a row", file=sys.stderr)
         return snapshot
 
-    def summary(self, has_overfitted: bool) -> list[str]:
+    def summary(self, has_converged: bool) -> list[str]:
         """Returns lines about missing snapshots and the heads, for the end of a run.
-        has_overfitted: whether more steps would increase the loss."""
+        has_converged: whether more steps do not decrease the validation loss."""
         if self.lens is None:
             return []
         missing, lines = self.failures.missing, []
@@ -100,7 +100,7 @@ class LensRunner:
         names = heads_by_name(self.lens.table).keys()
         if self.lens.table and not names - {"positional"}:
             some = " except positional" * bool(names)
-            advice = "" if has_overfitted else self._train_longer()
+            advice = "" if has_converged else self._train_longer()
             lines.append(f"attention heads  no head has a name yet{some}{advice}")
         return lines + [f"without heads    {t}" for t in self.lens.most_important_heads()]
 

@@ -31,7 +31,7 @@ from clearhead.files import as_json, atomic_write, last_values, read_object, scr
 from clearhead.optim.optimizers import learning_rate
 from clearhead.reporting.charts import minimum_before_rise
 from clearhead.reporting.metrics import Metrics
-from clearhead.reporting.report import overfitting_since
+from clearhead.reporting.report import risen_since
 from clearhead.reporting.run_log import RunLog
 from clearhead.reporting.summary import write_summary
 from clearhead.run.evaluation import Evaluator
@@ -113,26 +113,32 @@ class Run:
         """Makes this step the last one if there is no time for another one, or if the validation
         loss has not become lower for trainer.patience validations. Plans fewer steps if steps
         became slower."""
-        trainer, step = self.config.trainer, self.state.step
-        ends, limit = f"the run ends after step {step}", "max_minutes"
+        trainer, state = self.config.trainer, self.state
+        limit = f"trainer.max_minutes={trainer.max_minutes}"
+        ends = f"the run ends after step {state.step:,} of {trainer.max_steps:,} planned steps"
         if self.stop.plans_fewer_steps():
-            fewer = self.stop.last_step
-            self.config = self.config.with_values({"trainer.max_steps": fewer})
-            self.state.settings = self.config.model_dump()  # a resumed run has the same schedule
-            if self.strategy.is_rank_0:
-                with best_effort("run.json: cannot be written"):
-                    tokenizer = self.evaluator.tokenizer
-                    write_settings(self.directory, self.state.settings, self.state.data, tokenizer)
-            self.log.console.max_steps = fewer
-            ends = f"steps became slower; the learning rate decays from step {step} to step {fewer}"
-        elif self.state.should_stop_early(trainer) and step < self.stop.last_step:
-            self.stop.last_step, limit = step, "patience"
-            ends = f"the validation loss is lowest at step {self.state.best_step}; {ends}"
-        elif not self.stop.is_out_of_time(step):
-            return
-        ends += f", planned were {trainer.max_steps} steps"
-        self.log.console.print(f"trainer.{limit}={getattr(trainer, limit)}: {ends}")
+            self.plan_fewer_steps()
+            until = f"{self.stop.last_step:,} instead of {trainer.max_steps:,}"
+            rate = f"the learning rate decays from step {state.step:,} to step {until}"
+            self.log.console.print(f"{limit}: steps became slower; {rate}")
+        elif state.should_stop_early(trainer) and state.step < self.stop.last_step:
+            self.stop.last_step, state.ended_early = state.step, True
+            lowest = f"the validation loss is lowest at step {state.best_step:,}"
+            self.log.console.print(f"trainer.patience={trainer.patience}: {lowest}; {ends}")
+        elif self.stop.is_out_of_time(state.step):
+            self.log.console.print(f"{limit}: {ends}")
         self.log.tracker.last_step = self.stop.last_step
+
+    def plan_fewer_steps(self) -> None:
+        """Stores the smaller number of steps: a resumed run has the same schedule."""
+        fewer = self.stop.last_step
+        self.config = self.config.with_values({"trainer.max_steps": fewer})
+        self.state.settings = self.config.model_dump()
+        self.log.console.max_steps = fewer
+        if self.strategy.is_rank_0:
+            with best_effort("run.json: cannot be written"):
+                tokenizer = self.evaluator.tokenizer
+                write_settings(self.directory, self.state.settings, self.state.data, tokenizer)
 
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics; writes those after the last step to
@@ -181,18 +187,18 @@ class Run:
             log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
         if state.val_loss is not None:
             lines.append(f"validation loss  {state.val_loss:.4f}{best}")
-        given, has_overfitted = folder, state.should_stop_early(self.config.trainer)
+        given, has_converged = folder, state.should_stop_early(self.config.trainer)
         points = [(state.best_step, state.best_loss), (state.step, state.val_loss)]
         if None not in points[0] + points[1] and minimum_before_rise(points):
-            given, has_overfitted = folder / "checkpoints" / "best", True
-            lines.append(f"overfitting      {overfitting_since(state.best_step)}")
+            given, has_converged = folder / "checkpoints" / "best", True
+            lines.append(f"lowest loss      {risen_since(state.best_step)}")
         lines.append(f"run directory    {folder}")
         if not self.was_finished:
             waited = f"saving blocked training for {self.checkpointer.seconds:.1f} s"
             lines.append(f"checkpoints      {folder / 'checkpoints'}  ({waited})")
             parts = [f"{work} {s:.1f} s ({s / seconds:.1%})" for work, s in seconds_of.items()]
             lines.append(f"time             {seconds:.0f} s: {', '.join(parts)}")
-        lines += [*self.evaluator.summary(), *self.lens.summary(has_overfitted)]
+        lines += [*self.evaluator.summary(), *self.lens.summary(has_converged)]
         if (timelapse := folder / "attention" / "timelapse.html").is_file():
             lines.append(f"attention page   {timelapse}")
         lines.append(f"report           {folder / 'report.html'}")
@@ -231,8 +237,10 @@ class Run:
         raise self.stop.signals.ending()
 
     def objective(self) -> float:
-        """Returns the value that a sweep minimises: the loss of the validation at the end, without
-        validation the last training loss."""
+        """Returns the value that a sweep minimises: the loss of the validation at the end, with
+        trainer.patience the lowest validation loss, without validation the last training loss."""
+        if self.config.trainer.patience and self.state.best_loss is not None:
+            return self.state.best_loss
         if final := final_validation(self.directory, self.state.step):
             return final["loss"]
         if self.state.val_loss is not None:

@@ -72,6 +72,15 @@ def test_torch_computes_attention_where_it_is_faster():
     assert torch.equal(cpu.attention(*inputs), sdpa(*inputs))
 
 
+def test_what_attention_cannot_compute_is_an_error():
+    q, k, v = (normal(1, 2, 6, 4, seed=seed).requires_grad_() for seed in range(3))
+    with pytest.raises(ValueError, match="6 queries"):
+        cpu.attention(q, k[:, :, :5], v[:, :, :5], 0.5)
+    (grad,) = torch.autograd.grad(cpu.attention(q, k, v, 0.5).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()  # a second derivative
+
+
 @pytest.mark.parametrize("queries", [6, 2])
 def test_gradient_of_attention_with_dropout(queries):
     inputs = [normal(2, 2, 6, 4, seed=seed).double().requires_grad_() for seed in range(3)]

@@ -52,6 +52,37 @@ def test_the_same_command_does_not_train_a_run_that_has_ended_early(overfit, tmp
     check_same_bytes(folder, tmp_path / "runs" / "plain")
 
 
+@pytest.mark.parametrize("last_loss", [2.6, 1.9])  # of the validation after the last step
+def test_a_run_that_was_killed_after_it_ended_early_has_no_step_left(overfit, tmp_path, last_loss):
+    early = ("name=early", "trainer.patience=1")
+    overfit(*early, losses=LOSSES | {7: last_loss})
+    for _ in range(2):
+        (tmp_path / "runs" / "early" / "summary.json").unlink()
+        run, summary = overfit(*early, losses=LOSSES | {7: last_loss})
+        assert (summary["steps"], run.was_finished) == (7, False)
+    assert overfit(*early)[0].was_finished
+
+
+def test_a_resumed_run_counts_its_own_validations(overfit):
+    losses = {0: 5.0, 8: 2.0, 10: 2.1, 11: 1.9, 12: 1.8, 13: 1.95, 14: 1.96}
+    overfit("name=run", "trainer.max_steps=10", "trainer.eval_every=8", losses=losses)
+    run, _ = overfit("name=run", "trainer.eval_every=1", "trainer.patience=2", losses=losses)
+    assert run.state.step == 15  # validations 13 and 14 are not lower than 12
+
+
+def test_a_run_that_ended_early_continues_with_more_text(overfit, tmp_path):
+    overfit("name=run", "trainer.patience=1")
+    (tmp_path / "more.txt").write_text("other words " * 100)
+    more = (f"data.path={tmp_path / 'more.txt'}", "trainer.resume_override=true")
+    run, _ = overfit("name=run", "trainer.patience=1", *more, losses={8: 2.2, 10: 2.1}, rest=2.3)
+    assert (run.state.step, run.state.best_loss) == (13, 2.1)
+
+
+def test_a_sweep_minimises_the_lowest_loss(overfit):
+    assert overfit("trainer.patience=1")[0].objective() == 2.0
+    assert overfit("trainer.patience=null")[0].objective() == 2.6
+
+
 def test_a_run_with_a_time_limit_and_a_longer_schedule(overfit, monkeypatch):
     monkeypatch.setattr(build, "measure_steps", lambda *_: 1.0)
     limited = ("name=limited", "trainer.max_minutes=100", "trainer.eval_every=2")

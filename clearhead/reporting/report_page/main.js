@@ -110,8 +110,10 @@ function drawPlot(figure, readout, {title, isLoss, fromZero, text, tick = compac
   addCursor(plot, readout, lines, {x, y, text, stepAt: (across) => x0 + across * (x1 - x0)});
 }
 
-/** Marks the lowest value of a validation line, if it is not the last one. */
-function markLowest(plot, points, {x, y, text}) {
+/** Marks the lowest value of a validation line after step 0, if it is not the last one. */
+function markLowest(plot, all, {x, y, text}) {
+  const points = all.filter(([step]) => step > 0);
+  if (points.length === 0) return;
   const [step, value] = points.reduce((best, point) => (point[1] < best[1] ? point : best));
   if (points.at(-1)[1] === value) return;
   const at = {x: `${x(step)}%`, y: `${y(value)}%`};
