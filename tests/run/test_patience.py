@@ -25,7 +25,9 @@ def overfit(make_run):
 
 
 @pytest.mark.parametrize(("patience", "steps"), [(1, 7), (2, 9), (8, 20), ("null", 20)])
-def test_the_run_ends_after_so_many_validations(overfit, tmp_path, patience, steps):
+def test_the_run_ends_after_patience_validations_without_a_lower_loss(
+    overfit, tmp_path, patience, steps
+):
     run, summary = overfit("name=early", f"trainer.patience={patience}")
     folder = tmp_path / "runs" / "early"
     assert (summary["steps"], run.state.best_step) == (steps, 4)
