@@ -281,6 +281,15 @@ def test_a_rank_that_is_out_of_time_ends_the_run(place):
     check_same_tensors(last(run), last(place.alone(*WATCHED), HALF))
 
 
+def test_all_ranks_stop_early(place):
+    """At this learning rate the weights stay, so the validation of step 4 is not lower than that of
+    step 2."""
+    settings = ("optimizer.lr=1e-20", "trainer.eval_every=2", "trainer.patience=1", "parallel=ddp")
+    for _ in range(2):  # the second start has no step left
+        run, _ = place.ranks("early", *settings)
+        assert [row["step"] for row in rows(run)] == list(range(HALF + 2))
+
+
 # Name: exit code, key, whether rank 1 alone has the problem, arguments.
 REFUSALS = {
     "mistyped": (2, "paralel", False, "paralel=ddp"),
