@@ -76,8 +76,9 @@ def test_a_run_that_ended_early_continues_with_more_text(overfit, tmp_path):
     overfit("name=run", "trainer.patience=1")
     (tmp_path / "more.txt").write_text("other words " * 100)
     more = (f"data.path={tmp_path / 'more.txt'}", "trainer.resume_override=true")
-    run, _ = overfit("name=run", "trainer.patience=1", *more, losses={8: 2.2, 10: 2.1}, rest=2.3)
-    assert (run.state.step, run.state.best_loss) == (13, 2.1)
+    losses = {8: 2.2, 10: 2.1}
+    _, summary = overfit("name=run", "trainer.patience=1", *more, losses=losses, rest=2.3)
+    assert (summary["steps"], summary["best_val_loss"]) == (13, 2.1)
 
 
 def test_a_sweep_minimises_the_lowest_loss(overfit):
