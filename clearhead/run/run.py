@@ -176,17 +176,36 @@ class Run:
         self.checkpointer.finish(self.state)
         state, log, folder, debug = self.state, self.log, self.directory, self.config.debug
         seconds_of = log.seconds | {"training": seconds - sum(log.seconds.values())}
-        uploaded, best, lines = None, "", []
+        uploaded = None
         with best_effort("W&B: the model was not uploaded", debug):
             uploaded = log.tracker.log_model(state.best_step)
         log.write_report()
+        if state.best_loss is not None:
+            log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
+        log.console.close()
+        for line in ["", *self.results(seconds_of, seconds, uploaded)]:
+            log.console.print(line)
+        log.tracker.finish()
+        if not self.strategy.is_rank_0:
+            return None
+        if self.was_finished:
+            return read_object(folder / SUMMARY_JSON)
+        with best_effort("summary.json: could not be written", debug):
+            return write_summary(folder, self.config, state, self.stop.limit.started, seconds_of)
+        return None
+
+    def results(
+        self, seconds_of: dict[str, float], seconds: float, uploaded: str | None
+    ) -> list[str]:
+        """Returns the lines that a run prints at its end. seconds_of: the parts of `seconds`.
+        uploaded: the name of the model on W&B."""
+        state, log, folder, lines = self.state, self.log, self.directory, []
         if (loss := self.metrics.train_loss) is not None:
             lines.append(f"training loss    {loss:.4f}  (step {state.step})")
-        if state.best_loss is not None:
-            best = f"  (best: {state.best_loss:.4f} at step {state.best_step})"
-            log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
         if state.val_loss is not None:
-            lines.append(f"validation loss  {state.val_loss:.4f}{best}")
+            lines.append(f"validation loss  {state.val_loss:.4f}")
+            if state.best_loss is not None:
+                lines[-1] += f"  (best: {state.best_loss:.4f} at step {state.best_step})"
         given, has_converged = folder, state.should_stop_early(self.config.trainer)
         points = [(state.best_step, state.best_loss), (state.step, state.val_loss)]
         if None not in points[0] + points[1] and minimum_before_rise(points):
@@ -211,17 +230,7 @@ class Run:
             lines.append(f"W&B model        {uploaded}")
         if where := log.tracker.where():
             lines.append(f"W&B              {where}")
-        log.console.close()
-        for line in ["", *lines]:
-            log.console.print(line)
-        log.tracker.finish()
-        if not self.strategy.is_rank_0:
-            return None
-        if self.was_finished:
-            return read_object(folder / SUMMARY_JSON)
-        with best_effort("summary.json: could not be written", debug):
-            return write_summary(folder, self.config, state, self.stop.limit.started, seconds_of)
-        return None
+        return lines
 
     def exit(self) -> None:
         """Ends the process after a stop signal: prints where the checkpoint is and how to resume
