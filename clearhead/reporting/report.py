@@ -94,28 +94,39 @@ def progress(folder: Path, rows: list[dict]) -> str:
 
 
 def result(rows: list[dict], final: dict, heads: str) -> str:
-    """Returns the loss at the end, or the lowest one if the run overfitted, and what the heads are,
+    """Returns the loss at the end, or the lowest one if it has risen since, and what the heads are,
     in one sentence; "" without both."""
-    parts = []
-    for key, name in (("val/loss", "validation"), ("train/loss", "training")):
-        if points := finite(points_of(rows, key)):
-            (first, before), (step, loss) = points[0], points[-1]
-            bits, windows, turn = number(final.get("bits_per_byte")), "", ""
-            if key == "val/loss" and (lowest := minimum_before_rise(points)):
-                name, (step, loss) = "lowest validation", lowest
-                turn = risen_since(step)
-                bits = dict(finite(points_of(rows, "val/bits_per_byte"))).get(step, math.nan)
-            elif key == "val/loss" and not math.isnan(at_end := number(final.get("loss"))):
-                # The validations during training have fewer windows.
-                loss, count = at_end, number(final.get("windows"))
-                windows = "" if math.isnan(count) else f" on {count:,.0f} windows"
-            since = f", down from {rounded(before, 4)} at step {first:,}" if before > loss else ""
-            bits = "" if math.isnan(bits) else f" ({bits:.3f} bits per byte)"
-            shown = f"{rounded(loss, 4)} nats per token{bits}{windows} after {step:,} steps{since}"
-            parts += [f"The {name} loss is {shown}", turn]
-            break
+    parts, losses = [], finite(points_of(rows, "val/loss"))
+    if lowest := minimum_before_rise(losses):
+        bits = dict(points_of(rows, "val/bits_per_byte")).get(lowest[0], math.nan)
+        parts = [loss_at("lowest validation", losses[0], lowest, bits), risen_since(lowest[0])]
+    elif losses:
+        step, loss = losses[-1]
+        # The validation at the end has more windows than those during training.
+        at_end, bits, windows = (number(final.get(k)) for k in ("loss", "bits_per_byte", "windows"))
+        last = step, loss if math.isnan(at_end) else at_end
+        parts = [loss_at("validation", losses[0], last, bits, windows)]
+    elif training := finite(points_of(rows, "train/loss")):
+        parts = [loss_at("training", training[0], training[-1])]
     text = "; ".join(filter(None, [*parts, heads]))
     return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def loss_at(
+    name: str,
+    first: tuple[int, float],
+    point: tuple[int, float],
+    bits_per_byte: float = math.nan,
+    windows: float = math.nan,
+) -> str:
+    """Returns a sentence about the loss at a point (step, loss), compared with the first one."""
+    text = f"the {name} loss is {rounded(point[1], 4)} nats per token"
+    text += "" if math.isnan(bits_per_byte) else f" ({bits_per_byte:.3f} bits per byte)"
+    text += "" if math.isnan(windows) else f" on {windows:,.0f} windows"
+    text += f" after {point[0]:,} steps"
+    if first[1] > point[1]:
+        text += f", down from {rounded(first[1], 4)} at step {first[0]:,}"
+    return text
 
 
 def risen_since(step: int) -> str:
