@@ -133,7 +133,7 @@ def risen_since(step: int) -> str:
     """Returns what a user should know about a validation loss that has risen since this step."""
     helps = "more text helps, maybe also a smaller model or dropout"
     repeated = f"if the text was read several times, {helps}"
-    return f"the validation loss has risen since step {step:,}: {repeated}"
+    return f"the validation loss has risen since step {step:,} ({repeated})"
 
 
 def facts(rows: list[dict], starts: list[dict], final: dict) -> str:
