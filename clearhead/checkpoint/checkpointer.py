@@ -38,7 +38,9 @@ class Checkpointer:
     _best_before: tuple[float | None, int | None] = (None, None)
 
     def update_best(self, state: checkpoint.State, val_loss: float, eval_every: int) -> bool:
-        """Stores a validation loss in the state if it is the lowest; returns whether it is."""
+        """Stores a validation loss in the state if it is the lowest, and counts it for
+        trainer.patience if it is one of those every eval_every steps. Returns whether it is the
+        lowest."""
         self.wait(state)  # a best checkpoint that could not be written does not count
         is_best = val_loss < (math.inf if state.best_loss is None else state.best_loss)
         # The end of a run has a validation that a longer run does not have: it does not count.

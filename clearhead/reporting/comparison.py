@@ -58,7 +58,7 @@ class ComparedRun:
     final: float | None = None
     parts: list[float] = field(default_factory=list)
     windows: int = 0
-    lowest: float | None = None  # of a loss that has risen since: the model has overfitted
+    lowest: float | None = None  # lowest value, if the validation loss has risen since
 
     @property
     def value(self) -> float:
@@ -101,7 +101,7 @@ class ComparisonRow:
     tokens_to_target: list[int | None]  # of each run; empty without a target
     parts: list[list[float]] = field(default_factory=list)  # of each run, see ComparedRun
     windows: list[int] = field(default_factory=list)  # of each run; 0: unknown
-    # Lowest value of each run that has overfitted; None: it has not.
+    # Lowest value of each run; None: the validation loss has not risen since.
     lowest: list[float | None] = field(default_factory=list)
     windows_error: float | None = None  # standard error of the mean over the parts of the text
     repeated: list[str] = field(default_factory=list)  # equal to one of `runs`; not counted

@@ -40,7 +40,7 @@ def table(rows: list[ComparisonRow], metric: str) -> str:
         cells["min–max"] = f"{min(row.values):.4f}–{max(row.values):.4f}" if has_range else ""
         risen = [lowest for lowest in row.lowest if lowest is not None]
         runs = f" ({len(risen)} of {len(row.runs)})" if len(row.runs) > 1 else ""
-        cells["lowest, overfitted"] = f"{statistics.fmean(risen):.4f}{runs}" if risen else ""
+        cells["lowest"] = f"{statistics.fmean(risen):.4f}{runs}" if risen else ""
         delta = row.difference
         cells["difference from the first row"] = ""
         if delta:
