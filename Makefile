@@ -10,14 +10,14 @@ PIP_OPTIONS := -q --disable-pip-version-check --no-compile
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # The tests whose results benchmarks/results/faults.md reports.
 FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.py)) \
-    tests/config/test_problems.py tests/reporting/test_rows.py
+    tests/config/test_problems.py tests/output/test_rows.py
 # Other tests that run more trials or more ranks with CAMPAIGN=1.
-MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/interop/test_export.py \
-    tests/distributed/test_ranks.py tests/faults/test_prepare_stopped.py \
+MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/models/test_export.py \
+    tests/parallel/test_ranks.py tests/faults/test_prepare_stopped.py \
     tests/scripts/test_notebook.py tests/scripts/test_sweep.py
 
 # The type checker checks the model and the library with its preset `default`, all others with `basic`.
-STRICT := attention.py model.py clearhead/lens
+STRICT := attention.py model.py headlens
 
 # A setting outside of ARGS would be a variable that nothing reads.
 KNOWN := PYTHON VENV ARGS TEXTS PIP_OPTIONS PARALLEL FAULTS MORE_TRIALS STRICT SHELL
@@ -38,10 +38,10 @@ test: $(VENV)/test  ## all tests
 campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the tokens of all text files there
 	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign/tokens.py $(ARGS)
 	CAMPAIGN=1 $(VENV)/bin/python -m pytest $(PARALLEL) $(MORE_TRIALS) $(ARGS)
-	CAMPAIGN=1 CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/distributed/test_ranks.py $(ARGS)
+	CAMPAIGN=1 CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/parallel/test_ranks.py $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k compiled \
-	    tests/inference/test_decoding.py tests/inference/test_generate.py $(ARGS)
-	CAMPAIGN=1 CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/distributed/test_ranks_lost.py $(ARGS)
+	    tests/models/test_decoding.py tests/models/test_generate.py $(ARGS)
+	CAMPAIGN=1 CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/parallel/test_ranks_lost.py $(ARGS)
 	rm -f campaign.jsonl
 	CAMPAIGN_LOG=$(CURDIR)/campaign.jsonl CAMPAIGN=1 CAMPAIGN_FUZZ=1000000 \
 	    $(VENV)/bin/python -m pytest $(PARALLEL) $(FAULTS) $(ARGS)
@@ -104,5 +104,5 @@ $(VENV)/test: requirements.txt requirements-extra.txt requirements-dev.txt requi
 	touch $@
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build clearhead.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build headlens.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

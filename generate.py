@@ -6,7 +6,7 @@
     python generate.py checkpoint=DIR interactive=true
 
 `checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory, or hub:NAME. The
-decoding is in clearhead/inference/decoding.py.
+decoding is in clearhead/models/decoding.py.
 """
 
 import codecs
@@ -37,10 +37,10 @@ from clearhead.config.schema import (
     Threads,
 )
 from clearhead.errors import CheckpointError, refuse, sanitize
-from clearhead.inference.prompts import prompt_of, read_prompts
+from clearhead.models.prompts import prompt_of, read_prompts
 
 if typing.TYPE_CHECKING:
-    from clearhead.interop.pretrained import PretrainedModel
+    from clearhead.models.pretrained import PretrainedModel
 
 MAX_COUNT = 1_000_000  # of tokens, samples, texts in a batch
 PositiveCount = Annotated[Positive, Field(le=MAX_COUNT)]
@@ -86,10 +86,10 @@ class GenerateConfig(ScriptConfig):
 
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
-    from clearhead.distributed import device
-    from clearhead.inference import cache, decoding
-    from clearhead.interop.pretrained import load_pretrained
-    from clearhead.ops.specialize import specialize_for_generation
+    from clearhead.compute.specialize import specialize_for_generation
+    from clearhead.models import cache, decoding
+    from clearhead.models.pretrained import load_pretrained
+    from clearhead.parallel import device
 
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")  # replaces bytes that the encoding does not have
@@ -161,7 +161,7 @@ def completions(
 ) -> Iterator[str]:
     """Yields the generated text of each prompt, without the prompt, one batch after the other.
 
-    generate: the function in clearhead/inference/decoding.py; options: its keyword arguments.
+    generate: the function in clearhead/models/decoding.py; options: its keyword arguments.
     first_row: the row number of the first text, which selects its random numbers. show: called with
     the pieces of the first text of each batch, token by token.
     """
@@ -215,7 +215,7 @@ def write_rows(
 ) -> None:
     """Writes a row with prompt, generated text and settings for each prompt to settings.out, when
     all are generated. step: of the checkpoint."""
-    from clearhead.reporting.console import progress
+    from clearhead.output.console import progress
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # to remove the temporary file
     of_all = {"checkpoint": settings.checkpoint, "step": step}

@@ -2,8 +2,8 @@
 
 The file is in reading order. It needs only torch and attention.py, so you can copy the two files
 into another project. `GPT(ModelConfig())` is GPT-2 small, with 124,439,808 parameters. Before
-training, and for generation, clearhead/ops/specialize.py replaces the loss and some operations of
-a model by faster ones for its device, with the same results up to rounding.
+training, and for generation, clearhead/compute/specialize.py replaces the loss and some
+operations of a model by faster ones for its device, with the same results up to rounding.
 
     x = token_emb[ids] + pos_emb[0..T-1]
     L times:  x = x + attention(norm(x));  x = x + mlp(norm(x))

@@ -21,7 +21,7 @@ from pydantic import Field, FilePath
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import DataConfig, Positive
 from clearhead.config.yaml_files import REPOSITORY
-from clearhead.reporting.machine import machine
+from clearhead.output.machine import machine
 from clearhead.tokens.shards import ShardWriter
 from clearhead.tokens.tokenizers import get_tokenizer
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.implementations import Implementation, Variant, pad_vocabulary
 from clearhead.config.schema import OptimizerConfig
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import ClearheadError
+from clearhead.parallel.strategy import Strategy
 from model import GPT
 
 Batch = tuple[Tensor, Tensor]  # input_ids (B, T), target_ids (B, T)

@@ -23,14 +23,14 @@ from pydantic import Field
 from benchmarks.equivalence import NotEquivalent
 from benchmarks.implementations import transformers_model
 from benchmarks.timing import interleave, origin, show_speedup, speedup
+from clearhead.compute.specialize import specialize_for_generation
 from clearhead.config import compose
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Device, Name, Positive
-from clearhead.distributed import device as devices
 from clearhead.errors import NO_VALUE, refuse
-from clearhead.inference.cache import KVCache
-from clearhead.inference.decoding import Sampling, generate
-from clearhead.ops.specialize import specialize_for_generation
+from clearhead.models.cache import KVCache
+from clearhead.models.decoding import Sampling, generate
+from clearhead.parallel import device as devices
 from model import GPT, ModelConfig
 
 SEED = 0  # for the weights and the prompts

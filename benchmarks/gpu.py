@@ -35,11 +35,11 @@ from benchmarks.timing import origin
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import AboveZero, Name, Positive
-from clearhead.distributed import device
-from clearhead.distributed.device_memory import memory_of
 from clearhead.errors import ClearheadError, message_of, refuse
 from clearhead.files import REPOSITORY, read_json, read_rows
-from clearhead.planning.memory import USABLE
+from clearhead.parallel import device
+from clearhead.parallel.device_memory import memory_of
+from clearhead.parallel.memory import USABLE
 from clearhead.tokens.tokenizers import get_tokenizer
 from scripts import plan
 

@@ -27,12 +27,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer
 from clearhead.config.schema import OptimizerConfig
-from clearhead.distributed.device import best_wide_dtype, keep_freed_memory
-from clearhead.distributed.strategy import Strategy
-from clearhead.interop.huggingface import hf_tensors, to_hf
-from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer
-from clearhead.reporting.machine import git
+from clearhead.models.huggingface import hf_tensors, to_hf
+from clearhead.output.machine import git
+from clearhead.parallel.device import best_wide_dtype, keep_freed_memory
+from clearhead.parallel.strategy import Strategy
 from model import GPT
 
 MAX_GRAD_NORM = 1.0

@@ -8,7 +8,7 @@ checkpoint: 19 GB for gpt2-xl.
 
 from clearhead.config import compose
 from clearhead.config.command_line import command_line
-from clearhead.reporting.summary import write_summary
+from clearhead.output.summary import write_summary
 from clearhead.run.build import build_run
 from train import evaluate_and_log, log_row, train_step
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from clearhead.config.yaml_files import REPOSITORY
-from clearhead.reporting.machine import git, machine
+from clearhead.output.machine import git, machine
 
 T = TypeVar("T")  # seconds of a call, or of its parts
 

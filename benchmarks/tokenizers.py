@@ -23,7 +23,7 @@ from benchmarks.timing import interleave
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Positive, VocabSize
 from clearhead.files import REPOSITORY
-from clearhead.reporting.machine import machine
+from clearhead.output.machine import machine
 from clearhead.tokens.encoding import StreamEncoder
 from clearhead.tokens.tokenizer_json import read_tokenizer, to_json
 from clearhead.tokens.tokenizers import Tokenizer, get_tokenizer

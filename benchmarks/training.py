@@ -38,10 +38,10 @@ from benchmarks.timing import interleave, origin, show_speedup, speedup
 from clearhead.config import Config, compose
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Device, Name, ParallelConfig, Positive
-from clearhead.distributed import device as devices
-from clearhead.distributed.build import build_strategy
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import refuse
+from clearhead.parallel import device as devices
+from clearhead.parallel.build import build_strategy
+from clearhead.parallel.strategy import Strategy
 from model import GPT, ModelConfig
 
 SEED = 0  # for the weights and the tokens

@@ -1,1 +1,1 @@
-"""The packages of clearhead (map: docs/architecture.md). `clearhead.lens` is also a library."""
+"""The packages of clearhead (map: docs/architecture.md)."""

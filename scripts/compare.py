@@ -23,11 +23,11 @@ from clearhead.config.other_names import nearest
 from clearhead.config.schema import Name, Paths, rejected
 from clearhead.errors import as_yaml, message_of, refuse, sanitize, shorten
 from clearhead.files import as_json
-from clearhead.reporting import comparison
-from clearhead.reporting.charts import number
-from clearhead.reporting.comparison_plot import plot
-from clearhead.reporting.comparison_table import tables
-from clearhead.reporting.machine import machine
+from clearhead.output import comparison
+from clearhead.output.charts import number
+from clearhead.output.comparison_plot import plot
+from clearhead.output.comparison_table import tables
+from clearhead.output.machine import machine
 
 SWEEPS = "multirun"  # folder of the sweep directories in runs_dir
 

@@ -5,7 +5,7 @@
 Reads the snapshots of the runs (attention/step_*.npz), so no model runs. An item of `runs` may also
 be one snapshot file: scripts.inspect_attention writes one for any model. Heads of the same layer
 are matched by the similarity of their attention maps, on the prompts that all runs have
-(docs/lens.md). Writes a page, and a table of all heads as CSV.
+(headlens/docs/reading.md). Writes a page, and a table of all heads as CSV.
 """
 
 import itertools
@@ -18,9 +18,9 @@ from pydantic import Field
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Paths
 from clearhead.errors import DataError, refuse, sanitize
-from clearhead.lens.rounding import formatted
-from clearhead.reporting.comparison import matching_paths
-from clearhead.reporting.comparison_table import markdown_table
+from clearhead.output.comparison import matching_paths
+from clearhead.output.comparison_table import markdown_table
+from headlens.rounding import formatted
 
 MAX_ROWS = 40  # of the printed table
 HINT = "give runs of one shape with the same prompts; to compare other models, write snapshots "
@@ -43,7 +43,7 @@ class CompareHeadsConfig(ScriptConfig):
 
 @settings_command(CompareHeadsConfig)
 def main(settings: CompareHeadsConfig) -> None:
-    from clearhead.lens import heads, matching, matching_page, matching_runs
+    from headlens import heads, matching, matching_page, matching_runs
 
     items = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     try:

@@ -39,10 +39,10 @@ from clearhead.config.schema import (
     Threads,
 )
 from clearhead.errors import CheckpointError, DataError, Problem, refuse, sanitize
-from clearhead.reporting.machine import machine
+from clearhead.output.machine import machine
 
 if TYPE_CHECKING:
-    from clearhead.interop.pretrained import PretrainedModel
+    from clearhead.models.pretrained import PretrainedModel
     from clearhead.tokens.stream import TokenStream
 
 # The settings of the run are the default.
@@ -95,11 +95,11 @@ class EvaluateConfig(ScriptConfig):
 
 @settings_command(EvaluateConfig)
 def main(settings: EvaluateConfig) -> None:
-    from clearhead.distributed import build, device
-    from clearhead.inference.perplexity import ScoredWindows, evaluate
-    from clearhead.interop.pretrained import load_pretrained
-    from clearhead.ops.specialize import specialize
-    from clearhead.reporting.console import progress
+    from clearhead.compute.specialize import specialize
+    from clearhead.models.perplexity import ScoredWindows, evaluate
+    from clearhead.models.pretrained import load_pretrained
+    from clearhead.output.console import progress
+    from clearhead.parallel import build, device
 
     refuse(device.check(settings.device, settings.precision))
     pretrained = load_pretrained(settings.checkpoint)

@@ -25,7 +25,7 @@ class ExportConfig(ScriptConfig):
 
 @settings_command(ExportConfig)
 def main(settings: ExportConfig) -> None:
-    from clearhead.interop import export, pretrained
+    from clearhead.models import export, pretrained
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # to remove the temporary folder
     model = pretrained.load_pretrained(settings.checkpoint)

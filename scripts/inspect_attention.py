@@ -8,7 +8,7 @@
     python -m scripts.inspect_attention checkpoints='out/checkpoint-*' text="The bell rang twice."
 
 `checkpoint` is a run directory, a checkpoint, a Hugging Face directory or hub:NAME. Other models
-than GPT-2 need the package transformers. The page is the same as in training (docs/lens.md), with
+than GPT-2 need the package transformers. The page is the same as in training, with
 the prompts of the run, so heads have the same names as there. `text` replaces all prompts except
 the repeated sequence. The command also prints the most significant heads of each name. With
 ablation=exact it also measures the loss without each head, on the validation data of the run or on
@@ -38,21 +38,21 @@ from scripts.inspection.settings import InspectConfig, conflicts
 if TYPE_CHECKING:
     import torch
 
-    from clearhead.interop.foreign import ForeignModel
-    from clearhead.interop.pretrained import PretrainedModel
-    from clearhead.lens.snapshot_data import SnapshotData
-    from clearhead.lens.snapshots import Lens
+    from clearhead.models.foreign import ForeignModel
+    from clearhead.models.pretrained import PretrainedModel
     from clearhead.tokens.windows import WindowDataset
+    from headlens.snapshot_data import SnapshotData
+    from headlens.snapshots import Lens
 
     Model = PretrainedModel | ForeignModel
 
 
 @settings_command(InspectConfig)
 def main(settings: InspectConfig) -> None:
-    from clearhead.distributed.device import check, prepare
-    from clearhead.interop.foreign import load_any
-    from clearhead.lens.page import run_data
-    from clearhead.lens.snapshot_data import snapshot_bytes
+    from clearhead.models.foreign import load_any
+    from clearhead.parallel.device import check, prepare
+    from headlens.page import run_data
+    from headlens.snapshot_data import snapshot_bytes
 
     refuse(check(settings.device) + conflicts(settings))
     out = settings.out if settings.out or settings.figure else "attention.html"
@@ -83,10 +83,10 @@ def main(settings: InspectConfig) -> None:
 def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[SnapshotData, dict]":
     """Returns the last step and the data of a page with all checkpoints of a training. One model is
     in memory at a time. Prints the most significant heads of the last step."""
-    from clearhead.interop.foreign import load_any, series, series_name
-    from clearhead.lens.history import evenly_spaced
-    from clearhead.lens.page import run_data
-    from clearhead.reporting.console import progress
+    from clearhead.models.foreign import load_any, series, series_name
+    from clearhead.output.console import progress
+    from headlens.history import evenly_spaced
+    from headlens.page import run_data
 
     key, pattern = "checkpoints", settings.checkpoints
     found = series(pattern, key)
@@ -118,8 +118,8 @@ def losses(path: str) -> dict[str, list]:
     """Returns the losses of a training until a checkpoint, for the page."""
     from clearhead.checkpoint.listing import run_directory_of
     from clearhead.files import read_rows
-    from clearhead.interop.foreign import curves_of
-    from clearhead.reporting.charts import CURVES, curves
+    from clearhead.models.foreign import curves_of
+    from clearhead.output.charts import CURVES, curves
 
     run = run_directory_of(Path(path).absolute())
     return curves([*read_rows(run / "metrics.jsonl", *CURVES)]) if run else curves_of(path)
@@ -129,8 +129,8 @@ def write_page(
     out: str, runs: "Sequence[tuple[SnapshotData, dict]]", settings: InspectConfig
 ) -> None:
     """Writes the page of one or several models. runs: the last step of each, and its data."""
-    from clearhead.lens.heatmap import grid_url
-    from clearhead.lens.page import page
+    from headlens.heatmap import grid_url
+    from headlens.page import page
 
     datas = [data for _, data in runs]
     if settings.texts:
@@ -157,8 +157,8 @@ def check_figure(settings: InspectConfig, lens: "Lens", trained: "Model") -> Non
 
 def draw(data: "SnapshotData", settings: InspectConfig) -> None:
     """Writes the figure of all heads or of one head."""
-    from clearhead.lens.figure import draw_figure
-    from clearhead.lens.snapshots import clearest_prompt
+    from headlens.figure import draw_figure
+    from headlens.snapshots import clearest_prompt
 
     place = None if settings.head is None else (settings.layer, settings.head)
     prompt = settings.prompt or (1 if settings.texts else clearest_prompt(data, place) + 1)
@@ -177,9 +177,9 @@ def inspect(
     device: "torch.device",
 ) -> "SnapshotData":
     """Returns the data of one model. Prints its most significant heads."""
-    from clearhead.inference.ablation import ablate_heads
-    from clearhead.lens.snapshots import most_important_heads
-    from clearhead.reporting.console import progress
+    from clearhead.models.ablation import ablate_heads
+    from clearhead.output.console import progress
+    from headlens.snapshots import most_important_heads
 
     model = trained.model.to(device)
     step = trained.state.step if trained.state else 0

@@ -33,7 +33,7 @@ class LiveConfig(ScriptConfig):
 
 @settings_command(LiveConfig)
 def main(settings: LiveConfig) -> None:
-    from clearhead.reporting.live_server import PORTS, LiveServer
+    from clearhead.output.live_server import PORTS, LiveServer
 
     folder = Path(settings.runs_dir)
     if folder.exists() and not folder.is_dir():

@@ -36,21 +36,21 @@ from clearhead.config.schema import (
     Positive,
     known_settings,
 )
-from clearhead.distributed.hardware import (
+from clearhead.errors import ConfigError, DataError, refuse
+from clearhead.parallel.hardware import (
     ASSUMED_UTILISATION,
     KINDS,
     MEASURED_UTILISATION,
     WORTH_COMPILING,
 )
-from clearhead.distributed.launch import check_ranks
-from clearhead.errors import ConfigError, DataError, refuse
+from clearhead.parallel.launch import check_ranks
 from clearhead.tokens import TRAINED
 from clearhead.tokens.paths import HUB, find_files
 from clearhead.tokens.tokenizer_json import load_tokenizer
 from clearhead.tokens.training import default_vocab_size
 
 if TYPE_CHECKING:  # at run time, torch is imported only after the settings were checked
-    from clearhead.planning.memory import Job
+    from clearhead.parallel.memory import Job
 
 
 class PlanConfig(ScriptConfig):
@@ -77,7 +77,7 @@ class PlanConfig(ScriptConfig):
 
 def make_plan(config: Config, plan: PlanConfig) -> dict:
     """Returns the estimate (bytes, seconds, US dollars). Raises ConfigError as train.py does."""
-    from clearhead.planning import memory  # imports torch
+    from clearhead.parallel import memory  # imports torch
 
     if config.model.vocab_size is None:
         config = config.with_values({"model.vocab_size": vocab_size(config.data)})
@@ -132,7 +132,7 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
 def planned_job(config: Config, plan: PlanConfig, flops: float) -> "Job":
     """Returns the training on these devices, with automatic settings as train.py chooses them.
     flops: of the whole training. Raises ConfigError."""
-    from clearhead.planning import memory
+    from clearhead.parallel import memory
 
     trainer, strategy = config.trainer, config.parallel.strategy
     if strategy == "auto":
@@ -189,7 +189,7 @@ def utilisation(config: Config, plan: PlanConfig, precision: str) -> tuple[float
 
 def text_of(config: Config, plan: dict) -> str:
     """Returns the estimate as text, at most 100 columns wide."""
-    from clearhead.planning.memory import PARTS
+    from clearhead.parallel.memory import PARTS
 
     model, length, needed = config.model, config.data.max_length, plan["memory"]
     how = [plan["strategy"], plan["precision"], "compiled" if plan["compiled"] else "not compiled"]

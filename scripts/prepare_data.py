@@ -31,7 +31,7 @@ from clearhead.config.schema import (
 )
 from clearhead.errors import ConfigError, sanitize
 from clearhead.files import script_path
-from clearhead.reporting.console import progress
+from clearhead.output.console import progress
 from clearhead.tokens import TRAINED
 from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.prepare import Preparation, PrepareSettings

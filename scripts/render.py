@@ -27,9 +27,9 @@ class RenderConfig(ScriptConfig):
 def main(settings: RenderConfig) -> None:
     from clearhead.checkpoint.run_directory import attention_page, settings_of
     from clearhead.files import read_rows
-    from clearhead.lens.render import render_run
-    from clearhead.reporting.charts import CURVES, curves
-    from clearhead.reporting.report import write_report
+    from clearhead.output.charts import CURVES, curves
+    from clearhead.output.report import write_report
+    from headlens.render import render_run
 
     folder = Path(settings.run)
     stored = settings_of(folder)

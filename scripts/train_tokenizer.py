@@ -25,7 +25,7 @@ from clearhead.config.command_line import (
 )
 from clearhead.config.schema import Encoding, Names, Paths, Positive, VocabSize
 from clearhead.errors import DataError, sanitize
-from clearhead.reporting.console import progress
+from clearhead.output.console import progress
 from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.readers import documents, split_file
 from clearhead.tokens.training import SAMPLE_BYTES, Sample, train_tokenizer
@@ -61,7 +61,7 @@ class TokenizerConfig(ScriptConfig):
 
 @settings_command(TokenizerConfig)
 def main(settings: TokenizerConfig) -> None:
-    from clearhead.interop.export import write_tokenizer
+    from clearhead.models.export import write_tokenizer
 
     data = settings.data
     files = find_files(data.path, notes := [])

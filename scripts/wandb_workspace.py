@@ -16,7 +16,7 @@ from clearhead.config.command_line import ScriptConfig, settings_command
 from clearhead.config.schema import NO_SEPARATORS, Label
 from clearhead.config.yaml_files import default_values
 from clearhead.errors import NO_VALUE, ConfigError, RunError, refuse
-from clearhead.reporting.wandb_process import call_with_timeout, teardown
+from clearhead.output.wandb_process import call_with_timeout, teardown
 
 SECONDS = 30  # for the answers of W&B's server
 WandbName = Annotated[Label, Field(pattern=NO_SEPARATORS)]
@@ -36,7 +36,7 @@ class WorkspaceConfig(ScriptConfig):
 @settings_command(WorkspaceConfig)
 def main(settings: WorkspaceConfig) -> None:
     try:
-        from clearhead.reporting import workspace  # an optional package, and wandb takes 0.5 s
+        from clearhead.output import workspace  # an optional package, and wandb takes 0.5 s
     except ImportError as error:
         hint = "pip install wandb-workspaces"
         raise ConfigError([("W&B", NO_VALUE, f"package missing ({error})", hint)]) from error

@@ -203,7 +203,7 @@ def opened(window):
 @pytest.fixture
 def write(tmp_path):
     """write(run, ...) -> the path of a page with these runs (see helpers/pages.py)."""
-    from clearhead.lens.page import page
+    from headlens.page import page
 
     def to_file(*runs, title="attention", name="page.html"):
         path = tmp_path / name

@@ -26,13 +26,13 @@ TESTS = [
     "tests/test_attention.py",
     "tests/test_data_loader.py",
     "tests/test_model.py",
-    "tests/inference",
-    "tests/interop/test_hf.py",
+    "tests/models",
+    "tests/models/test_hf.py",
     "tests/scripts/test_readme.py",
     "tests/checkpoint",
     "tests/config/test_config.py",
-    "tests/ops",
-    "tests/optim",
+    "tests/compute",
+    "tests/compute",
 ]
 
 

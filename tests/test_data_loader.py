@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from clearhead.distributed.strategy import Strategy
+from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Validation
 from clearhead.tokens.sampler import WindowOrder
 from clearhead.tokens.stream import TokenStream

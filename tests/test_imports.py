@@ -37,8 +37,8 @@ runpy.run_module("scripts.plan", run_name="__main__", alter_sys=True)
 """
 COPIED = """
 import attention, model, torch
-from clearhead import lens
-lens.Lens, lens.write_page, lens.draw_figure
+import headlens
+headlens.Lens, headlens.write_page, headlens.draw_figure
 gpt = model.GPT(model.ModelConfig(17, 8, 16, 2, 2))
 print(tuple(gpt(torch.zeros(1, 8, dtype=torch.long))[0].shape))
 """
@@ -90,7 +90,7 @@ def test_attention_model_and_lens_can_be_copied_out(tmp_path):
         names += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
         roots = {name.split(".")[0] for name in names} - sys.stdlib_module_names
         assert roots <= {"torch", "attention"}
-    shutil.copytree(REPOSITORY / "clearhead" / "lens", tmp_path / "clearhead" / "lens")
+    shutil.copytree(REPOSITORY / "headlens", tmp_path / "headlens")
     assert run_python(COPIED, tmp_path).strip() == "(1, 8, 17)"
 
 

@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 import generate
 from attention import sdpa
 from clearhead.checkpoint.run_directory import lock_directory
-from clearhead.distributed import device
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import ConfigError, RunDirectoryError
-from clearhead.inference.cache import KVCache
+from clearhead.models.cache import KVCache
+from clearhead.parallel import device
+from clearhead.parallel.strategy import Strategy
 from clearhead.run.build import build_run
 from scripts import evaluate
 from train import fit

@@ -37,18 +37,18 @@ from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing
 from clearhead.checkpoint.resume import changed_settings
 from clearhead.checkpoint.tensors import load_model
+from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.config.schema import TrainerConfig
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedError
-from clearhead.interop.huggingface import to_hf
-from clearhead.interop.pretrained import load_pretrained
-from clearhead.lens.snapshot_data import read_snapshot
-from clearhead.optim.optimizers import NonFiniteCheck
-from clearhead.reporting.report import write_report
-from clearhead.reporting.tracker import Tracker
+from clearhead.models.huggingface import to_hf
+from clearhead.models.pretrained import load_pretrained
+from clearhead.output.report import write_report
+from clearhead.output.tracker import Tracker
+from clearhead.parallel.strategy import Strategy
 from clearhead.run import evaluation
 from clearhead.run.run import Run
 from data import load_datasets
+from headlens.snapshot_data import read_snapshot
 from train import fit, save, train_step
 
 # Settings of the finished run that the tests resume. They differ from the defaults.
@@ -316,9 +316,9 @@ def test_the_report_is_written_at_each_validation(make_run, monkeypatch):
         written.append((rows(folder)[-1]["step"], is_training))
         return write_report(folder, is_training)
 
-    monkeypatch.setattr("clearhead.reporting.run_log.write_report", write_and_note)
+    monkeypatch.setattr("clearhead.output.run_log.write_report", write_and_note)
     for share, steps in ((100, [0, 2]), (0, [0])):
-        monkeypatch.setattr("clearhead.reporting.run_log.MAX_SHARE", share)
+        monkeypatch.setattr("clearhead.output.run_log.MAX_SHARE", share)
         run = make_run(f"name=share-{share}", "lens=default")
         fit(run)
         assert written == [*((step, True) for step in steps), (4, False)]

@@ -18,9 +18,9 @@ from clearhead.checkpoint import listing
 from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.saver import Saver
 from clearhead.checkpoint.tensors import collect
-from clearhead.distributed.device_memory import available_memory
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import NotSavedError
+from clearhead.parallel.device_memory import available_memory
+from clearhead.parallel.strategy import Strategy
 from model import GPT
 
 

@@ -25,6 +25,7 @@ from clearhead.checkpoint.run_directory import (
     summarized_step,
 )
 from clearhead.checkpoint.tensors import read_tensors
+from clearhead.compute.optimizers import learning_rate
 from clearhead.config.job import is_in_sweep
 from clearhead.config.overrides import override
 from clearhead.config.schema import Config
@@ -37,10 +38,9 @@ from clearhead.config.stored import (
     with_automatic_values,
 )
 from clearhead.config.yaml_files import flat
-from clearhead.distributed.launch import launch_command
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DataError, Problem, as_yaml, refuse
-from clearhead.optim.optimizers import learning_rate
+from clearhead.parallel.launch import launch_command
+from clearhead.parallel.strategy import Strategy
 from clearhead.tokens import TRAINED, VOCABULARIES
 from clearhead.tokens.stream import Checksums, check_checksums
 

@@ -14,16 +14,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from clearhead.checkpoint.format import MODEL, State, Tensors, load_state, read_error
+from clearhead.compute.optimizers import STATE as OPTIMIZER_STATE
+from clearhead.compute.optimizers import state_keys
 from clearhead.config.schema import ModelSettings
 from clearhead.config.validation import validate
 from clearhead.errors import CheckpointError, DamagedCheckpointError, Problem, message_of
 from clearhead.files import open_regular
-from clearhead.optim.optimizers import STATE as OPTIMIZER_STATE
-from clearhead.optim.optimizers import state_keys
 from model import GPT, ModelConfig, model_without_values
 
 if TYPE_CHECKING:
-    from clearhead.distributed.strategy import Strategy
+    from clearhead.parallel.strategy import Strategy
 
 SAVED_SETTINGS_HINT = "use the model settings of the checkpoint"
 

@@ -23,9 +23,9 @@ from clearhead.errors import (
     shorten,
 )
 from clearhead.files import REPOSITORY, read_object
-from clearhead.lens.config import LensConfig
 from clearhead.tokens import TRAINED, VOCABULARIES
 from clearhead.tokens.paths import HUB
+from headlens.config import LensConfig
 
 SETTINGS_JSON = "run.json"  # in a run directory
 SAMPLE = ("corpus", "sample.txt")  # the file of data=sample

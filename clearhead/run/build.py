@@ -30,26 +30,26 @@ from clearhead.checkpoint.resume import (
 )
 from clearhead.checkpoint.saver import Saver
 from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors
+from clearhead.compute.cross_entropy import LOGITS_AT_ONCE
+from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer, decay_start
 from clearhead.config.application import is_single_run
 from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
 from clearhead.config.stored import with_validation_per_epoch
-from clearhead.distributed import device, launch
-from clearhead.distributed.build import build_strategy
-from clearhead.distributed.device_memory import free_pinned_memory, use_expandable_segments
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import exit_code_of, refuse, sanitize, shorten
-from clearhead.ops.cross_entropy import LOGITS_AT_ONCE
-from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer, decay_start
-from clearhead.planning.micro_batch import check_equal_sizes, check_memory, find_micro_batch
-from clearhead.reporting.console import LINES_OF_JOB, MAX_LINES, Console
-from clearhead.reporting.jsonl import RowFile, drop_rows_after
-from clearhead.reporting.machine import environment
-from clearhead.reporting.metrics import Metrics
-from clearhead.reporting.profiler import Profiler
-from clearhead.reporting.run_log import RunLog
-from clearhead.reporting.tracker import NoTracker, Tracker
-from clearhead.reporting.watch import watch
+from clearhead.output.console import LINES_OF_JOB, MAX_LINES, Console
+from clearhead.output.jsonl import RowFile, drop_rows_after
+from clearhead.output.machine import environment
+from clearhead.output.metrics import Metrics
+from clearhead.output.profiler import Profiler
+from clearhead.output.run_log import RunLog
+from clearhead.output.tracker import NoTracker, Tracker
+from clearhead.output.watch import watch
+from clearhead.parallel import device, launch
+from clearhead.parallel.build import build_strategy
+from clearhead.parallel.device_memory import free_pinned_memory, use_expandable_segments
+from clearhead.parallel.micro_batch import check_equal_sizes, check_memory, find_micro_batch
+from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator, Validation
 from clearhead.run.init_from import initial_weights
 from clearhead.run.lens_runner import build_lens

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from clearhead.config.schema import Config
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DIVERGENCE_HINT, DivergedError
-from clearhead.inference.decoding import Sampling, generate
-from clearhead.inference.perplexity import text_metrics
-from clearhead.lens.rounding import rounded
-from clearhead.reporting.comparison import standard_error
-from clearhead.reporting.console import Report
+from clearhead.models.decoding import Sampling, generate
+from clearhead.models.perplexity import text_metrics
+from clearhead.output.comparison import standard_error
+from clearhead.output.console import Report
+from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizers import Tokenizer
 from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
+from headlens.rounding import rounded
 from model import GPT
 
 # The validation at the end of a run uses this fraction of the number of training windows. A forward

@@ -5,7 +5,7 @@ import torch
 from attention import SCORES
 from clearhead.config.schema import Config
 from clearhead.errors import Problem, as_yaml, refuse
-from clearhead.interop.pretrained import load_pretrained
+from clearhead.models.pretrained import load_pretrained
 from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.tokenizers import Tokenizer
 from model import GPT, ModelConfig, model_without_values

@@ -14,19 +14,19 @@ from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
 from clearhead.config.yaml_files import flat
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import MAX_FAILURES, Failures, best_effort
 from clearhead.files import read_rows
-from clearhead.inference.ablation import ablate_heads
-from clearhead.lens.ablation import Head
-from clearhead.lens.config import LensConfig
-from clearhead.lens.heads import heads_by_name
-from clearhead.lens.snapshots import Lens, Snapshot
-from clearhead.lens.text import MAX_TOKENS, MAX_WINDOWS
-from clearhead.reporting.charts import CURVES, curves
+from clearhead.models.ablation import ablate_heads
+from clearhead.output.charts import CURVES, curves
+from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizers import Tokenizer
 from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
 from data import LoadedData
+from headlens.ablation import Head
+from headlens.config import LensConfig
+from headlens.heads import heads_by_name
+from headlens.snapshots import Lens, Snapshot
+from headlens.text import MAX_TOKENS, MAX_WINDOWS
 from model import GPT
 
 MIN_WINDOWS, MIN_TOKENS = 4, 64  # on which heads are measured

@@ -1,6 +1,6 @@
 """Prompts that are not given: lens.prompts=null and trainer.sample_prompt=null.
 
-They are passages of the validation text (clearhead/lens/passages.py), so that a model sees text
+They are passages of the validation text (headlens/passages.py), so that a model sees text
 of the language and kind that it is trained on. The config of the run stores them, and a resumed run
 keeps them.
 """
@@ -10,18 +10,18 @@ import numpy as np
 from clearhead.config.schema import Config
 from clearhead.config.stored import PROMPTS
 from clearhead.config.yaml_files import flat
-from clearhead.distributed.strategy import Strategy
-from clearhead.lens.config import DEFAULT_PROMPTS
-from clearhead.lens.passages import (
+from clearhead.parallel.strategy import Strategy
+from clearhead.tokens.tokenizers import Tokenizer
+from clearhead.tokens.windows import MixedDataset, WindowDataset
+from data import GPTDatasetV1, LoadedData
+from headlens.config import DEFAULT_PROMPTS
+from headlens.passages import (
     MOST_EXCERPTS,
     beginning,
     text_prompts,
     without_part_of_a_word,
 )
-from clearhead.lens.tokens import lens_tokenizer
-from clearhead.tokens.tokenizers import Tokenizer
-from clearhead.tokens.windows import MixedDataset, WindowDataset
-from data import GPTDatasetV1, LoadedData
+from headlens.tokens import lens_tokenizer
 
 EXCERPT_TOKENS = 4096
 

@@ -24,16 +24,16 @@ from clearhead.checkpoint.run_directory import (
     final_validation,
     write_settings,
 )
+from clearhead.compute.optimizers import learning_rate
 from clearhead.config.schema import Config
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DivergedError, RunError, best_effort, format_error
 from clearhead.files import as_json, atomic_write, last_values, read_object, script_path
-from clearhead.optim.optimizers import learning_rate
-from clearhead.reporting.charts import minimum_before_rise
-from clearhead.reporting.metrics import Metrics
-from clearhead.reporting.report import risen_since
-from clearhead.reporting.run_log import RunLog
-from clearhead.reporting.summary import write_summary
+from clearhead.output.charts import minimum_before_rise
+from clearhead.output.metrics import Metrics
+from clearhead.output.report import risen_since
+from clearhead.output.run_log import RunLog
+from clearhead.output.summary import write_summary
+from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator
 from clearhead.run.lens_runner import LensRunner
 from clearhead.run.stop import Stop

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from clearhead.distributed.launch import launched, torchrun_died
+from clearhead.parallel.launch import launched, torchrun_died
 
 # Slurm can send SIGUSR1 a given time before the time limit.
 STOP_SIGNALS = tuple(

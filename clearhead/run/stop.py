@@ -9,7 +9,7 @@ The ranks agree with one all-reduce per step between their CPUs. It also sums th
 import bisect
 from collections.abc import Callable
 
-from clearhead.distributed.strategy import Strategy
+from clearhead.parallel.strategy import Strategy
 from clearhead.run.signals import STOP_SIGNALS, StopSignals
 from clearhead.run.time_limit import TimeLimit
 

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 
 import torch
 
+from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.config.application import is_single_run
 from clearhead.config.schema import Config
 from clearhead.config.stored import with_automatic_values
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import refuse
-from clearhead.optim.optimizers import NonFiniteCheck
-from clearhead.planning.memory import meta_model
+from clearhead.parallel.memory import meta_model
+from clearhead.parallel.strategy import Strategy
 from clearhead.run.signals import STARTED
 
 MEASURED_FRACTION = 0.03  # of the limit in which steps are measured, at most MEASURED_SECONDS

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from clearhead.config.schema import Config
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DataError, Problem, message_of, refuse
+from clearhead.parallel.strategy import Strategy
 from clearhead.tokens import TRAINED, VOCABULARIES
 from clearhead.tokens.shards import is_shards
 from clearhead.tokens.tokenizer_json import from_json, load_tokenizer, read_tokenizer, to_json

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.config.schema import Config
-from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DivergedError, NotSavedError, RankLostError
-from clearhead.planning.micro_batch import is_out_of_memory, out_of_memory_error
+from clearhead.parallel.micro_batch import is_out_of_memory, out_of_memory_error
+from clearhead.parallel.strategy import Strategy
 
 
 @contextlib.contextmanager

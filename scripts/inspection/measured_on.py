@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from clearhead.config.schema import DataConfig, LensSettings
 from clearhead.errors import ClearheadError, Problem, refuse
-from clearhead.lens.config import LensConfig
+from headlens.config import LensConfig
 from scripts.inspection.settings import InspectConfig
 
 if TYPE_CHECKING:
-    from clearhead.interop.foreign import ForeignModel
-    from clearhead.interop.pretrained import PretrainedModel
-    from clearhead.lens.snapshots import Lens
+    from clearhead.models.foreign import ForeignModel
+    from clearhead.models.pretrained import PretrainedModel
     from clearhead.tokens.windows import WindowDataset
     from data import LoadedData
+    from headlens.snapshots import Lens
 
     Model = PretrainedModel | ForeignModel
 
@@ -25,7 +25,7 @@ TEXT_BYTES = 2**20  # of the text on which heads of other models than ours are m
 def load_data(trained: "Model", settings: InspectConfig) -> "LoadedData | None":
     """Returns the data on which heads are measured and removed: of data.path, or of the run. None
     for a model of transformers, see text_of. Raises DataError or ConfigError."""
-    from clearhead.interop.pretrained import PretrainedModel
+    from clearhead.models.pretrained import PretrainedModel
     from data import load_datasets
 
     if not isinstance(trained, PretrainedModel):
@@ -111,9 +111,9 @@ def lens_of(
     settled: tuple[LensConfig, Sequence[int] | None, Any],
 ) -> tuple["Lens", "WindowDataset | None"]:
     """Returns the lens of a model, and the windows on which heads are removed."""
-    from clearhead.lens.snapshots import Lens
-    from clearhead.lens.text import MAX_TOKENS, MAX_WINDOWS
     from clearhead.run.lens_runner import some_windows, text_name
+    from headlens.snapshots import Lens
+    from headlens.text import MAX_TOKENS, MAX_WINDOWS
 
     config, vocabulary, tokenizer = settled
     if getattr(trained.tokenizer, "name", None) != getattr(tokenizer, "name", None):

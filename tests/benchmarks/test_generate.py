@@ -8,7 +8,7 @@ import torch
 from helpers.refusals import printed_keys
 
 from benchmarks import generate
-from clearhead.distributed import device
+from clearhead.parallel import device
 
 SMALL = "model=gpt2-nano batch_sizes=[2] prompt_tokens=[5,3] max_new_tokens=[2] rounds=2"
 

@@ -24,7 +24,7 @@ from benchmarks.timing import interleave, origin, speedup
 from benchmarks.training import Comparison, TrainingBenchmark
 from clearhead.config import compose
 from clearhead.config.schema import OptimizerConfig, ParallelConfig
-from clearhead.distributed.build import build_strategy
+from clearhead.parallel.build import build_strategy
 from clearhead.tokens.windows import window_order
 from data import load_datasets
 from train import train_step

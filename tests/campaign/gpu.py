@@ -17,12 +17,12 @@ from helpers.ranks import COMPARABLE, check_same_losses, check_same_tensors, las
 from helpers.runs import assert_same, rows, weights
 
 from attention import KERNELS
+from clearhead.compute import cross_entropy
+from clearhead.compute.optimizers import build_optimizer
+from clearhead.compute.specialize import specialize_for_generation
 from clearhead.config.schema import OptimizerConfig
-from clearhead.distributed import device
-from clearhead.inference.cache import KVCache
-from clearhead.ops import cross_entropy
-from clearhead.ops.specialize import specialize_for_generation
-from clearhead.optim.optimizers import build_optimizer
+from clearhead.models.cache import KVCache
+from clearhead.parallel import device
 from model import head_loss as plain_loss
 from train import fit, train_step
 

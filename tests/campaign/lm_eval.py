@@ -16,8 +16,8 @@ import pytest
 import torch
 from helpers import NO_NETWORK, REPOSITORY, TEXT
 
-from clearhead.interop import export
-from clearhead.interop.pretrained import PretrainedModel
+from clearhead.models import export
+from clearhead.models.pretrained import PretrainedModel
 from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.tokenizers import get_tokenizer
 from model import GPT, ModelConfig

@@ -19,7 +19,7 @@ from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing, tensors
 from clearhead.checkpoint import run_directory as directory
 from clearhead.errors import CheckpointError, DamagedCheckpointError, RunFileError
-from clearhead.interop.pretrained import load_pretrained
+from clearhead.models.pretrained import load_pretrained
 from clearhead.run import build
 from train import fit
 

@@ -29,8 +29,8 @@ from clearhead.config.stored import complete, settings_of, with_automatic_values
 from clearhead.config.validation import flat_fields, validate
 from clearhead.config.yaml_files import CONFIGS, default_values, defaults_and_meanings, flat
 from clearhead.errors import CheckpointError, ConfigError, DataError
-from clearhead.lens.config import LensConfig
 from generate import GenerateConfig
+from headlens.config import LensConfig
 from model import ModelConfig
 from scripts.compare import CompareConfig
 from scripts.evaluate import EvaluateConfig

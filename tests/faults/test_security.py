@@ -26,7 +26,7 @@ from helpers.texts import write_packed
 
 import generate
 import train
-from clearhead.interop.huggingface import to_hf
+from clearhead.models.huggingface import to_hf
 from clearhead.run.build import build_run
 from scripts import inspect_attention
 from train import fit

@@ -32,7 +32,7 @@ import json, os, signal, subprocess, sys
 from pathlib import Path
 from clearhead.config.schema import WandbConfig
 from helpers.wandb_server import wait_long_for_wandb
-from clearhead.reporting import tracker, wandb_process
+from clearhead.output import tracker, wandb_process
 
 plan = json.loads(sys.argv[1])
 wait_long_for_wandb()

@@ -1,6 +1,6 @@
 """Prompts and generated ids for tests of decoding."""
 
-from clearhead.inference.decoding import Sampling, generate
+from clearhead.models.decoding import Sampling, generate
 from helpers.models import random_ids
 
 GREEDY = Sampling(temperature=0)

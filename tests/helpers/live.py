@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from clearhead.reporting.live_server import LiveServer
+from clearhead.output.live_server import LiveServer
 from helpers import REPOSITORY, TIMEOUT
 
 LOGS = ("metrics.jsonl", "attention/statistics.jsonl")

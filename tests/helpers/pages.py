@@ -11,12 +11,12 @@ import matplotlib
 import numpy as np
 import torch
 
-from clearhead.lens.capturing import capture
-from clearhead.lens.page import END, START, run_data
-from clearhead.lens.predictions import predict
-from clearhead.lens.probe import record, uniform_of
-from clearhead.lens.prompts import Prompt
-from clearhead.lens.snapshot_data import SnapshotData
+from headlens.capturing import capture
+from headlens.page import END, START, run_data
+from headlens.predictions import predict
+from headlens.probe import record, uniform_of
+from headlens.prompts import Prompt
+from headlens.snapshot_data import SnapshotData
 
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
 WORDS = ["She", " sat", " on", " the", "\n", " bank", " of", " a", " river", ",", " ", " far"]
@@ -343,3 +343,37 @@ def packed(value) -> str:
 def unpacked(data: str) -> bytes:
     """Returns the bytes of the "weights" of a frame, or the JSON of the "history" of a run."""
     return zlib.decompress(base64.b64decode(data))
+
+
+CONTRASTS = """() => {
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (rgb) => rgb.slice(0, 3).map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, n) => sum + c * [0.2126, 0.7152, 0.0722][n], 0);
+  const ratio = (one, two) => {
+    const [low, high] = [light(one), light(two)].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const over = ([r, g, b, a = 1], below) => [r, g, b].map((c, n) => a * c + (1 - a) * below[n]);
+  const behind = (node) => {
+    const colour = parse(getComputedStyle(node).backgroundColor);
+    if ((colour[3] ?? 1) === 1) return colour;
+    return over(colour, node.parentElement ? behind(node.parentElement) : [255, 255, 255]);
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("body *:not(option, optgroup, :disabled)")) {
+    if (!node.checkVisibility({ visibilityProperty: true })) continue;
+    const style = getComputedStyle(node);
+    const name = node.id || node.className || node.tagName;
+    if ([...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim())) {
+      const below = behind(node);
+      found.push(["text", name, 4.5, ratio(over(parse(style.color), below), below)]);
+    }
+    const bordered = "button:not(.quiet, .head, .chart *), select, .file, .segments label";
+    if (node.matches(bordered)) {
+      const around = behind(node.parentElement);
+      found.push(["border", name, 3, ratio(parse(style.borderTopColor), around)]);
+    }
+  }
+  return found;
+}"""

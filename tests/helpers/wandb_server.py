@@ -10,7 +10,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import quote, unquote
 
-from clearhead.reporting import wandb_process
+from clearhead.output import wandb_process
 from helpers import TIMEOUT
 
 STATUS = {"500": 500, "429": 429, "403": 403, "404": 404}

@@ -9,7 +9,7 @@ from helpers import TINY
 from helpers.runs import rows
 
 import train
-from clearhead.lens.statistics import uniform_attention
+from headlens.statistics import uniform_attention
 
 RUN = [*TINY, "data.path=text.txt", "name=a", "lens=default", "lens.every=4"]
 PRINTED = r"^attention heads .*: (\S*python\S* .*)$"

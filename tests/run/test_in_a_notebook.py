@@ -15,8 +15,8 @@ from helpers.refusals import refused
 from helpers.runs import rows
 
 from clearhead.checkpoint import listing
-from clearhead.distributed import device
 from clearhead.errors import RunDirectoryError, RunError
+from clearhead.parallel import device
 from clearhead.run.signals import STOP_SIGNALS, StopSignals
 from train import fit
 
@@ -119,5 +119,5 @@ def test_fit_returns_the_contents_of_summary_json(make_run, monkeypatch):
     assert summary == json.loads((run.directory / "summary.json").read_text())
     assert (summary["steps"], summary["val/loss"]) == (4, run.state.val_loss)
     assert fit(make_run("name=a")) == summary  # it was finished before
-    monkeypatch.setattr("clearhead.reporting.summary.atomic_write", Mock(side_effect=OSError))
+    monkeypatch.setattr("clearhead.output.summary.atomic_write", Mock(side_effect=OSError))
     assert fit(make_run("name=a", "trainer.max_steps=5")) is None

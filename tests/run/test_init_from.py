@@ -10,7 +10,7 @@ import train
 from clearhead.checkpoint.listing import find_checkpoint
 from clearhead.checkpoint.tensors import load_model
 from clearhead.errors import CheckpointError, ConfigError
-from clearhead.interop.huggingface import from_hf, to_hf
+from clearhead.models.huggingface import from_hf, to_hf
 from clearhead.run.init_from import positions
 from scripts import export_hf
 

@@ -14,12 +14,12 @@ import train
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config import compose
-from clearhead.lens.config import DEFAULT_PROMPTS
-from clearhead.lens.snapshot_data import read_snapshot, snapshot_files
 from clearhead.run.prompts import choose_prompts
 from clearhead.tokens.stream import TokenStream
 from clearhead.tokens.tokenizers import get_tokenizer
 from data import GPTDatasetV1
+from headlens.config import DEFAULT_PROMPTS
+from headlens.snapshot_data import read_snapshot, snapshot_files
 
 JAPANESE = "".join(
     f"美咲は{n}番目の鐘を鳴らした。源蔵は川を見て、川は待てと言ったと答えた。" for n in range(60)

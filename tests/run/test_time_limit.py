@@ -1,6 +1,6 @@
 """trainer.max_minutes: the number of steps, the last step, and the summary with which to repeat it.
 
-tests/distributed/test_ranks.py has a run of two ranks that is out of time."""
+tests/parallel/test_ranks.py has a run of two ranks that is out of time."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ import train
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config.stored import with_automatic_values
 from clearhead.errors import ConfigError
-from clearhead.reporting.comparison import read
+from clearhead.output.comparison import read
 from clearhead.run import build, time_limit
 from scripts import plan
 from train import fit

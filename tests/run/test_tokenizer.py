@@ -16,7 +16,7 @@ import generate
 import train
 from clearhead.checkpoint.format import remove_optimizer
 from clearhead.errors import CheckpointError, ConfigError, DataError
-from clearhead.interop.pretrained import load_pretrained
+from clearhead.models.pretrained import load_pretrained
 from clearhead.tokens.encoding import encode_text
 from clearhead.tokens.tokenizer_json import load_tokenizer, to_json
 from clearhead.tokens.tokenizers import get_tokenizer

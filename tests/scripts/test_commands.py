@@ -18,7 +18,7 @@ from helpers.runs import train_in
 from helpers.texts import prepare, write_source
 
 import train
-from clearhead.interop.huggingface import to_hf
+from clearhead.models.huggingface import to_hf
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PROGRAMS = "python|torchrun|make|pip|wandb|sbatch|lm_eval|jupyter|git"
@@ -50,7 +50,7 @@ SHORT = {
 # Not executed: they need other projects, minutes, hours, the network or an account.
 ELSEWHERE = {"benchmarks.training", "benchmarks.data", "benchmarks.generate", "benchmarks.gpu"}
 ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval", "scripts.wandb_workspace"}
-# Serves until it is stopped: tests/reporting/test_live.py starts it.
+# Serves until it is stopped: tests/output/test_live.py starts it.
 ELSEWHERE |= {"scripts.live"}
 
 # Values for placeholders in the pages.

@@ -11,9 +11,9 @@ from helpers.refusals import printed_keys
 from helpers.runs import rows, train_in
 from helpers.texts import prepare
 
-from clearhead.inference.perplexity import ScoredWindows
-from clearhead.interop.huggingface import to_hf
-from clearhead.reporting import console
+from clearhead.models.huggingface import to_hf
+from clearhead.models.perplexity import ScoredWindows
+from clearhead.output import console
 from clearhead.tokens.encoding import encode_text
 from clearhead.tokens.stream import TokenStream
 from clearhead.tokens.windows import IGNORED

@@ -11,7 +11,7 @@ from helpers import REPOSITORY
 from helpers.foreign import WORDS, byte_level_tokenizer, foreign_model
 
 import train
-from clearhead.lens import read_snapshot
+from headlens import read_snapshot
 
 
 def blocks(page, language=r"\w*") -> list[str]:
@@ -93,7 +93,7 @@ def test_the_lens_with_another_model(tmp_path, monkeypatch):
     wandb.init(mode="offline", dir=tmp_path)
     names = {"model": model, "tokenizer": tokenizer, "validation_text": WORDS * 8, "wandb": wandb}
     names |= {"trainer": trainer, "train_step": train_step}
-    for code in blocks("docs/lens-own-model.md", "python") + blocks("README.md", "python"):
+    for code in blocks("headlens/docs/your-model.md", "python") + blocks("README.md", "python"):
         if "def attention(" in code:  # of a model that returns its weights
             exec(code, names | {"model": foreign_model("gpt2", "eager", vocab_size=320)})
             continue

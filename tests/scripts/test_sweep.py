@@ -28,9 +28,9 @@ from clearhead.config import application, compose
 from clearhead.config import job as job_of_sweep
 from clearhead.config.application import hydra_main
 from clearhead.errors import ConfigError
-from clearhead.reporting import sweep
-from clearhead.reporting.console import LINES_OF_JOB, duration
-from clearhead.reporting.tracker import Tracker
+from clearhead.output import sweep
+from clearhead.output.console import LINES_OF_JOB, duration
+from clearhead.output.tracker import Tracker
 from clearhead.run.signals import StopSignals
 from scripts import compare
 

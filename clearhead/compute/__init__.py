@@ -1,0 +1,1 @@
+"""Faster operators, the loss and the optimizers."""

@@ -1,0 +1,1 @@
+"""Trained models: Hugging Face in and out, decoding, perplexity, removal of heads."""

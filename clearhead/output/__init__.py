@@ -1,0 +1,1 @@
+"""What a run prints, logs and draws: metrics, W&B, report, comparison of runs."""

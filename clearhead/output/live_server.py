@@ -1,0 +1,217 @@
+"""Serves the runs of a folder to browsers on this machine, while they train.
+
+    with LiveServer(Path("runs"), port=8000) as server:
+        server.serve_forever()
+
+These addresses exist; a name is one of a run, and never a path:
+
+    /                             the list of runs; /runs.json: its content
+    /run/NAME/                    the attention page; state.json, data.json, frame/STEP.json: its
+                                  content, see lens/live.py
+    /run/NAME/report              report.html in a frame, which is loaded again when it has changed
+
+The server only reads. It answers requests for a name of this machine only: a web page from
+elsewhere can resolve its own name to 127.0.0.1 (DNS rebinding). Each answer has an ETag, so that
+an answer that has not changed is not sent again.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import socketserver
+import sys
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
+
+from clearhead.errors import sanitize
+from clearhead.files import read_bounded
+from clearhead.output.live import LiveRun, LiveRuns
+from headlens.assemble import assemble, content_security_policy
+
+PAGES = Path(__file__).parent / "report_page"
+PORTS = 20  # that are tried
+IDLE = 60  # seconds after which a connection without requests is closed
+MAX_REPORT = 2**30  # bytes
+# Any port: a tunnel (ssh -L 9000:localhost:8000) may have another one.
+HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
+STEP = re.compile(r"(\d{1,12})\.json", re.ASCII)
+# A report may come from elsewhere: its scripts cannot read other answers of this server, and
+# nothing leaves the browser.
+REPORT_POLICY = (
+    "sandbox allow-scripts allow-downloads allow-top-navigation-by-user-activation;"
+    " default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:;"
+    " base-uri 'none'; form-action 'none'"
+)
+
+
+class Answer(NamedTuple):
+    body: bytes
+    kind: str = "application/json"
+    policy: str = "default-src 'none'"  # Content-Security-Policy
+    status: HTTPStatus = HTTPStatus.OK
+    location: str = ""
+
+
+class Refused(Exception):
+    """A request without an answer: its HTTP status and one line."""
+
+    def __init__(self, status: HTTPStatus, text: str):
+        self.status, self.text = status, text
+
+
+class LiveServer(ThreadingHTTPServer):
+    """Serves the runs of a folder on 127.0.0.1, at this port or the next free one. Raises OSError
+    if none of PORTS ports is free."""
+
+    daemon_threads = True
+    allow_reuse_address = os.name != "nt"  # Windows would share a port that is in use
+
+    def __init__(self, folder: Path, port: int):
+        self.runs = LiveRuns(folder)
+        for number in range(port, min(port + PORTS, 2**16)):
+            try:
+                super().__init__(("127.0.0.1", number), Handler)
+                return
+            except OSError as error:
+                failure = error
+        raise failure
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/"
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(
+            self
+        )  # HTTPServer.server_bind also resolves the host name
+        self.server_name, self.server_port = self.server_address[:2]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):  # the browser has closed the connection
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: LiveServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "clearhead", ""
+    timeout = IDLE
+
+    def do_GET(self) -> None:
+        try:
+            self.check_host()
+            answer = answer_to(self.server.runs, self.path)
+        except Refused as refused:
+            return self.send_error(refused.status, refused.text)
+        except (OSError, ValueError) as error:  # another process has just removed a file
+            return self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        etag = f'"{hashlib.sha256(answer.body).hexdigest()[:32]}"'
+        if answer.status == HTTPStatus.OK and self.headers.get("If-None-Match") == etag:
+            answer = answer._replace(body=b"", status=HTTPStatus.NOT_MODIFIED)
+        self.send_response_only(answer.status)
+        if answer.status != HTTPStatus.NOT_MODIFIED:
+            self.send_header("Content-Type", f"{answer.kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(answer.body)))
+        if answer.location:
+            self.send_header("Location", answer.location)
+        self.send_header("ETag", etag)
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("Content-Security-Policy", f"{answer.policy}; frame-ancestors 'self'")
+        self.send_safety()
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(answer.body)
+
+    do_HEAD = do_GET
+
+    def check_host(self) -> None:
+        hosts = self.headers.get_all("Host") or []
+        if len(hosts) != 1 or not HOST.fullmatch(hosts[0].strip()):
+            raise Refused(HTTPStatus.FORBIDDEN, "use http://127.0.0.1 or http://localhost")
+
+    def send_safety(self) -> None:
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.send_header("Referrer-Policy", "no-referrer")
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Sends one line of text. Also called by the base class, for a request that is not HTTP."""
+        text = " ".join((message or HTTPStatus(code).phrase).split())
+        body = f"{text[:300]}\n".encode("utf-8", "backslashreplace")
+        self.close_connection = True
+        self.send_response_only(code, HTTPStatus(code).phrase)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.send_safety()
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Prints nothing for a request."""
+
+
+def answer_to(runs: LiveRuns, target: str) -> Answer:
+    """Returns the answer to a request target. Raises Refused."""
+    path = target.partition("?")[0]
+    if not path.startswith("/") or len(path) > 4096:
+        raise Refused(HTTPStatus.BAD_REQUEST, "not a path")
+    # Decoded after the split: a name with an encoded slash is not the name of a run.
+    match [os.fsdecode(unquote_to_bytes(part)) for part in path.split("/")[1:]]:
+        case [""]:
+            return page_answer("runs.html")
+        case ["runs.json"]:
+            return as_json(runs.rows())
+        case ["run", name, *rest]:
+            run = runs.find(name)
+            if run is None:
+                raise Refused(HTTPStatus.NOT_FOUND, "no such run")
+            with run.lock:
+                return answer_of_run(run, rest)
+    raise Refused(HTTPStatus.NOT_FOUND, "no such page")
+
+
+def answer_of_run(run: LiveRun, parts: list[str]) -> Answer:
+    """Returns the answer to a path below /run/NAME/. Raises Refused."""
+    match parts:
+        case []:
+            return Answer(b"", status=HTTPStatus.FOUND, location=f"/{run.address}")
+        case [""]:
+            from headlens.page import live_page  # imports torch, which the list does not need
+
+            # The page contains its own policy.
+            page = live_page(sanitize(run.folder.name)).encode("utf-8", "replace")
+            return Answer(page, "text/html", "base-uri 'none'")
+        case ["state.json"]:
+            return as_json(run.state())
+        case ["data.json"] if run.has_snapshots:
+            return Answer(run.snapshots.data())
+        case ["frame", name] if run.has_snapshots and (found := STEP.fullmatch(name)):
+            return Answer(run.snapshots.frame(int(found[1])))
+        case ["report"]:
+            return page_answer("report_frame.html")
+        case ["report.html"] if run.has_report:
+            report = read_bounded(run.folder / "report.html", MAX_REPORT)
+            return Answer(report, "text/html", REPORT_POLICY)
+        case ["attention", name] if name.endswith(".html"):  # the link in a report
+            return Answer(b"", status=HTTPStatus.FOUND, location="../")
+    raise Refused(HTTPStatus.NOT_FOUND, "no such page")
+
+
+def as_json(value: object) -> Answer:
+    return Answer(json.dumps(value).encode())
+
+
+@functools.cache
+def page_answer(name: str) -> Answer:
+    """Returns a page of report_page/, which asks this server for its content."""
+    page = assemble(PAGES / name).encode()
+    policy = f"{content_security_policy(page)}; connect-src 'self'; frame-src 'self'"
+    return Answer(page, "text/html", policy)

@@ -1,0 +1,131 @@
+"""Training metrics: loss, gradient norm, speed, skipped steps and loss spikes."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from clearhead.checkpoint.format import State
+from clearhead.compute.optimizers import NonFiniteCheck
+from clearhead.errors import DIVERGENCE_HINT, DivergedError
+from clearhead.output.console import Console
+from clearhead.output.tracker import Tracker
+from clearhead.parallel.strategy import Strategy
+
+
+@dataclass
+class Metrics:
+    """Collects the training metrics between two rows of metrics.jsonl.
+
+    Losses stay on the device until a method reads them, so a training step does not synchronize.
+    """
+
+    strategy: Strategy
+    nonfinite: NonFiniteCheck
+    console: Console  # prints skipped steps and loss spikes
+    tracker: Tracker  # sends alerts about them
+    tokens_per_step: int  # over all ranks
+    flops_per_token: float  # forward and backward
+    peak_flops: float | None  # of one device in the precision of the run, FLOP/s; None if unknown
+    learning_rate: float  # the peak, for the error message of a diverged run
+    train_loss: float | None = None  # of the last row
+
+    def __post_init__(self):
+        self.start()
+
+    def restore(self, state: State, forget_skipped: bool) -> None:
+        """Restores the counters of a state. forget_skipped: sets the number of consecutive skipped
+        steps to 0, because a changed setting may prevent further ones."""
+        in_a_row = 0 if forget_skipped else state.skipped_in_a_row
+        self.nonfinite.restore(state.skipped, in_a_row)
+
+    def store(self, state: State) -> None:
+        """Stores losses and counters in the state of a checkpoint. Synchronizes."""
+        state.losses = list(self.losses())
+        self.check_skipped(state)
+
+    def start(self, losses: list[float] | None = None) -> None:
+        """Starts the next row. losses: of steps since the last row, from a checkpoint."""
+        self._losses: list[float] = list(losses or [])
+        self._on_device: list[Tensor] = []
+        self.grad_norm: Tensor | None = None
+        self.steps, self.since = 0, time.perf_counter()
+
+    def add(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Adds a step: loss in nats per token and gradient norm, both of shape () on the device."""
+        self._on_device.append(loss)
+        self.grad_norm = grad_norm
+        self.steps += 1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Excludes the time spent in the context from the training time."""
+        before = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - before
+
+    def losses(self) -> list[float]:
+        """Returns the loss of each step since the last row, averaged over ranks. Synchronizes."""
+        on_device, self._on_device = self._on_device, []
+        self._losses += self.strategy.all_reduce_mean(on_device)
+        return self._losses
+
+    def row(self, state: State, learning_rate: float) -> dict[str, float]:
+        """Returns the training metrics since the last row, and starts the next row. Synchronizes
+        with the device. learning_rate: of this step.
+
+        train/mfu, if the peak is known, counts the causal half of attention: 0.93 of nanoGPT's
+        value for GPT-2 small with windows of 1,024 tokens."""
+        losses = self.losses()
+        self.check_skipped(state)
+        finite = [loss for loss in losses if math.isfinite(loss)]  # others are of skipped steps
+        self.train_loss = sum(finite) / len(finite) if finite else math.nan
+        spikes_before = state.spikes.count
+        z_scores = [z for loss in losses if (z := state.spikes.add(loss)) is not None]
+        if state.spikes.count > spikes_before:
+            reason = (
+                f"the loss rose to {max(finite):.2f}, far above the average of the steps before"
+            )
+            self.notify("Loss spike", f"step {state.step}  loss spike: {reason}")
+        speed = self.tokens_per_step * self.steps / (time.perf_counter() - self.since)
+        row = {
+            "train/loss": self.train_loss,
+            "train/learning_rate": learning_rate,
+            "train/grad_norm": float(self.grad_norm),
+            "train/tokens_per_second": speed,
+            "train/skipped_steps": state.skipped,
+            "train/loss_spikes": state.spikes.count,
+        }
+        if z_scores:
+            row["train/loss_z_score"] = max(z_scores)
+        if self.peak_flops:
+            achieved = self.flops_per_token * speed / self.strategy.world_size
+            row["train/mfu"] = achieved / self.peak_flops
+        self.start()
+        return row
+
+    def notify(self, title: str, text: str) -> None:
+        """Prints a warning and sends it as an alert."""
+        self.console.print(text)
+        self.tracker.alert(title, text, "WARN")
+
+    def check_skipped(self, state: State) -> None:
+        """Updates the counters of skipped steps in the state, which are equal on all ranks, and
+        reports new ones. Synchronizes. Raises DivergedError after too many consecutive ones."""
+        before = state.skipped
+        state.skipped, state.skipped_in_a_row, halted = self.nonfinite.read()
+        limit = self.nonfinite.limit
+        if halted:
+            first = state.step - halted + 2 - limit
+            limits = f"{limit} consecutive steps" if limit > 1 else "no step may be skipped"
+            reason = f"the loss or gradient has been NaN or inf since step {first} ({limits})"
+            raise DivergedError("optimizer.lr", self.learning_rate, reason, DIVERGENCE_HINT)
+        if state.skipped > before:
+            more = state.skipped - before
+            which = "skipped" if more == 1 else f"{more} steps were skipped"
+            limits = f"consecutive skipped steps: {state.skipped_in_a_row}, the run ends at {limit}"
+            reason = f"the loss or gradient is NaN or inf ({limits})"
+            self.notify("Steps skipped", f"step {state.step}  {which}: {reason}")

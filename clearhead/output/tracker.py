@@ -1,0 +1,317 @@
+"""Experiment tracking: writes metrics.jsonl and samples.jsonl, and logs to W&B if it is enabled.
+
+The statistics of single heads, their histograms and the table of heads are logged only to W&B; on
+disk they are in attention/statistics.jsonl and attention/heads.csv.
+
+An error of W&B never ends or blocks the training. Calls that may wait have a timeout. After a
+timeout, or several errors in a row, the tracker prints a line on stderr and writes only to disk.
+docs/wandb.md describes the dashboard.
+
+A killed process loses the rows that W&B has not written to its record (offline: those of the last
+FLUSH_SECONDS, see wandb_process.py) or sent to the server (online: those of the last 15 seconds).
+The resumed run logs the steps that it computes again, so only rows from before its checkpoint stay
+lost on W&B, and pictures of an online run whose upload was interrupted. The run directory has all
+of them.
+"""
+
+import math
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from clearhead.checkpoint.run_directory import CONFIG_YAML
+from clearhead.config.schema import WandbConfig
+from clearhead.errors import Failures
+from clearhead.output import wandb_process
+from clearhead.output.jsonl import RowFile
+from clearhead.output.report import sample_page
+from clearhead.output.wandb_process import (
+    call_with_timeout,
+    cause,
+    create_workspace,
+    define_metrics,
+    next_step,
+    say,
+    start_run,
+    teardown,
+    upload_code,
+)
+
+if TYPE_CHECKING:
+    from headlens.snapshots import Snapshot
+
+MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
+ALERT_SECONDS = 3600  # between two alerts with the same title
+
+
+class Tracker:
+    """Writes metrics.jsonl and samples.jsonl, and logs to a W&B run. For rank 0.
+
+    settings: all settings as plain values, for the dashboard.
+    run_id: the id of the W&B run to resume, or None for a new one.
+    The attribute `run` is the W&B run; None if W&B is off.
+    """
+
+    def __init__(
+        self, config: WandbConfig, folder: Path, settings: dict, run_id: str | None = None
+    ):
+        self.folder, self.config = folder, config
+        self.rows = RowFile(folder / "metrics.jsonl")
+        self.samples = RowFile(folder / "samples.jsonl")
+        self.last_step = settings.get("trainer", {}).get("max_steps") or 0
+        self.first_step = 0  # the first step that W&B does not have
+        self.next_sample = 0.0  # the first step whose sample is logged to W&B
+        self.workspace_is_due = config.workspace  # at the first attention snapshot
+        self.run, self.is_shared = None, False  # with a W&B run that the user has open
+        self.failures = Failures()  # of calls
+        self.stopped: str | None = None  # why logging stopped
+        if config.wanted() == "disabled":
+            return
+        # Otherwise W&B sends reports of its errors to its developers, even in offline runs.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        try:
+            import wandb  # takes 0.5 s; a broken installation must not end the run
+
+            self.wandb = wandb
+            if wandb.sdk.wandb_setup.singleton().most_recent_active_run:
+                self.is_shared = True
+            self.run = start_run(wandb, config, folder, settings, run_id, self.is_shared)
+        except Exception as error:
+            self._stop_logging(error)
+        self._call(define_metrics)
+        self._call(lambda run: upload_code(run) if config.save_code else None)
+        if self.run and (run_id or config.id):  # it may have been started before
+            try:
+                seconds = wandb_process.CALL_SECONDS
+                self.first_step = call_with_timeout(seconds, lambda: next_step(self.run))
+            except Exception as error:
+                say(f"steps that are computed again may be shown twice ({cause(error)})")
+
+    @property
+    def run_id(self) -> str | None:
+        """Returns the id of the W&B run, which is needed to resume it; None without a run."""
+        return self.run.id if self.run else None
+
+    def where(self) -> str | None:
+        """Returns the URL of the dashboard, or the command that uploads an offline run; after
+        errors also what is missing. None without W&B."""
+        if self.run is None:
+            return self.stopped
+        failed = f" (failed calls: {self.failures.missing})" * (self.failures.missing > 0)
+        if self.run.offline:
+            folder = _wandb_folder(self.run).parent
+            names = f"offline-run-*-{self.run.id}" if self.config.dir else "offline-run-*"
+            command, where = "wandb sync", f"{shlex.quote(str(folder))}/{names}"
+            if len([*folder.glob(names)]) > 1:  # it stops at the incomplete record of a killed run
+                command, where = "for part in", f'{where}; do wandb sync "$part"; done'
+            return f"recorded offline{failed}; upload with: {command} {where}"
+        return f"{self.run.url}{failed}"
+
+    def log(
+        self,
+        metrics: dict[str, float],
+        step: int,
+        snapshot: "Snapshot | None" = None,
+        sample: dict | None = None,
+    ) -> None:
+        """Logs the metrics of a step. snapshot: an attention snapshot, whose files are in the run
+        directory. sample: a row of samples.jsonl.
+
+        Call it at most once for each step, in order: W&B drops rows of earlier steps.
+        """
+        if snapshot:
+            metrics = metrics | snapshot.metrics
+        files = snapshot.images | snapshot.pages if snapshot else {}
+        row = {"step": step} | {key: _json_value(value) for key, value in metrics.items()}
+        row |= {key: path.relative_to(self.folder).as_posix() for key, path in files.items()}
+        if len(row) > 1:
+            self.rows.append(row)
+        if sample:
+            self.samples.append(sample)
+        # W&B would give a step that it has, and all later ones, another number.
+        if self.run is None or step < self.first_step:
+            return
+        media = self._media(step, snapshot, sample)
+        # commit: otherwise W&B records the row at the next step. W&B names the files of media after
+        # the step of the last call.
+        self._call(lambda run: run.log(metrics, step=step, commit=not media))
+        if media:
+            self._call(lambda run: run.log(media, step=step, commit=True))
+        if self.run and self.workspace_is_due and files:
+            self.workspace_is_due = False
+            if line := create_workspace(self.run, row.keys()):
+                say(line)
+
+    def _media(
+        self, step: int, snapshot: "Snapshot | None", sample: dict | None
+    ) -> dict[str, object]:
+        """Returns images, pages, tables and histograms as W&B's types. After an error, it prints a
+        line on stderr and skips the rest; the files stay in the run directory."""
+        wandb, media = self.wandb, {}
+        try:
+            if sample and (step >= self.next_sample or step == self.last_step):
+                self.next_sample = step + self.last_step / MAX_SAMPLES
+                # inject=False: by default W&B adds a stylesheet from its server to the page.
+                page = wandb.Html(sample_page(sample), inject=False, data_is_not_path=True)
+                media["samples/text"] = page
+            if snapshot:
+                media |= snapshot.heads
+                for key, path in snapshot.images.items():
+                    media[key] = wandb.Image(str(path), caption=snapshot.captions.get(key))
+                for key, path in snapshot.pages.items():
+                    media[key] = wandb.Html(str(path), inject=False)
+                for key, rows in snapshot.tables.items():
+                    cells: list = [
+                        [wandb.Image(x) if isinstance(x, np.ndarray) else x for x in row.values()]
+                        for row in rows
+                    ]
+                    media[key] = wandb.Table(columns=list(rows[0]), data=cells)
+                for key, values in snapshot.histograms.items():  # none if a value is NaN or inf
+                    media[key] = wandb.Histogram(list(values))
+                for key, (steps, lines) in snapshot.charts.items():
+                    title = key.rpartition("/")[2].replace("_", " ")
+                    series = {"keys": list(lines), "ys": [list(line) for line in lines.values()]}
+                    media[key] = wandb.plot.line_series(
+                        steps, **series, title=title, xname="step", split_table=True
+                    )
+        except Exception as error:
+            say(f"an image, page or table was not logged ({cause(error)})")
+        return media
+
+    def log_histograms(self, found: dict[str, tuple], step: int) -> None:
+        """Logs histograms to W&B. step: that of the next row, which W&B adds to it."""
+        if self.run and step >= self.first_step:
+            row = {key: self.wandb.Histogram(np_histogram=value) for key, value in found.items()}
+            self._call(lambda run: run.log(row, step=step))
+
+    def summary(self, values: dict[str, float]) -> None:
+        """Sets summary values, the columns in the table of runs on the dashboard."""
+        self._call(lambda run: run.summary.update(values))
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        """Sends an alert if wandb.alerts=true. level: WARN or ERROR."""
+        if self.config.alerts:
+            self._call(lambda run: run.alert(title, text, level, wait_duration=ALERT_SECONDS))
+
+    def log_model(self, best_step: int | None) -> str | None:
+        """Uploads the model of wandb.log_model (best or last); returns its name on W&B, or None.
+
+        Without validation there is no best model, and the last model is uploaded.
+        """
+        if self.run is None or not self.config.log_model:
+            return None
+        from clearhead.checkpoint import format as checkpoint  # imports torch
+        from clearhead.checkpoint import listing
+
+        found = {listing.step_of(path): path for path in listing.list_checkpoints(self.folder)}
+        step = best_step if self.config.log_model == "best" and best_step in found else max(found)
+        state = checkpoint.load_state(found[step])
+        aliases = (
+            [f"step_{step}"] + ["best"] * (step == best_step) + ["last"] * (step == max(found))
+        )
+        metadata = {key: getattr(state, key) for key in ("step", "tokens", "val_loss")}
+        metadata |= {"settings": {key: state.settings[key] for key in ("model", "data")}}
+        files = [found[step] / name for name in checkpoint.MODEL_FILES]
+        files = [file for file in files if file.exists()] + [self.folder / CONFIG_YAML]
+        return self.upload(files, aliases, metadata)
+
+    def upload(self, files: list[Path], aliases: list[str], metadata: dict) -> str | None:
+        """Uploads a version of the run's model and waits for it; returns its name, or None.
+
+        The parameters are not copied: they are uploaded from the checkpoint, also by `wandb sync`.
+        """
+        if (run := self.run) is None:
+            return None
+        name = f"model-{run.id}"
+        seconds = max(wandb_process.MODEL_SECONDS, run.settings.finish_timeout)
+
+        def upload() -> None:
+            artifact = self.wandb.Artifact(name, type="model", metadata=metadata)
+            for file in files:
+                policy = "immutable" if file.suffix == ".safetensors" else "mutable"
+                artifact.add_file(str(file.resolve()), policy=policy, skip_cache=True)
+            logged = run.log_artifact(artifact, aliases=aliases)
+            if not run.offline:
+                logged.wait(timeout=seconds)
+
+        try:
+            call_with_timeout(seconds + wandb_process.CALL_SECONDS, upload)
+        except Exception as error:
+            command = f"wandb artifact put --type model --name {run.entity}/{run.project}/{name}"
+            folder = shlex.quote(str(files[0].parent))
+            say(f"the model was not uploaded ({cause(error)}); upload with: {command} {folder}")
+            return None
+        return name
+
+    def sync(self) -> None:
+        """Flushes the rows to disk."""
+        self.rows.sync()
+        self.samples.sync()
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Closes the logs and ends the W&B run after its last uploads. With an exit code other than
+        0, W&B marks the run as failed."""
+        self.rows.close()
+        self.samples.close()
+        self.summary({"exit_code": exit_code})
+        if self.run:
+            seconds = wandb_process.CALL_SECONDS + self.run.settings.finish_timeout
+            self._call(lambda run: run.finish(exit_code=exit_code), seconds, is_last=True)
+        if self.run:  # finish has not failed
+            self.run = None
+            self._teardown()
+
+    def _call(self, action: Callable, seconds: float | None = None, is_last: bool = False) -> None:
+        """Calls action(run). After a timeout or several errors in a row, and after an error of the
+        last call, the W&B run is not used again."""
+        if self.run is None:
+            return
+        try:
+            seconds = seconds or wandb_process.CALL_SECONDS
+            call_with_timeout(seconds, lambda: action(self.run))
+            self.failures.count(False)
+        except Exception as error:
+            self.failures.count(True)
+            if is_last or self.failures.is_off or isinstance(error, TimeoutError):
+                self._stop_logging(error)
+            elif self.failures.missing == 1:
+                say(f"a call failed ({cause(error)}); logging continues")
+
+    def _stop_logging(self, error: Exception) -> None:
+        run, self.run = self.run, None
+        what = f"logging stopped ({cause(error)}); all metrics are in metrics.jsonl"
+        if run:
+            record = shlex.quote(str(_wandb_folder(run)))
+            what += f"; upload what was recorded with: wandb sync --include-online {record}"
+            self.stopped = what
+        say(what)
+        self._teardown()
+
+    def _teardown(self) -> None:
+        if not self.is_shared:
+            teardown()
+
+
+class NoTracker(Tracker):
+    """Logs nothing: for ranks other than 0, and for a run that is already finished."""
+
+    def __init__(self): ...
+
+    def _nothing(self, *_, **__) -> None: ...
+
+    run_id = property(_nothing)
+    log = log_model = summary = alert = sync = finish = where = _nothing
+
+
+def _wandb_folder(run) -> Path:
+    """Returns the directory of a W&B run: in the run directory, or temporary after an error."""
+    return Path(run.dir).parent
+
+
+def _json_value(value: float) -> float | str:
+    """Returns NaN and infinity as strings: JSON has no such numbers."""
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)

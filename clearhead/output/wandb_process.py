@@ -1,0 +1,208 @@
+"""The W&B process: starting and ending a W&B run, and calls with a timeout, which may never return.
+
+An error of W&B is a line on stderr. It never ends the training.
+"""
+
+import contextlib
+import glob
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType
+
+from clearhead.config.schema import WandbConfig
+from clearhead.config.yaml_files import environment_variable
+from clearhead.errors import sanitize
+from clearhead.files import REPOSITORY
+from clearhead.output.machine import git
+
+START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
+CALL_SECONDS = 30  # for the W&B process to answer
+FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT overrides it
+FLUSH_SECONDS = 0.1  # between two writes to the record of a W&B run
+MODEL_SECONDS = 600  # for the upload of the model, 0.5 GB for GPT-2 small
+TEARDOWN_SECONDS = 5  # for the W&B process to end
+WORKSPACE_SECONDS = 10  # to create the view of the project
+X_AXIS = "train/tokens"  # of all curves, so that runs with other batch sizes can be compared
+OF_WANDB_INIT = ("entity", "project", "group", "job_type", "tags", "notes")
+
+
+def define_metrics(run) -> None:
+    """Defines how the dashboard and the summary show the metrics."""
+    run.define_metric(X_AXIS)  # every row has it
+    for section in ("train", "val", "attention_best"):
+        run.define_metric(f"{section}/*", step_metric=X_AXIS)
+    # Hidden: a panel for each would fill the workspace. Users can add panels for them.
+    for section in ("attention_heads", "attention_layers"):
+        run.define_metric(f"{section}/*", step_metric=X_AXIS, hidden=True)
+    run.define_metric("Custom Chart Tables/*", hidden=True)  # the values of charts
+    for key in ("val/loss", "val/perplexity", "val/bits_per_byte"):
+        run.define_metric(key, step_metric=X_AXIS, summary="min,last")
+    run.define_metric("val/accuracy", step_metric=X_AXIS, summary="max,last")
+
+
+def upload_code(run) -> None:
+    """Uploads the Python and YAML files that git tracks; W&B adds the uncommitted changes."""
+    names = git(REPOSITORY, "ls-files", "*.py", "*.yaml").splitlines()
+    tracked = {str(REPOSITORY / name) for name in names}
+    name = f"source-{run.project}-train.py"
+    run.log_code(str(REPOSITORY), name, include_fn=lambda path: path in tracked)
+
+
+@contextlib.contextmanager
+def hidden_variables() -> Iterator[None]:
+    """Hides the environment variables that are in the settings, because wandb.init would read them
+    again, also where the command line sets null. Not in a W&B sweep: there wandb.init reads the id
+    from the environment only."""
+    names = {environment_variable(f"wandb.{key}") for key in WandbConfig.model_fields} - {None}
+    found = [name for name in names if name in os.environ and "WANDB_SWEEP_ID" not in os.environ]
+    hidden = {name: os.environ.pop(name) for name in found}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+@hidden_variables()
+def start_run(
+    wandb: ModuleType,
+    config: WandbConfig,
+    folder: Path,
+    settings: dict,
+    run_id: str | None,
+    is_shared: bool,
+):
+    """Starts the W&B run, offline if there is no API key or the server does not answer.
+
+    is_shared: whether the user has another run open in this process, in a notebook. It is not
+    changed: wandb.setup would change the settings of its session, and teardown would end it.
+    """
+    wandb_settings = wandb.Settings(
+        reinit="create_new",
+        console=config.console,
+        quiet=True,
+        show_info=False,
+        git_root=str(REPOSITORY),
+        save_code=config.save_code,
+        init_timeout=START_SECONDS,
+        finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
+        finish_timeout_raises=True,
+        # Images and pages as hard links to those of the run directory. A symbolic link would upload
+        # a page that was written again since, or nothing if the run directory was cleaned up.
+        allow_media_symlink=True,
+        symlink=False,
+        # A private setting. By default, a killed offline run loses the last 15 seconds.
+        x_transaction_log_flush_interval=FLUSH_SECONDS,
+    )
+    if not is_shared:
+        wandb.setup(wandb_settings)
+
+    options = {key: getattr(config, key) for key in OF_WANDB_INIT}
+    in_force = {"mode": config.wanted(), "id": run_id or config.id}
+    settings = settings | {"wandb": config.model_dump() | in_force}
+    options |= {"name": config.name or folder.name, "config": settings, "id": in_force["id"]}
+    options |= {"dir": config.dir or str(folder), "resume": "allow" if in_force["id"] else None}
+
+    def init(mode: str):
+        seconds = START_SECONDS + CALL_SECONDS
+        return call_with_timeout(
+            seconds, lambda: wandb.init(mode=mode, settings=wandb_settings, **options)
+        )
+
+    if config.wanted() != "offline":
+        try:
+            if call_with_timeout(CALL_SECONDS, lambda: wandb.login(prompt=False, verify=False)):
+                return init("online")
+            say(
+                "no API key found; this run is recorded offline. Log in with 'wandb login', "
+                "or set wandb=off to disable W&B"
+            )
+        except Exception as error:
+            say(f"the run could not start online ({cause(error)}); it is recorded offline")
+            if not is_shared:
+                teardown()  # after some server errors the W&B process ends
+                wandb.setup(wandb_settings)
+    return init("offline")
+
+
+def next_step(run) -> int:
+    """Returns the step after the last one that W&B has of a resumed run: on the server or, if it is
+    offline, in the records of earlier processes of this run directory."""
+    if not run.offline:
+        return run.starting_step
+    own = Path(run.dir).parent
+    records = own.parent.glob(f"*run-*-{glob.escape(run.id)}")  # run-DATE-ID, offline-run-DATE-ID
+    by_date = sorted(records, key=lambda path: path.name.removeprefix("offline-"), reverse=True)
+    for record in by_date:
+        if record != own:
+            command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json"]
+            done = subprocess.run([*command, str(record)], capture_output=True, check=True)
+            if (step := json.loads(done.stdout)["step"]) is not None:
+                return step + 1
+    return 0
+
+
+def teardown() -> None:
+    """Ends the W&B process. Otherwise Python waits for it at exit without a timeout."""
+    with contextlib.suppress(Exception):
+        import wandb
+
+        call_with_timeout(TEARDOWN_SECONDS, wandb.teardown)
+
+
+def create_workspace(run, keys: Iterable[str]) -> str | None:
+    """Creates the saved view of the project of an online run, unless it has one.
+
+    run: the W&B run. keys: what it has logged. Returns a line for the user, also after an error.
+    """
+    entity, project = run.entity, run.project
+
+    def create() -> str | None:
+        from clearhead.output.workspace import save_view  # imports an optional package
+
+        return save_view(entity, project, keys, replace=False)
+
+    try:
+        url = None if run.offline else call_with_timeout(WORKSPACE_SECONDS, create)
+        return url and f"created the workspace {url}"
+    except Exception as error:
+        command = f"python -m scripts.wandb_workspace project={shlex.quote(project)}"
+        command += f" entity={entity}"
+        return f"no workspace was created ({cause(error)}); create it with: {command}"
+
+
+def call_with_timeout(seconds: float, function: Callable):
+    """Returns function(). Raises TimeoutError if it takes longer than `seconds`, and RuntimeError
+    for its errors.
+
+    Calls it in a daemon thread: if it never returns, the process can end nevertheless.
+    """
+    future = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # also SystemExit: wandb.teardown() calls sys.exit
+            future.set_exception(RuntimeError(cause(error)))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not future.done():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return future.result()
+
+
+def cause(error: BaseException) -> str:
+    """Returns the first line of a message; further lines are advice about W&B's settings."""
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+def say(text: str) -> None:
+    print(sanitize(f"W&B: {text}"), file=sys.stderr)

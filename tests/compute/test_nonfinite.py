@@ -1,0 +1,186 @@
+"""NaN and inf: skipped steps, the end of a run, loss spikes."""
+
+import math
+import random
+import statistics
+from collections import namedtuple
+
+import pytest
+import torch
+from helpers.ranks import values
+from helpers.refusals import refused
+from helpers.runs import assert_same, rows, train_past_checkpoint, weights
+
+from clearhead.checkpoint import listing
+from clearhead.checkpoint.loss_spikes import LossSpikes
+from clearhead.compute.optimizers import NonFiniteCheck
+from clearhead.errors import DivergedError
+from train import fit, train_step
+
+CPU = torch.device("cpu")
+NAN, INF = math.nan, math.inf
+Counts = namedtuple("Counts", "skipped in_a_row halted_for")  # what NonFiniteCheck.read returns
+
+
+def found_inf(check, norms, scale=1.0):
+    return [float(check.found_inf(torch.tensor(norm), torch.tensor(scale))) for norm in norms]
+
+
+def test_nonfinite_gradients_are_skipped_and_counted():
+    check = NonFiniteCheck(3, CPU)
+    assert found_inf(check, [1.0, NAN, 2.0, INF, -INF, 0.0, 1e38]) == [0, 1, 0, 1, 1, 0, 0]
+    assert check.read() == Counts(skipped=3, in_a_row=0, halted_for=0)
+    check.restore(skipped=7, in_a_row=2)  # counting continues from a checkpoint
+    found_inf(check, [NAN])
+    assert check.read() == Counts(skipped=8, in_a_row=3, halted_for=1)
+
+
+def test_too_many_in_a_row_halt_and_every_later_step_is_skipped():
+    check = NonFiniteCheck(3, CPU)
+    assert found_inf(check, [NAN, NAN, 1.0, NAN, NAN, NAN, 1.0, 1.0]) == [1, 1, 0, 1, 1, 1, 1, 1]
+    # Three halted steps: the one that reached the limit and two after it.
+    assert check.read() == Counts(skipped=7, in_a_row=0, halted_for=3)
+
+
+def test_an_overflow_of_fp16_does_not_count_while_the_scale_can_fall():
+    check = NonFiniteCheck(2, CPU)
+    assert found_inf(check, [INF] * 9, scale=2.0) == [1] * 9
+    assert check.read() == Counts(skipped=9, in_a_row=0, halted_for=0)
+    assert found_inf(check, [INF, INF]) == [1, 1]
+    assert check.read() == Counts(skipped=11, in_a_row=2, halted_for=1)
+
+
+def test_the_z_score_uses_the_previous_losses():
+    spikes = LossSpikes()
+    losses = [random.Random(n).gauss(3, 0.1) for n in range(LossSpikes.WARM_UP)]
+    assert [spikes.add(loss) for loss in losses] == [None] * LossSpikes.WARM_UP
+    mean, deviation = statistics.fmean(losses), statistics.pstdev(losses)
+    assert spikes.mean == pytest.approx(mean)
+    assert math.sqrt(spikes.variance) == pytest.approx(deviation)
+    assert spikes.add(4.0) == pytest.approx((4.0 - mean) / deviation)
+    assert spikes.count == 1
+
+
+def test_a_spike_does_not_hide_the_next_and_falling_losses_are_no_spikes():
+    spikes = LossSpikes()
+    chance = random.Random(0)
+    for step in range(1000):
+        spikes.add(8 * math.exp(-step / 200) + chance.gauss(3, 0.1))
+    assert spikes.count == 0
+    for loss in (9.0, 3.0, 9.0, NAN, 3.0, 9.0):
+        spikes.add(loss)
+    assert spikes.count == 3
+
+
+def test_spikes_in_early_training():
+    """The first losses of GPT-2 small with a too short warm-up: seed 0, 12 steps."""
+    spikes = LossSpikes()
+    falling = [10.86, 10.77, 10.40, 9.93, 9.70, 9.49, 9.31, 9.02, 8.77, 8.41, 8.11]
+    for losses, count in [(falling, 0), ([12.63, 7.58, 7.41, 7.65], 1)]:
+        for loss in losses:
+            spikes.add(loss)
+        assert spikes.count == count
+    spikes = LossSpikes()
+    assert {spikes.add(2.0) for _ in range(200)} == {None}  # constant losses have no z-score
+
+
+def spoil(run, steps, how=lambda loss: loss * NAN):
+    """Replaces the loss of these steps (from 0) by how(loss)."""
+    model = run.trained_model
+
+    def forward(*arguments):
+        logits, loss = model(*arguments)
+        return logits, how(loss) if run.state.step in steps else loss
+
+    run.trained_model = forward
+
+
+LOOP = ("name=a", "trainer.max_steps=6", "trainer.eval_every=0")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [lambda loss: loss + INF, lambda loss: loss + (0 * loss).sqrt() * 0],
+    ids=["the loss alone", "its gradient alone"],
+)
+def test_a_skipped_step_changes_nothing(make_run, how):
+    run = make_run(*LOOP)
+    spoil(run, {2}, how)
+    for _ in range(2):
+        train_step(run)
+    before = weights(run)
+    states = run.optimizer.state.values()
+    moments = [state["exp_avg"].clone() for state in states]
+    train_step(run)
+    assert_same(weights(run), before)
+    for state, moment in zip(states, moments, strict=True):
+        assert torch.equal(state["exp_avg"], moment)
+        assert float(state["step"]) == 2
+    train_step(run)
+    assert not torch.equal(before["token_emb.weight"], run.model.token_emb.weight)
+    assert run.metrics.nonfinite.read() == Counts(skipped=1, in_a_row=0, halted_for=0)
+
+
+def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(make_run, monkeypatch):
+    """This includes a skipped step."""
+    monkeypatch.setattr(LossSpikes, "WARM_UP", 1)
+    settings = (*LOOP, "trainer.log_every=4")
+    whole, half = make_run(*settings, "name=whole"), make_run(*settings)
+    for run in (whole, half):
+        spoil(run, {1, 2})
+    fit(whole)
+    train_past_checkpoint(half, 3)
+    rest = make_run(*settings)
+    assert rest.state.skipped == 2
+    assert rest.metrics.nonfinite.read() == Counts(skipped=2, in_a_row=2, halted_for=0)
+    fit(rest)
+    assert rows(rest.directory)[-1]["train/skipped_steps"] == 2
+    assert "train/loss_z_score" in rows(whole.directory)[-1]
+    for key in ("train/loss", "train/tokens", "train/loss_spikes", "train/loss_z_score"):
+        assert values(rest.directory, key) == values(whole.directory, key)
+
+
+def test_spikes_skipped_steps_and_failures_are_alerts(make_run, capsys):
+    run = make_run(*LOOP, "trainer.max_skips=2")
+    # The first loss, about log(257) = 5.5 of 257 equally likely tokens, is a spike after these.
+    run.state.spikes = LossSpikes(seen=99, mean=1.0, variance=0.01)
+    sent = []
+    run.log.tracker.alert = lambda title, text, level: sent.append((text, level, run.state.step))
+    spoil(run, range(1, 99))
+    with pytest.raises(DivergedError) as caught:
+        fit(run)
+    assert [alert[1:] for alert in sent] == [("WARN", 1), ("WARN", 2), ("ERROR", 3)]
+    assert sent[1][0] in capsys.readouterr().out
+    assert sent[2][0] == str(caught.value)
+
+
+@pytest.mark.parametrize("limit", ["trainer.on_nonfinite=stop", "trainer.max_skips=6"])
+def test_too_many_skipped_steps_end_the_run_and_keep_the_checkpoint_before_them(make_run, limit):
+    settings = (*LOOP, "trainer.max_steps=12", "trainer.save_every=2", "trainer.keep=1")
+    run = make_run(*settings, limit)
+    spoil(run, range(5, 99))
+    with refused(DivergedError, "optimizer.lr", exit_code=4):
+        fit(run)
+    assert run.state.step - run.metrics.nonfinite.read()[0] == 5  # none of them was skipped
+    assert listing.find_checkpoint(run.directory).name == "step_00000004"
+    # With another learning rate the count starts at zero.
+    again = make_run(*settings, limit, "optimizer.lr=1e-5", "trainer.resume_override=true")
+    assert again.state.step == 4
+    assert again.metrics.nonfinite.read() == Counts(skipped=0, in_a_row=0, halted_for=0)
+
+
+def test_fp16_overflows_halve_the_scale_and_skip_the_step(make_run):
+    """Uses the loss scaler on a CPU in fp32; the code is the same on a GPU."""
+    run = make_run("trainer.eval_every=0", "trainer.max_steps=12", "trainer.max_skips=1")
+    run.strategy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    spoil(run, range(99), lambda loss: loss * 64)
+    before = weights(run)
+    train_step(run)
+    assert_same(weights(run), before)
+    for _ in range(11):
+        train_step(run)
+    skipped, in_a_row, halted = run.metrics.nonfinite.read()
+    assert 2 < skipped < 12
+    assert (in_a_row, halted) == (0, 0)
+    assert run.strategy.scaler.get_scale() == 2.0 ** (127 - skipped)
+    assert float(run.optimizer.state[run.model.pos_emb.weight]["step"]) == 12 - skipped

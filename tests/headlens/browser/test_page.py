@@ -1,0 +1,398 @@
+"""The interactive page in Chromium: heatmaps, charts, statistics and comparisons."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+from helpers import pages
+from helpers.pages import HISTORY, PROMPTS, STEPS, WORDS, a_run
+from playwright.sync_api import expect
+
+from headlens.page import START, VERSION, page
+from headlens.prompts import labels_of
+from headlens.rounding import formatted
+from headlens.statistics import STATISTICS
+
+TALL = {"width": 1280, "height": 1500}  # large enough for the grid and all charts
+
+
+def test_maps_and_weights_of_every_prompt_and_step(shown):
+    lens, run = shown(fragment="#head=0.2&statistics=mean"), a_run()
+    pages.assert_weights(lens, run)
+    for number, weights in enumerate(run.weights[120]):
+        lens.locator("#prompt").select_option(str(number))
+        pages.assert_drawn(lens, np.sqrt(weights))
+    pages.go_to(lens, "head=0.2&statistics=mean")
+    for frame, step in reversed(list(enumerate(STEPS))):
+        lens.locator("#step").fill(str(frame))
+        assert re.findall(r"\d+", lens.locator("#step-number").inner_text()) == [str(step)]
+        pages.assert_drawn(lens, np.sqrt(run.weights[step][0]))
+        value = formatted(run.rows[step].values["induction"][0, 2])
+        assert pages.tile(lens, 0, 2).get_attribute("aria-label").endswith(f" {value}")
+        assert pages.statistics_of(lens)[STATISTICS["induction"].title] == value
+
+
+def test_color_scale_and_first_column(shown):
+    lens = shown(fragment="#head=1.0")
+    weights = a_run().weights[120][0]
+    for scale, hide, stretch in itertools.product(("sqrt", "linear"), *2 * [(False, True)]):
+        pages.option(lens, "scale").select_option(scale)
+        pages.option(lens, "first-column").set_checked(hide)
+        pages.option(lens, "stretch").set_checked(stretch)
+        most = weights[..., 1:, int(hide) :].max((-1, -2), keepdims=True) if stretch else 1
+        part = (weights / most).clip(0, 1)
+        part = part if scale == "linear" else np.sqrt(part)
+        within = 3 if (scale, stretch) == ("sqrt", False) else 9
+        pages.assert_drawn(lens, part, within=within, first=int(hide))
+    at = lens.evaluate("window.lens.weight(0, 3, 0, 1, 0, 5, 0)")  # the weights do not change
+    assert at == pytest.approx(weights[1, 0, 5, 0], abs=1 / 255)
+
+
+def test_dark_and_light_theme(shown):
+    """The theme of the system first, then the selected theme."""
+    lens = shown(color_scheme="dark")
+    for theme in ("dark", "light"):
+        expect(lens.locator("html")).to_have_attribute("data-theme", theme)
+        assert (max(pages.tint(lens)) < 60) == (theme == "dark")
+        pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0]))
+        pages.option(lens, "theme").click()
+
+
+WATCH_TEXT = """() => {
+  window.written = [];
+  const write = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...more) {
+    const at = this.getTransform().transformPoint({ x, y });
+    const chart = this.canvas.closest(".chart")?.dataset.statistic;
+    const map = this.canvas.previousElementSibling?.id;
+    written.push({ text, x: at.x, y: at.y, where: chart ?? map });
+    return write.call(this, text, x, y, ...more);
+  };
+}"""
+
+
+def test_reading_an_enlarged_head(shown):
+    """Tokens on both axes, the weight under the pointer, and the shaded text."""
+    lens = shown(fragment="#statistics=mean", viewport={"width": 1280, "height": 1000})
+    pages.tile(lens, 1, 2).click()
+    assert lens.locator("#detail-title").inner_text() == "L1 H2"
+    pages.tile(lens, 1, 1).focus()
+    lens.keyboard.press("Enter")
+    assert lens.locator("#detail-title").inner_text() == "L1 H1"
+    weights = a_run().weights[120][0][1, 1]
+    pages.assert_drawn(lens, np.sqrt(weights), "#map")
+    true = a_run().rows[120].values
+    expected = {s.title: formatted(true[key][1, 1]) for key, s in STATISTICS.items()}
+    assert pages.statistics_of(lens) == expected
+
+    lens.evaluate(WATCH_TEXT)
+    lens.mouse.move(*pages.cell(lens, 8, 3))
+    found = [text for text in lens.evaluate("window.written") if text["where"] == "map"]
+    box = lens.locator("#map").bounding_box()
+    marks = lens.locator("#map + canvas").bounding_box()
+    left, top = box["x"] - marks["x"], box["y"] - marks["y"]
+    below = top + box["height"]
+    labels = [re.sub("^ ", "␣", {"\n": "⏎", " ": "␣"}.get(word, word)) for word in WORDS]
+    for number, label in enumerate(labels):
+        along = (number + 0.5) * box["width"] / len(WORDS)
+        named = [text for text in found if text["text"] == label]
+        assert any(t["x"] < left and abs(t["y"] - top - along) < 2 for t in named), label
+        assert any(t["y"] > below and abs(t["x"] - left - along) < 2 for t in named), label
+
+    for query, key in ((8, 3), (11, 0), (5, 5)):
+        lens.mouse.move(*pages.cell(lens, query, key))
+        found_query, found_key, (weight,) = pages.readout(lens)
+        assert found_query == (WORDS[query], query)
+        assert found_key == (WORDS[key], key)
+        assert weight == pytest.approx(weights[query, key], abs=0.01)
+
+    tokens = lens.locator("#text [data-token]")
+    assert tokens.all_text_contents() == [*WORDS[:4], "⏎\n", *WORDS[5:10], "␣", WORDS[11]]
+    tokens.nth(6).click()
+    assert pages.state(lens, "query") == 6
+    colours = tokens.evaluate_all("all => all.map((span) => span.style.backgroundColor)")
+    shades = np.array([float(c.rstrip(")").split(",")[-1]) if c else 0.0 for c in colours])
+    true = np.sqrt(weights[6])
+    assert (shades[7:] == 0).all()
+    at_most = shades.max() / true.max()
+    assert 0.5 < at_most < 1
+    assert shades[:7] == pytest.approx(at_most * true[:7], abs=0.02)
+
+
+def test_character_split_over_tokens_is_joined_in_the_text(shown):
+    parts = ["<0x20><0xF0><0x9F>", "<0x98>", "<0x80>"]
+    thai = ["<0xE0><0xB8>", "<0x97><0xE0><0xB8><0xB5>"]  # a letter with a mark
+    tokens = ["Hi", *parts, "<0xE2>", "<0xC3>", "<0xA9>", "<0x41>", *thai, "<0xE2>"]
+    run = a_run("split", 1, 1, (pages.prompt("1-hi", tokens),), (0,), (0,))
+    lens = shown(run, fragment="#head=0.0")
+    spans = lens.locator("#text [data-token]")
+    wanted = ["Hi", " \U0001f600", "", "", "<0xE2>", "é", "", "<0x41>", "ท", "ี", "<0xE2>"]
+    assert spans.all_text_contents() == wanted
+    titles = spans.evaluate_all("all => all.map((span) => span.title.split('\\n')[0])")
+    assert titles == labels_of(tokens)
+    assert titles[1:4] == [" 😀¹", "😀²", "😀³"]
+
+
+def test_play_and_pause(shown):
+    # Options that no other test uses, so that this window is not shared: its clock is stopped.
+    lens = shown(fragment="#step=40", timezone_id="Etc/GMT+5")
+    lens.clock.install(time=0)
+    lens.clock.pause_at(1000)  # now time passes only in run_for
+    pages.option(lens, "speed").select_option("1")
+    play = lens.locator("#play")
+    label = play.get_attribute("aria-label")
+    play.click()
+    lens.clock.run_for(1500)
+    assert pages.state(lens, "frame") == 2
+    play.click()
+    lens.clock.run_for(5000)
+    assert pages.state(lens, "frame") == 2
+    lens.locator("#step").fill("3")
+    play.click()  # at the last step, play restarts at the first step
+    for frame in (0, 1, 2, 3):
+        assert pages.state(lens, "frame") == frame
+        assert (play.get_attribute("aria-label") == label) == (frame == 3)
+        lens.clock.run_for(1000)
+
+
+def test_one_step_without_a_repeated_prompt(shown):
+    """No time controls, nothing to compare with, statistics that are undefined on all prompts."""
+    run = a_run(prompts=PROMPTS[:2], steps=(40,), history=(40,))
+    lens = shown(run, fragment="#head=0.0")
+    assert re.findall(r"\d+", lens.locator("#step-number").inner_text()) == ["40"]
+    for control in ("#step", "#play", "#speed"):
+        assert not lens.locator(control).is_visible()
+    lens.keyboard.press("d")
+    expect(lens.locator("#message")).not_to_have_text("")
+    assert pages.state(lens, "compare") == "off"
+    shown_charts = lens.locator(".chart").evaluate_all("all => all.map((c) => c.dataset.statistic)")
+    assert set(STATISTICS) - set(shown_charts) >= {"induction", "duplicate_token"}
+    assert {"entropy", "largest_logit"} <= set(shown_charts)
+    lens.evaluate(WATCH_TEXT)
+    pages.option(lens, "theme").click()
+    assert Chart(lens, "entropy").steps == ["L0", "L1"]  # with one step, the x axis is the layer
+
+
+def test_sorting_and_filtering(shown):
+    lens = shown(fragment="#step=80&statistics=mean")
+    for key, values in a_run().rows[80].values.items():
+        pages.option(lens, "sort").select_option(key)
+        assert pages.grid_order(lens) == pages.ranked(values, descending=True), key
+        pages.option(lens, "direction").click()
+        assert pages.grid_order(lens) == pages.ranked(values, descending=False), key
+        pages.option(lens, "direction").click()
+    lens.locator("#step").fill("3")  # sorted by the values of the shown step
+    assert pages.grid_order(lens) == pages.ranked(a_run().rows[120].values[key], descending=True)
+
+    values = a_run().rows[120].values["diagonal"]
+    of_all_steps = np.stack([row.values["diagonal"] for row in a_run().rows.values()])
+    low, high = of_all_steps.min(), of_all_steps.max()
+    assert values.min() == low  # at 0 a head with the minimum passes
+    pages.option(lens, "filter-statistic").select_option("diagonal")
+    for part in (0, 0.25, 0.4, 0.2):
+        pages.option(lens, "filter-value").fill(str(round(200 * part)))
+        passing = values >= low + part * (high - low)
+        count = re.findall(r"\d+", lens.locator("#count").inner_text())
+        assert count == [str(passing.sum()), "6"]
+        for place in np.ndindex(values.shape):
+            is_out = "out" in pages.tile(lens, *place).get_attribute("class").split()
+            assert is_out == (not passing[place])
+    assert 0 < passing.sum() < 6
+    pages.option(lens, "sort").select_option("diagonal")  # when sorted, other heads are hidden
+    order = pages.ranked(values, descending=True)
+    assert pages.grid_order(lens) == [place for place in order if passing[place]]
+
+
+class Chart:
+    """Converts between values and pixels of a chart by the labels of its axes."""
+
+    def __init__(self, lens, key):
+        self.figure = lens.locator(f".chart[data-statistic='{key}']")
+        labels = [text for text in lens.evaluate("window.written") if text["where"] == key]
+        ticks = [text for text in labels if re.fullmatch(r"-?[\d.]+", text["text"])]
+        lowest = max(text["y"] for text in labels)
+        self.ticks = [(float(t["text"]), t["y"]) for t in ticks if t["y"] < lowest - 1]
+        self.across = sorted(t["x"] for t in labels if t["y"] == lowest)
+        self.steps = sorted(t["text"].split()[-1] for t in labels if t["y"] == lowest)
+
+    def x(self, step, last=HISTORY[-1]):
+        left, right = self.across
+        return left + (right - left) * step / last
+
+    def y(self, value):
+        (low, bottom), (high, top) = self.ticks[0], self.ticks[-1]
+        return bottom + (value - low) / (high - low) * (top - bottom)
+
+    def drawn(self, what):
+        """Returns the pixels of the lines (0) or the marks (1), (height, width, 4)."""
+        return pages.pixels(self.figure.locator("canvas").nth(what))[0]
+
+
+def test_charts_the_chosen_head_and_the_head_under_the_pointer(shown):
+    lens = shown(fragment="#statistics=mean", viewport=TALL)
+    lens.evaluate(WATCH_TEXT)
+    pages.option(lens, "theme").click()
+    lens.evaluate("() => { window.written = []; }")
+    pages.option(lens, "theme").click()  # draws everything again
+    found = {key: Chart(lens, key) for key in STATISTICS}
+    assert all(chart.steps == ["0", "120"] for chart in found.values())
+
+    chart = found["entropy"]  # the marker of the shown step
+    middle = int(np.mean([y for _, y in chart.ticks]))
+    for frame, step in enumerate(STEPS):
+        lens.locator("#step").fill(str(frame))
+        row = chart.drawn(1)[middle, :, 3]
+        assert [at for at in STEPS if row[int(chart.x(at)) - 1 :][:3].any()] == [step]
+
+    values = a_run().rows[60].values["diagonal"]  # the pointer on a chart
+    for place in ((0, 1), (1, 2)):
+        chart = found["diagonal"]
+        box = chart.figure.locator("canvas").first.bounding_box()
+        lens.mouse.move(box["x"] + chart.x(60), box["y"] + float(chart.y(values[place])))
+        said = chart.figure.locator(".value").inner_text()
+        numbers = re.findall(r"[\d.]+", said)
+        assert numbers == [*map(str, place), "60", formatted(values[place])]
+
+    pages.go_to(lens, "step=80&statistics=mean")
+    values = {key: of_heads[1, 1] for key, of_heads in a_run().rows[80].values.items()}
+    pages.tile(lens, 1, 1).click()  # the selected head, also under the pointer
+    for key, value in values.items():
+        assert found[key].figure.locator(".value").inner_text() == f"L1 H1 {formatted(value)}"
+        r, g, b, alpha = found[key].drawn(1)[int(found[key].y(value)), int(found[key].x(80))]
+        assert alpha > 200
+        assert r > g + 50 > b, (key, r, g, b)  # the colour of the selected head
+
+    pages.go_to(lens, "statistics=mean")
+    pages.tile(lens, 0, 2).hover()
+    values = {key: formatted(row[0, 2]) for key, row in a_run().rows[120].values.items()}
+    said = [f"{STATISTICS[key].title} {value}" for key, value in values.items()]
+    texts = pages.tile(lens, 0, 2).get_attribute("title").split("\n")
+    found = [text.partition(", chance")[0] for text in texts if " step " not in text]
+    assert found == ["L0 H2", *said]
+
+
+def compared_steps(lens):
+    """Returns the steps of A and B."""
+    note = lens.locator("#compare-note").inner_text()
+    return [int(step) for step in re.findall(r"[AB]: step (\d+)", note)]
+
+
+def test_two_steps_are_compared(shown):
+    lens = shown(fragment="#head=1.0")
+    pages.option(lens, "compare").select_option("step:40")
+    a, b = a_run().weights[40][0], a_run().weights[120][0]
+    pages.assert_difference(lens, b - a)
+    pages.assert_difference(lens, (b - a)[1, 0], "#map")
+    pages.assert_drawn(lens, np.sqrt(a[1, 0]), "#map-2")
+    pages.assert_drawn(lens, np.sqrt(b[1, 0]), "#map-3")
+    for number, weights, other in ((1, b, a), (0, a, b)):
+        lens.locator("#show label").nth(number).click()
+        pages.assert_drawn(lens, np.sqrt(weights))
+        pages.assert_drawn(lens, np.sqrt(weights[1, 0]), "#map")
+        pages.assert_drawn(lens, np.sqrt(other[1, 0]), "#map-2")
+        pages.assert_difference(lens, (b - a)[1, 0], "#map-3")
+    assert compared_steps(lens) == [40, 120]
+    lens.locator("#map-3").scroll_into_view_if_needed()
+    lens.mouse.move(*pages.cell(lens, 8, 3, "#map-3"))
+    query, key, weights = pages.readout(lens)
+    assert (query, key) == ((" river", 8), (" the", 3))
+    true = [a[1, 0, 8, 3], b[1, 0, 8, 3], b[1, 0, 8, 3] - a[1, 0, 8, 3]]
+    assert weights == pytest.approx(true, abs=0.02)
+
+    pages.go_to(lens, "step=80&head=0.1&compare=step:0&statistics=mean")  # A is the earlier step
+    for frame, earlier, later in ((2, 0, 80), (3, 0, 120), (0, 0, 0)):
+        lens.locator("#step").fill(str(frame))
+        assert compared_steps(lens) == [earlier, later]
+        gained = a_run().weights[later][0] - a_run().weights[earlier][0]
+        pages.assert_difference(lens, gained)
+        values = [a_run().rows[step].values["entropy"][0, 1] for step in (earlier, later)]
+        wanted = " → ".join(map(formatted, values))
+        assert pages.statistics_of(lens)[STATISTICS["entropy"].title] == wanted
+
+
+def test_two_runs_are_compared_from_the_start(shown):
+    first, second = a_run(), pages.second_run()
+    lens = shown(first, second, fragment="#step=80&statistics=mean")
+    assert pages.state(lens, "compare") == "run"
+    pages.assert_difference(lens, second.weights[80][0] - first.weights[80][0])
+    assert compared_steps(lens) == [80, 80]
+    values = second.rows[80].values["diagonal"] - first.rows[80].values["diagonal"]
+    pages.option(lens, "sort").select_option("diagonal")
+    assert pages.grid_order(lens) == pages.ranked(values, descending=True)
+    pages.option(lens, "sort").select_option("")
+    pages.option(lens, "compare").select_option("run:0")
+    pages.assert_weights(lens, second, number=1)
+    pages.assert_difference(lens, second.weights[0][0] - first.weights[80][0])
+
+
+def open_file(lens, text):
+    """Opens a file for a comparison."""
+    file = {"name": "other.html", "mimeType": "text/html", "buffer": text.encode()}
+    lens.locator("#compare-file").set_input_files(file)
+
+
+def open_other(lens, run):
+    open_file(lens, page([run.data], "x"))
+    expect(lens.locator("#compare-note")).to_contain_text(run.data["name"])
+
+
+def test_other_pages_are_opened_to_compare_with(shown):
+    lens = shown(fragment="#head=1.1&statistics=mean", viewport=TALL)
+    lens.evaluate(WATCH_TEXT)
+    data = pages.second_run().data
+    *frames, last = data["frames"]
+    truncated = last | {"weights": last["weights"][:100]}
+    for text in (
+        "<!doctype html><script>parent.hacked = window.hacked = 1</script><p>hello",
+        START + '{"version": 3, "runs": [{"name"',
+        page([data], "x").replace(f'"version": {VERSION}', '"version": 2'),
+        page([data | {"frames": [*frames, truncated]}], "x"),
+    ):
+        lens.evaluate("document.getElementById('message').textContent = ''")
+        open_file(lens, text)
+        expect(lens.locator("#message")).not_to_have_text("")
+        assert pages.state(lens, "compare") == "off", text[:100]
+    assert lens.evaluate("window.hacked") is None  # no script of the opened page runs
+
+    longer = a_run("longer", history=(*HISTORY, 240), steps=(120,), seed=7)
+    for run, end in ((longer, 240), (pages.second_run(), 120)):
+        lens.evaluate("() => { window.written = []; }")
+        open_other(lens, run)
+        pages.assert_difference(lens, run.weights[120][0] - a_run().weights[120][0])
+        chart = Chart(lens, "diagonal")  # up to the last step of the longer run
+        assert chart.steps == sorted([str(end), "0"])
+        value = run.rows[120].values["diagonal"]
+        x = int(chart.x(120, end))
+        for what, place, least in (
+            (1, (1, 1), 200),
+            (0, (0, 0), 30),
+        ):  # the selected head has a strong line
+            y = int(chart.y(value[place]))
+            near = chart.drawn(what)[y - 3 : y + 4, x - 2 : x + 1]
+            blue = near[..., 2] > near[..., 0] + 50
+            assert near[blue, 3].max(initial=0) > least, (end, what)
+
+
+def test_runs_that_differ_are_compared_as_far_as_possible(shown):
+    """Prompts are matched by their tokens. Heatmaps of different tokens are not subtracted."""
+    lens = shown(fragment="#head=0.0")
+    smaller = a_run("smaller", 1, 4, (PROMPTS[1], PROMPTS[0]), seed=3)
+    open_other(lens, smaller)
+    difference = smaller.weights[120][1][0, :3] - a_run().weights[120][0][0]
+    pages.assert_difference(lens, difference, "[data-layer='0'] canvas")
+    missing = pages.colours(lens, "[data-layer='1'] canvas", difference.shape)
+    assert (missing == pages.tint(lens)).all()  # B has no such layer
+    lens.locator("#prompt").select_option("2")  # the other run does not have this prompt
+    assert not lens.locator("#map-2").is_visible()
+    assert "→" in pages.statistics_of(lens)[STATISTICS["entropy"].title]
+
+    for name, tokens in (("equally-long", [*WORDS[:-1], " near"]), ("shorter", WORDS[:5])):
+        other = a_run(name, prompts=(pages.prompt("1-other", tokens),), seed=5)
+        pages.go_to(lens, f"head=0.0&compare=off&for={name}")
+        open_other(lens, other)
+        a, b = (np.sqrt(run.weights[120][0]) for run in (a_run(), other))
+        pages.assert_drawn(lens, a)
+        assert not lens.locator("#map-2").is_visible()
+        lens.locator("#show label").nth(1).click()
+        pages.assert_drawn(lens, b)

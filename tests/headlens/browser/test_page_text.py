@@ -1,0 +1,464 @@
+"""The interactive page in Chromium: heads on a text, and the tokens of it that a head connects."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from helpers import pages
+from helpers.pages import HOSTILE, a_run
+from playwright.sync_api import expect
+
+from headlens.heads import ALL_NAMES
+from headlens.page import run_data
+from headlens.probe import record
+from headlens.text import Text, TextRecorder
+
+STEPS = (0, 40, 80)
+LENGTH = 48  # tokens of a window
+TOKENS = [",", "\n", *(f" {a}{b}" for a in "bdfglmst" for b in ("ad", "en", "ip", "or", "ull"))]
+WINDOWS = torch.randint(len(TOKENS), (4, LENGTH), generator=torch.Generator().manual_seed(3))
+PERIOD = 6
+REPEATED = pages.prompt("2-repeated", ["<bos>", *2 * list("abcdef")], period=PERIOD)
+SOME = pages.prompt("1-words", ["One", " two", ",", " three", " four", " five", " six", "."])
+# Of L1 H0, at each step (window, query, key, weight, norm of the value): the strongest first.
+NEAR, FAR = (2, 20, 17, 0.5, 4.0), (0, 45, 2, 0.9, 1.5)
+CELLS = {
+    40: [NEAR, FAR, (1, 40, 39, 0.8, 1.0), (3, 9, 3, 0.6, 1.0), (0, 12, 8, 0.3, 1.0)],
+    80: [(1, 30, 20, 0.95, 2.0), (2, 5, 4, 0.7, 1.0), (0, 10, 7, 0.4, 1.0), NEAR, FAR],
+}
+CELLS[80][3:] = [(3, 44, 43, 0.3, 1.0), (0, 46, 41, 0.2, 1.0)]
+
+
+def on_target(size, key_of, weight=0.8):
+    """Returns a map with this weight on a key of each query, the rest equal on all keys."""
+    weights = torch.ones(size, size).tril()
+    weights /= weights.sum(-1, keepdim=True)
+    for query in range(1, size):
+        if (key := key_of(query)) is not None and key >= 0:
+            weights[query] *= 1 - weight
+            weights[query, key] += weight
+    return weights
+
+
+def attention_of(ids, step):
+    """Returns the maps and the norms of the values of both layers of three heads, for one text."""
+    size, windows = len(ids), [tuple(window) for window in WINDOWS.tolist()]
+    window = windows.index(tuple(ids)) if tuple(ids) in windows else None
+    is_repeated = window is None and size == len(REPEATED.tokens)
+    back = lambda k: on_target(size, lambda q: q - k)  # noqa: E731
+    equal = on_target(size, lambda _: None)
+    induction = on_target(size, lambda q: q - PERIOD + 1 if q > PERIOD and is_repeated else None)
+    resting, norms = on_target(size, lambda _: 0, 0.9), torch.linspace(0.5, 0.6, size)
+    norms = norms.repeat(2, 3, 1)
+    for at, query, key, weight, norm in CELLS.get(step, []):
+        if at == window:
+            resting[query] *= (1 - weight) / (1 - resting[query, key])
+            resting[query, key] = weight
+            norms[1, 0, key] = norm
+    maps = [
+        [back(1), back(3), induction],
+        [resting, back(1) if window is not None else equal, equal],
+    ]
+    if step == 0:
+        maps = [[equal] * 3] * 2
+    return torch.stack([torch.stack(layer) for layer in maps]), norms
+
+
+def text_run(text=True, tokens=TOKENS, name="on text", shift=0, prompts=(SOME, REPEATED)):
+    """Returns a run that is measured on the windows. shift: of the heads in each layer."""
+
+    def token_bytes(number):
+        found = re.fullmatch(r"((?:<0x..>)+)", tokens[number])
+        return bytes.fromhex(re.sub("<0x|>", "", found[1])) if found else tokens[number].encode()
+
+    windows = Text(WINDOWS % len(tokens), token_bytes)
+    rows, snapshots = {}, []
+    for step in STEPS:
+
+        def attend(ids, capture, step=step):
+            known = [n for n in range(4) if (WINDOWS[n] % len(tokens)).tolist() == ids]
+            ids = WINDOWS[known[0]].tolist() if known else ids
+            maps, norms = (part.roll(shift, 1) for part in attention_of(ids, step))
+            for layer in range(2):
+                capture(layer, maps[layer], maps[layer].log(), norms[layer])
+            return torch.zeros(len(ids), pages.VOCABULARY)
+
+        run = pages.capturing(attend)
+        on_text = TextRecorder(windows).run(run) if text else None
+        data = record(run, prompts, step, on_text, name, pages.text_of)
+        rows[step] = data.row
+        snapshots.append(data)
+    return pages.PageRun(run_data(snapshots), {}, rows, {}, snapshots)
+
+
+@functools.cache
+def a_text_run():
+    return text_run()
+
+
+READ = """lists => lists.map((list) => [...list.querySelectorAll("li")].map((item) => {
+  const [line, key, query] = ["bdi", "mark", "u"].map((name) => item.querySelector(name));
+  return { line: line.textContent, weight: item.querySelector(".number").textContent,
+    key: [key.textContent, Number(key.title.match(/\\d+/)[0])],
+    query: [query.textContent, Number(query.title.match(/\\d+/)[0])] };
+}))"""
+
+
+def shown_contexts(lens):
+    """Returns the lines of each list: {line, weight, key: (token, position), query}."""
+    return lens.locator("#contexts ol").evaluate_all(READ)
+
+
+def as_label(token):
+    return token.replace(" ", "␣").replace("\n", "⏎")
+
+
+def assert_cells(lines, cells, tokens=TOKENS):
+    """Checks tokens, positions and weights of lines. cells: (window, query, key, weight)."""
+    assert len(lines) == len(cells)
+    for line, (window, query, key, weight) in zip(lines, cells, strict=True):
+        words = [tokens[token] for token in WINDOWS[window].tolist()]
+        assert line["query"] == [as_label(words[query]), query]
+        assert line["key"] == [as_label(words[key]), key]
+        assert float(line["weight"].lstrip("<")) == pytest.approx(weight, abs=0.011)
+        for near in (query + 1, query - 1, key - 1, key + 1):
+            assert words[near].strip(" \n") in line["line"]
+        is_whole = query - key <= 6
+        between = "".join(words[key + 1 : query]).replace("\n", "⏎")
+        assert (as_label(words[key]) + between + as_label(words[query]) in line["line"]) == is_whole
+        assert ("…" in line["line"][2:-2]) != is_whole  # omitted tokens
+
+
+def test_contexts_of_a_head_at_each_step(shown):
+    lens = shown(a_text_run(), fragment="#head=1.0")
+    queries = Text(WINDOWS, lambda token: TOKENS[token].encode()).random_queries
+    for frame, step in ((1, 40), (2, 80)):
+        lens.locator("#step").fill(str(frame))
+        most, some = shown_contexts(lens)
+        assert_cells(most, [cell[:4] for cell in CELLS[step]])
+        cells = []
+        for window, query in queries:
+            maps, norms = attention_of(WINDOWS[window].tolist(), step)
+            moves = (maps[1, 0, query] * norms[1, 0])[1:query]  # not the first token, not itself
+            key = 1 + int(moves.argmax())
+            cells.append((window, query, key, float(maps[1, 0, query, key])))
+        assert [(line["query"][1], line["key"][1]) for line in some] == [c[1:3] for c in cells]
+        for line, (*_, weight) in zip(some, cells, strict=True):
+            assert float(line["weight"].lstrip("<")) == pytest.approx(weight, abs=0.011)
+    rest = np.mean([attention_of(w, 80)[0][1, 0, 1:, 0].mean() for w in WINDOWS.tolist()])
+    rest += np.mean([attention_of(w, 80)[0][1, 0].diagonal()[1:].mean() for w in WINDOWS.tolist()])
+    (percent,) = re.findall(r"(\d+) %", lens.locator("#contexts .note").inner_text())
+    assert int(percent) == pytest.approx(100 * rest, abs=0.6)
+
+
+def test_query_and_key_are_marked_in_different_ways(shown):
+    """Not only by colour: a box, which is stronger for a larger weight, and a line."""
+    lens = shown(a_text_run(), fragment="#head=1.0&step=40")
+    style = "(all, what) => all.map((node) => getComputedStyle(node)[what])"
+    keys, queries = (lens.locator(f"#contexts li {name}") for name in ("mark", "u"))
+    assert {*keys.evaluate_all(style, "borderTopStyle")} == {"solid"}
+    assert {*keys.evaluate_all(style, "textDecorationLine")} == {"none"}
+    assert {*queries.evaluate_all(style, "textDecorationLine")} == {"underline"}
+    assert {*queries.evaluate_all(style, "borderTopStyle")} == {"none"}
+    lens.emulate_media(media="print")
+    assert {*keys.evaluate_all(style, "printColorAdjust")} == {"exact"}
+    lens.emulate_media(media="screen")
+    colours = keys.evaluate_all(style, "backgroundColor")
+    alphas = [float(re.findall(r"[\d.]+", colour)[3]) for colour in colours[:5]]
+    weights = [cell[3] for cell in CELLS[40]]
+    assert np.argsort(alphas).tolist() == np.argsort(weights).tolist()
+    for theme in ("light", "dark"):
+        pages.go_to(lens, f"head=1.0&step=40&theme={theme}")
+        found = lens.evaluate(pages.CONTRASTS)
+        assert any(name == "MARK" for _, name, _, _ in found)
+        assert [entry for entry in found if entry[3] < entry[2]] == []
+
+
+def test_names_say_where_they_hold(shown):
+    """On text and prompts, or only on one of them; outlined letters if not on the text."""
+    lens = shown(a_text_run())
+    page = pages.colour_of(lens.locator("body"), "backgroundColor")
+    expected = {  # head: (name, whether it holds everywhere, whether its letter is outlined)
+        (0, 0): ("previous_token", True, False),
+        (0, 1): ("offset", True, False),
+        (0, 2): ("induction", False, True),
+        (1, 0): ("first_token", True, False),
+        (1, 1): ("previous_token", False, False),
+    }
+    for place, (name, is_everywhere, is_outlined) in expected.items():
+        tag = pages.tile(lens, *place).locator(".tag")
+        assert f"kind-{name}" in tag.get_attribute("class")
+        assert (pages.colour_of(tag, "backgroundColor") == page).all() == is_outlined
+        where = lens.locator("#detail-name small")
+        pages.tile(lens, *place).click()
+        assert (where.inner_text() == "") == is_everywhere
+        text = where.inner_text()
+        assert text in lens.locator("#finding").inner_text()
+        assert text in pages.tile(lens, *place).get_attribute("aria-label")
+    names = lens.locator("#names [data-name='previous_token']")
+    assert re.findall(r"\d+", names.inner_text()) == ["2"]
+    assert lens.locator("#hollow").is_visible()
+    pages.go_to(lens, "step=0")  # no head has a name
+    assert lens.locator("#hollow").is_hidden()
+    assert shown(text_run(text=False)).locator("#hollow").is_hidden()
+
+
+def test_page_says_if_no_head_copies(shown):
+    """With the head that is nearest to it; otherwise it does not mention it."""
+    run = text_run(prompts=(SOME,))  # no head has the name "induction"
+    text = shown(run).locator("#subject").inner_text()
+    values, uniform = run.rows[80].values["induction"], run.snapshots[-1].uniform["induction"]
+    layer, head = np.unravel_index(values.argmax(), values.shape)
+    found = re.search(rf"([\d.]+) \(L{layer} H{head}\).*?([\d.]+)\.$", text)
+    assert [float(number) for number in found.groups()] == pytest.approx(
+        [values.max(), uniform], abs=0.0051
+    )
+    text = shown(a_text_run()).locator("#subject").inner_text()
+    assert text
+    assert not re.search(r"L\d H\d", text)
+
+
+def test_head_that_has_its_name_on_the_text_only_is_shown_there(shown):
+    """On a prompt that is a text, and the tour points to the tokens of the text."""
+    run = a_text_run()
+    history = json.loads(pages.unpacked(run.data["history"]))
+    names, place = [name["key"] for name in run.data["names"]], 3 * 1 + 2
+    history["names"][-1][place] = names.index("induction")
+    history["places"][-1] = [0] * 6
+    history["places"][-1][place] = 1  # on the text only
+    history["names"][-1][2] = 0
+    lens = shown(
+        dataclasses.replace(run, data=run.data | {"history": pages.packed(history)}),
+        fragment="#prompt=1",
+    )
+    lens.locator("#names [data-name='induction']").click()
+    assert [pages.state(lens, key) for key in ("layer", "head", "prompt")] == [1, 2, 0]
+    lens.locator("#show-tour").click()
+    pointed = []
+    while lens.locator("#tour").is_visible():
+        if (pages.state(lens, "layer"), pages.state(lens, "head")) == (1, 2):
+            pointed.append(lens.locator(".pointed").get_attribute("id"))
+            assert pages.state(lens, "prompt") == 0
+        lens.locator("#tour-next").click()
+    assert "contexts" in pointed
+    assert "finding" not in pointed
+
+
+def test_sentence_has_the_value_on_the_text_with_its_error(shown):
+    """And its chance, and how much of the attention the name explains."""
+    lens, run = shown(a_text_run(), fragment="#head=0.1"), a_text_run()
+    row, coverage = run.rows[80], run.snapshots[-1].contexts.coverage
+    uniform = run.snapshots[-1].uniform
+    for place, key in (((0, 0), "previous_token"), ((0, 1), "offset"), ((1, 0), "first_token")):
+        pages.tile(lens, *place).click()
+        text = lens.locator("#finding").inner_text()
+        value, error, chance = map(
+            float, re.search(r"([\d.]+) ± <?([\d.]+).*?chance ([\d.]+)\)", text).groups()
+        )
+        assert value == pytest.approx(row.values[key][place], abs=0.0051)
+        assert error == pytest.approx(row.errors[key][place], abs=0.00101)
+        assert chance == pytest.approx(uniform[key], abs=0.0051)
+        (percent,) = re.findall(r"(\d+) %", text)
+        part = (LENGTH - 3) / (LENGTH - 1) if key == "offset" else coverage[key]
+        assert int(percent) == pytest.approx(100 * part * row.values[key][place], abs=0.6)
+    pages.tile(lens, 0, 2).click()  # its name does not hold on the text, so it explains nothing
+    text = lens.locator("#finding").inner_text()
+    assert "%" not in text
+    assert float(re.search(r"([\d.]+) ±", text)[1]) == pytest.approx(
+        row.values["induction"][0, 2], abs=0.0051
+    )
+
+
+def test_sentence_of_a_head_without_a_name_has_the_nearest_one(shown):
+    lens, run = shown(a_text_run(), fragment="#head=1.2&step=0"), a_text_run()
+    assert "±" not in lens.locator("#finding").inner_text()  # uniform attention
+    data = json.loads(pages.unpacked(run.data["history"]))
+    data["names"][-1][5] = 0
+    data["values"]["separator"][-1][5] = 0.3
+    changed = run.data | {"history": pages.packed(data)}
+    lens = shown(dataclasses.replace(run, data=changed), fragment="#head=1.2")
+    numbers = re.findall(r"\d\.\d+", lens.locator("#finding").inner_text())
+    chance = run.snapshots[-1].uniform["separator"]
+    needed = chance + 0.4 * (1 - chance)
+    assert float(numbers[0]) == pytest.approx(0.3, abs=0.0051)
+    found = [float(number) for number in numbers[2:]]
+    assert found == pytest.approx([chance, needed], abs=0.0051)
+
+
+def test_head_of_a_fixed_offset_has_its_number(shown):
+    lens = shown(a_text_run(), fragment="#head=0.1&prompt=0")
+    for part in ("#detail-name", "#finding"):
+        assert "3" in re.findall(r"offset.(\d)", lens.locator(part).inner_text())
+    lens.locator("#finding button").or_(lens.locator("#finding")).first.click()
+    text = lens.locator("#finding").inner_text()
+    found = re.search(r'"(\S+)" \((\d+)\) it .*?"(\S+)", with weight (\d\.\d+)', text)
+    query = int(found[2])
+    assert found[3].strip("␣") == SOME.tokens[query - 3].strip()
+    weights = attention_of(SOME.token_ids, 80)[0][0, 1]
+    assert float(found[4]) == pytest.approx(float(weights[query, query - 3]), abs=0.011)
+
+
+def test_statistics_are_those_of_the_text_or_of_the_prompt(shown):
+    lens, run = shown(a_text_run(), fragment="#head=0.2&prompt=1"), a_text_run()
+    title = {s["key"]: s["title"] for s in run.data["statistics"]}["induction"]
+    of_prompt = run.snapshots[-1].of_prompts[1]["induction"][0, 2]
+    for over, value in (("mean", run.rows[80].values["induction"][0, 2]), ("prompt", of_prompt)):
+        pages.option(lens, "over").select_option(over)
+        text = pages.statistics_of(lens)[title]
+        assert float(re.match(r"[\d.]+", text)[0]) == pytest.approx(value, abs=0.0051)
+        assert ("±" in text) == (over == "mean")
+        chart = lens.locator(".chart[data-statistic='induction'] .value").inner_text()
+        assert float(chart.split()[-1]) == pytest.approx(value, abs=0.0051)
+        pages.option(lens, "sort").select_option("induction")
+        assert pages.state(lens, "prompt") == 1
+    expect(lens).to_have_url(re.compile("statistics=prompt"))
+    again = shown(a_text_run(), fragment=lens.evaluate("location.hash"))
+    assert pages.state(again, "over") == "prompt"
+    assert pages.state(shown(a_text_run()), "over") == "mean"
+
+
+def test_sorting_by_the_text_keeps_the_prompt(shown):
+    """Induction is defined on the text, so no other prompt is shown."""
+    lens, values = shown(a_text_run()), a_text_run().rows[80].values["induction"]
+    pages.option(lens, "sort").select_option("induction")
+    assert pages.grid_order(lens) == pages.ranked(values, descending=True)
+    assert pages.state(lens, "prompt") == 0
+
+
+def test_contexts_of_the_shown_side_and_of_the_first_of_several_heads(shown):
+    second = text_run(name="shifted", shift=1)  # L1 H1 is what L1 H0 is
+    lens = shown(a_text_run(), second, fragment="#head=1.1&step=40&show=b")
+    planted = [cell[:4] for cell in CELLS[40]]
+    assert_cells(shown_contexts(lens)[0], planted)
+    pages.go_to(lens, "head=1.0&step=40&show=a")
+    assert_cells(shown_contexts(lens)[0], planted)
+    pages.go_to(lens, "head=1.0&step=40&show=a&more=0.0")
+    assert_cells(shown_contexts(lens)[0], planted)
+    pages.go_to(lens, "head=1.0&step=40&show=a&more=0.0&heads=mean")
+    assert lens.locator("#contexts").is_hidden()
+    pages.go_to(lens, "head=none")
+    assert lens.locator("#contexts").is_hidden()
+
+
+def test_page_without_a_text(shown):
+    """Also a second run without one: only the side with a text has contexts."""
+    without = text_run(text=False, name="without")
+    lens = shown(without, fragment="#head=0.0")
+    assert lens.locator("#contexts").is_hidden()
+    assert pages.state(lens, "over") == "prompt"
+    assert lens.locator("#detail-name small").inner_text() == ""
+    assert "±" not in lens.locator("#side").inner_text()
+    lens = shown(a_text_run(), without, fragment="#head=1.0&show=a")
+    assert lens.locator("#contexts").is_visible()
+    lens.locator("#show label").nth(1).click()
+    assert lens.locator("#contexts").is_hidden()
+
+
+def test_hostile_and_partial_tokens(shown):
+    """They stay text; the tokens of a character are marked with it."""
+    tokens = [*TOKENS]
+    near = WINDOWS[NEAR[0]].tolist()
+    tokens[near[NEAR[1]]] = HOSTILE
+    tokens[near[NEAR[2]]] = "\u202ertl"
+    far = WINDOWS[FAR[0]].tolist()
+    tokens[far[FAR[2]]], tokens[far[FAR[2] + 1]] = "<0xC3>", "<0xA9>"
+    assert len({near[NEAR[1]], near[NEAR[2]], far[FAR[2]], far[FAR[2] + 1]}) == 4
+    lens = shown(text_run(tokens=tokens), fragment="#head=1.0&step=40")
+    (first, second, *_), _ = shown_contexts(lens)
+    assert first["query"][0].startswith("</script><img")
+    assert first["key"][0] == "·rtl"
+    assert second["key"][0] == "é¹"
+    assert lens.locator("img").count() == 0
+    assert "é¹" in lens.locator("#contexts .note").inner_text()
+
+
+HEBREW = ["של", "ום", " עול", "ם", ",", " אני", " קורא", "."]
+
+
+def test_lines_of_a_text_from_right_to_left(shown):
+    lens = shown(text_run(tokens=HEBREW * 8), fragment="#head=1.0&step=40")
+    read = "all => all.map((node) => node.getBoundingClientRect().right)"
+    keys, queries = (lens.locator(f"#contexts li {name}") for name in ("mark", "u"))
+    near = 0  # on one line of the page: the key token, which comes first, is on the right
+    assert keys.evaluate_all(read)[near] > queries.evaluate_all(read)[near]
+
+
+def test_panel_of_a_dashboard_with_a_name_that_holds_in_one_place(shown):
+    lens = shown(a_text_run(), fragment="#head=0.2", frame=(460, 300))
+    assert lens.evaluate("document.documentElement.scrollWidth") == 460
+    box = lens.locator("#detail-name").bounding_box()
+    assert box["x"] + box["width"] <= 460
+
+
+@pytest.mark.parametrize("width", [460, 900, 1400])
+def test_width_of_the_window(shown, width):
+    """Lists are side by side in a wide window; nothing is wider than the window."""
+    size = {"width": width, "height": 900}
+    lens = shown(a_text_run(), fragment="#head=1.0&step=40", viewport=size)
+    assert lens.evaluate("document.documentElement.scrollWidth") == width
+    read = "all => all.map((node) => node.getBoundingClientRect().top)"
+    tops = lens.locator("#contexts ol").evaluate_all(read)
+    assert (abs(tops[0] - tops[1]) < 30) == (width == 1400)
+    lines = lens.locator("#contexts li bdi").evaluate_all(
+        "all => all.map((node) => node.getBoundingClientRect().right)"
+    )
+    assert max(lines) <= width
+
+
+@pytest.mark.parametrize("prompts", [(SOME, REPEATED), (SOME,)])
+def test_tour_stops_at_the_contexts(shown, prompts):
+    """Also a tour that is not about copying."""
+    lens = shown(text_run(prompts=prompts), fragment="")
+    lens.locator("#show-tour").click()
+    stops = int(re.search(r"of (\d+)", lens.locator("#tour-title").inner_text())[1])
+    pointed = []
+    for _ in range(stops):
+        pointed += lens.locator(".pointed").evaluate_all("all => all.map((node) => node.id)")
+        lens.locator("#tour-next").click()
+    assert "contexts" in pointed
+    assert lens.locator("#tour").is_hidden()
+
+
+def test_table_of_removed_heads_says_which_names_hold_on_prompts_only(shown):
+    result = {"loss_change": 0.2, "loss_change_error": 0.01, "accuracy_without": None}
+    heads = [result | {"layer": n // 3, "head": n % 3} for n in range(6)]
+    groups = [result | {"name": "induction", "heads": 1}]
+    groups += [result | {"name": "previous_token", "heads": 2}]
+    found = {"step": 80, "method": "exact", "windows": 4, "targets": 99, "loss": 1.0}
+    found |= {"accuracy": None, "heads": heads, "groups": groups}
+    texts = []
+    for run in (a_text_run(), text_run(text=False)):
+        lens = shown(dataclasses.replace(run, data=run.data | {"ablation": found}))
+        texts.append(lens.locator("#groups td.note").all_inner_texts())
+    differs = [one != two for one, two in zip(*texts, strict=True)]
+    assert differs == [True, False]
+
+
+def test_opens_with_a_head_whose_name_holds_on_the_text(shown):
+    lens, row = shown(a_text_run(), fragment=""), a_text_run().rows[80]
+    place = (pages.state(lens, "layer"), pages.state(lens, "head"))
+    assert ALL_NAMES[row.names[place]] in ("previous_token", "offset")
+    assert lens.locator("#contexts").is_visible()
+
+
+def test_damaged_text_and_cells(tmp_path, opened, shown):
+    """An invalid text is an error of one line. Cells that do not exist are not shown."""
+    from headlens.page import frame_data, page
+
+    run = a_text_run()
+    path = tmp_path / "page.html"
+    path.write_text(page([run.data | {"text": run.data["text"][:50]}], "x"), encoding="utf-8")
+    lens = opened(path)
+    expect(lens.locator("#error")).to_be_visible()
+    frames = [frame_data(snapshot) for snapshot in run.snapshots]
+    details = json.loads(pages.unpacked(frames[-1]["details"]))
+    details["contexts"][3][0] = [[99, 5, 3, 200], [0, 3, 5, 200], [0, 99, 5, 200], [-1, -1, -1, 0]]
+    frames[-1]["details"] = pages.packed(details)
+    changed = dataclasses.replace(run, data=run.data | {"frames": frames})
+    lens = shown(changed, fragment="#head=1.0")
+    assert lens.locator("#contexts mark").count() == 5 + 1  # those at random, and the explanation
+    assert a_run().data["text"] is None

@@ -1,0 +1,418 @@
+"""The interactive page in Chromium: links, keys, small windows, invalid data and security."""
+
+import base64
+import html
+import io
+import mimetypes
+import re
+import zlib
+
+import numpy as np
+import pytest
+from helpers import REPOSITORY, pages
+from helpers.pages import HOSTILE, PROMPTS, a_run
+from PIL import Image
+from playwright.sync_api import expect
+
+from clearhead.output.report import write_report
+from headlens.heatmap import VIRIDIS
+from headlens.page import END, START, page
+from headlens.render import write_page
+
+SOURCES = REPOSITORY / "clearhead" / "lens" / "page"
+
+
+def test_link_restores_the_view(shown):
+    lens = shown()
+    lens.locator("#prompt").select_option("2")
+    lens.locator("#step").fill("1")
+    pages.tile(lens, 1, 2).click()
+    lens.locator("#text [data-token='5']").click()
+    pages.option(lens, "sort").select_option("distance")
+    pages.option(lens, "direction").click()
+    pages.option(lens, "filter-statistic").select_option("entropy")
+    pages.option(lens, "filter-value").fill("30")
+    pages.option(lens, "scale").select_option("linear")
+    pages.option(lens, "first-column").check()
+    pages.option(lens, "stretch").check()
+    pages.option(lens, "kind").select_option("valued")
+    pages.tile(lens, 0, 1).click(modifiers=["Shift"])
+    lens.locator("#arcs").uncheck()
+    lens.locator("#combine label").nth(1).click()
+    lens.locator("#colour-by label").nth(1).click()
+    pages.option(lens, "compare").select_option("step:80")
+    lens.locator("#show label").nth(1).click()
+    pages.option(lens, "theme").click()
+    expect(lens).to_have_url(re.compile("theme=dark"))
+    again = shown(fragment=lens.evaluate("location.hash"))
+    wanted, found = (p.evaluate("({ ...window.lens.state })") for p in (lens, again))
+    assert found.pop("threshold") == pytest.approx(wanted.pop("threshold"), rel=1e-3)
+    assert found == wanted
+    assert None not in wanted.values()
+    assert pages.grid_order(again) == pages.grid_order(lens)
+    maps = [pages.pixels(p.locator("canvas.pixels:visible")) for p in (lens, again)]
+    for old, new in zip(*maps, strict=True):
+        assert (old == new).all()
+
+
+# Invalid values for each part of a link, and texts that are not links.
+BAD_LINKS = """prompt=3 prompt=-1 prompt=1.5 prompt=x step=41 step= step=constructor head=2.0
+head=0.3 head=1 head=-1.0 head=. query=12 query=NaN sort=nothing sort=-__proto__ filter=entropy
+filter=entropy:x filter=entropy:1e999 filter=nothing:0.5 scale=cubic first=1 compare=run
+compare=step:41 compare=constructor show=c theme=%00 colours=1 more=0.1 more=9.9,x
+heads=2 map=x text=x arcs=1 % &&==&"""
+
+
+def test_changed_address_is_followed(shown):
+    lens = shown()
+    usual = lens.evaluate("({ ...window.lens.state })")
+    for bad in [*BAD_LINKS.split(), HOSTILE]:
+        assert pages.go_to(lens, bad) == usual, bad
+    found = pages.go_to(lens, "prompt=99&step=zz&scale=linear&head=1.1")
+    assert found == usual | {"scale": "linear", "layer": 1, "head": 1}  # valid parts are used
+    pages.go_to(lens, "head=1.0&prompt=1&step=40")
+    expect(lens.locator("#detail-title")).to_have_text("L1 H0")
+    expect(lens.locator("#step-number")).to_contain_text("40")
+    pages.assert_drawn(lens, np.sqrt(a_run().weights[40][1]))
+
+
+PRESSED = [  # view, key, what it changes, new value
+    ("head=0.1", "ArrowRight", "head", 2),
+    ("head=0.1", "ArrowLeft", "head", 0),
+    ("head=0.1", "ArrowDown", "layer", 1),
+    ("head=0.1", "ArrowUp", "layer", 0),  # no change at the edge
+    ("head=0.1", "Escape", "layer", None),
+    ("step=120", ",", "frame", 2),
+    ("step=40", ".", "frame", 2),
+    ("prompt=2", "p", "prompt", 0),
+    ("head=0.1", "Shift+ArrowUp", "query", 10),
+    ("head=0.1&query=5", "Shift+ArrowDown", "query", 6),
+    ("scale=sqrt", "s", "scale", "linear"),
+    ("first=shown", "h", "hideFirst", True),
+    ("colours=equal", "c", "stretch", True),
+    ("compare=off", "d", "compare", "step:0"),
+    ("theme=light", "t", "theme", "dark"),
+    ("head=0.1", "l", "text", "loss"),
+    ("head=0.1", "a", "arcs", False),
+    ("head=0.1&more=1.1", "m", "mean", True),
+    ("map=weights", "v", "map", "valued"),
+]
+
+
+def assert_keys_work(lens):
+    for fragment, key, what, value in PRESSED:
+        pages.go_to(lens, fragment)
+        lens.keyboard.press(key)
+        assert pages.state(lens, what) == value, (fragment, key)
+
+
+def test_sources_run_without_being_assembled(window):
+    """As on a local web server of a developer: each module imports what it uses."""
+    tab, wrong = window().new_page(), []
+    tab.on("pageerror", lambda error: wrong.append(error))
+    whole = page([a_run().data], "x")
+    begin = whole.index(START) + len(START)
+    data = whole[begin : whole.index(END, begin)]
+
+    def serve(route):
+        path = SOURCES / route.request.url.split("/")[-1].split("#")[0]
+        body = path.read_text(encoding="utf-8").replace("__DATA__", data)
+        body = body.replace("__VIRIDIS__", VIRIDIS)
+        route.fulfill(body=body, content_type=mimetypes.guess_type(path)[0])
+
+    tab.route("http://lens.test/**", serve)
+    tab.goto("http://lens.test/index.html")
+    pages.ready(tab)
+    tab.evaluate(pages.DECODE_ALL)
+    assert_keys_work(tab)
+    pages.go_to(tab, "head=0.1")
+    tab.locator("#show-help").click()
+    tab.keyboard.press("Escape")
+    pages.option(tab, "save-image").click()
+    with tab.expect_download():
+        tab.locator("[data-figure='head.svg']").click()
+    tab.close()
+    assert wrong == []
+
+
+def test_keys(shown):
+    lens = shown()
+    assert_keys_work(lens)
+    order = pages.ranked(a_run().rows[120].values["entropy"], descending=True)
+    pages.go_to(lens, "sort=-entropy&statistics=mean")  # when sorted, arrows follow the order
+    pages.tile(lens, *order[0]).click()
+    lens.keyboard.press("ArrowRight")
+    assert (pages.state(lens, "layer"), pages.state(lens, "head")) == order[1]
+
+    pages.go_to(lens, "head=0.1&query=5")
+    lens.locator("#text").focus()  # here arrows select a token
+    lens.keyboard.press("ArrowLeft")
+    assert (pages.state(lens, "query"), pages.state(lens, "head")) == (4, 1)
+    assert pages.readout(lens)[0] == ("⏎", 4)
+
+    pages.go_to(lens, "step=80")
+    pages.tile(lens, 0, 0).focus()
+    lens.keyboard.press("ArrowRight")
+    lens.keyboard.press("ArrowDown")
+    expect(pages.tile(lens, 1, 1)).to_be_focused()
+    assert pages.state(lens, "layer") is None  # focused, not enlarged
+    pages.option(lens, "speed").select_option("10")
+    play = lens.locator("#play").get_attribute("aria-label")
+    pages.tile(lens, 1, 0).focus()
+    lens.keyboard.press("Space")  # enlarges the head
+    expect(lens.locator("#detail-title")).to_have_text("L1 H0")
+    assert pages.state(lens, "frame") == 2
+    lens.keyboard.press("Space")  # the head is enlarged: plays
+    expect(lens.locator("#step-number")).to_contain_text("120")
+    expect(lens.locator("#play")).to_have_attribute("aria-label", play)
+    pages.tile(lens, 1, 1).focus()
+    lens.keyboard.press("Enter")
+    assert lens.locator("#detail-title").inner_text() == "L1 H1"
+    lens.locator("#prompt").focus()  # keys that a field needs are not shortcuts
+    lens.keyboard.press("s")
+    assert pages.state(lens, "scale") == "sqrt"
+
+
+ACTIVE = """() => {
+  const node = document.activeElement;
+  const shown = node.closest("label.file, .segments label") ?? node;
+  const style = getComputedStyle(shown);
+  return [node.id || node.className, style.outlineStyle !== "none" && style.outlineWidth];
+}"""
+
+
+def test_every_control_is_reached_by_tab(shown):
+    lens = shown(a_run(), pages.second_run(), fragment="#head=0.1&filter=entropy:0.5")
+    pages.option(lens, "scale")  # opens the options
+    controls = lens.locator("main button:not(.head, .chart button), main select, main input")
+    ids = set(controls.evaluate_all("all => all.map((node) => node.id)")) - {""}
+    wanted = {id for id in ids if lens.locator(f"#{id}").is_visible()}
+    assert {"play", "step", "prompt", "filter-value", "compare-file", "close"} <= wanted
+    reached = set()
+    for _ in range(60):
+        lens.keyboard.press("Tab")
+        name, outline = lens.evaluate(ACTIVE)
+        if name:
+            assert outline not in (False, "0px"), name
+        reached.add(name)
+    assert wanted <= reached
+    assert any(name.startswith("head") for name in reached)  # one of the remaining heads
+
+
+def test_small_window_with_touch(shown):
+    run = a_run("2026-11-21_gpt2-12x768" * 4, 12, 12)
+    lens = shown(run, viewport={"width": 360, "height": 740}, has_touch=True)
+    pages.tile(lens, 1, 0).tap()
+    assert lens.locator("#detail-title").inner_text() == "L1 H0"
+    expect(lens.locator("#map")).to_be_in_viewport(ratio=0.9)
+    lens.touchscreen.tap(*pages.cell(lens, 9, 4))
+    assert pages.readout(lens)[:2] == ((",", 9), ("⏎", 4))
+    assert pages.state(lens, "query") == 9
+    lens.locator("#options").click()
+    assert lens.locator("#scale").is_visible()
+    for fragment in ("prompt=0", "head=3.7&compare=step:0", "sort=-entropy&head=3.7"):
+        pages.go_to(lens, fragment)
+        assert lens.evaluate("document.documentElement.scrollWidth") == 360
+        read = "all => all.map((node) => node.getBoundingClientRect().toJSON())"
+        boxes = lens.locator(".head:visible, main canvas:visible").evaluate_all(read)
+        assert len(boxes) > 2 * 144
+        assert min(box["left"] for box in boxes) >= 0
+        assert max(box["right"] for box in boxes) <= 360
+        assert min(box["width"] for box in boxes) >= 20
+
+
+def test_low_window(shown):
+    """As a panel of a dashboard: the whole grid below one line; an enlarged head on top of it."""
+    long = pages.prompt("1-long", ["a"] * 40)
+    run = a_run("low", 12, 12, (long,), steps=(0, 120))
+    lens = shown(run, frame=(460, 300))
+    assert lens.locator("#bar").bounding_box()["height"] < 45
+    expect(pages.tile(lens, 11, 11)).to_be_in_viewport(ratio=1)
+    # Each pixel shows the largest of several weights.
+    size = lens.locator(".head canvas").first.evaluate("canvas => canvas.width")
+    assert 10 < size < 40
+    pixels, place = np.zeros((12, 12, size, size)), np.arange(40) * size // 40
+    np.maximum.at(pixels, (..., place[:, None], place), np.sqrt(run.weights[120][0]))
+    pages.assert_drawn(lens, pixels)
+    pages.tile(lens, 1, 2).click()
+    expect(lens.locator("#map")).to_be_in_viewport(ratio=1)
+    expect(lens.locator("#readout")).to_be_in_viewport(ratio=1)
+    expect(lens.locator(".plot").first).to_be_in_viewport(ratio=1)  # also its colour bar
+    lens.page.keyboard.press("Escape")
+    pages.tile(lens, 3, 4).click()
+    assert lens.locator("#detail-title").inner_text() == "L3 H4"
+    lens.page.keyboard.press("Escape")
+    assert lens.evaluate("document.documentElement.scrollWidth") == 460
+    lens.locator("#options").click()
+    expect(lens.locator("#scale")).to_be_in_viewport(ratio=1)
+    pages.option(lens, "scale").select_option("linear")
+    assert pages.state(lens, "scale") == "linear"
+    assert lens.locator(".head canvas").first.evaluate("canvas => canvas.width") == size
+    # The enlarged head is also on top of sorted heads.
+    lens.page.locator("iframe").evaluate("node => { node.width = 800; node.height = 450; }")
+    pages.option(lens, "sort").select_option("entropy")
+    lens.locator("#options").click()
+    pages.tile(lens, 1, 1).click()
+    expect(lens.locator("#map")).to_be_in_viewport(ratio=1)
+
+
+def test_sandboxed_frame(tmp_path, write, opened):
+    """As in Weights & Biases: no origin, no storage, no network."""
+    text = html.escape(write(a_run()).read_text(encoding="utf-8"))
+    host = tmp_path / "host.html"
+    frame = f'<iframe sandbox="allow-scripts" width="600" height="420" srcdoc="{text}"></iframe>'
+    host.write_text(f"<!doctype html><meta charset=utf-8>{frame}", encoding="utf-8")
+    lens = opened(host).frame_locator("iframe")
+    pages.ready(lens)
+    assert lens.locator(".head").count() == 6
+    lens.locator(".head").nth(4).click()
+    pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0][1, 1]), "#map")
+    lens.locator("#options").click()
+    pages.option(lens, "copy-link").click()
+    field = lens.locator("#link-text")
+    assert field.is_visible()
+    assert field.input_value().startswith("#head=1.1")
+    field.fill("#head=0.2&prompt=1")
+    field.press("Enter")
+    expect(lens.locator("#detail-title")).to_have_text("L0 H2")
+
+
+def test_print_shows_all_of_the_right_column(shown):
+    deep, window = a_run("deep", 24, 4), {"width": 1300, "height": 500}
+    lens = shown(deep, fragment="#head=1.1", viewport=window)
+    inside = "node => node.scrollHeight - node.clientHeight"
+    assert lens.locator("#side").evaluate(inside) > 100
+    lens.emulate_media(media="print")
+    assert lens.locator("#side").evaluate(inside) <= 1
+    assert lens.locator("#play").is_hidden()
+
+
+def test_print_from_the_dark_theme_is_dark_on_light(shown):
+    lens = shown(fragment="#head=1.1&theme=dark")
+    dark = pages.tint(lens)
+    lens.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    printed = pages.tint(lens)
+    pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0]))
+    assert min(printed) > max(dark)
+    lens.evaluate("() => dispatchEvent(new Event('afterprint'))")
+    assert pages.tint(lens) == dark
+
+
+@pytest.mark.parametrize("limit", [0, 0.0034, -0.0034, 0.25, 12.5])
+def test_limit_of_the_filter_is_a_number(shown, limit):
+    """A value below the resolution is "<0.01", which makes no sense after "≥"."""
+    lens = shown(fragment=f"#filter=distance:{limit}")
+    label = pages.option(lens, "threshold").inner_text().strip()
+    number = float(re.fullmatch(r"≥ (−?[\d.]+)", label)[1].replace("−", "-"))
+    assert number == pytest.approx(limit, rel=0.2)
+
+
+def test_print_shows_every_canvas(shown):
+    """Each canvas is a separate image, so a canvas over another one must be transparent."""
+    lens = shown(fragment="#head=1.1", viewport={"width": 1400, "height": 900})
+    count = lens.locator("canvas").locator("visible=true").count()
+    printed = lens.pdf(format="A4")
+    masks = printed.count(b"/SMask")  # the transparency of an image is another image
+    assert masks > 0
+    assert printed.count(b"/Subtype /Image") - masks >= count
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(2, 3), (12, 12)])
+def test_grid_and_enlarged_head_are_on_one_printed_page(shown, layers, heads):
+    deep = a_run("deep", layers, heads)
+    lens = shown(deep, fragment="#head=1.1", viewport={"width": 1400, "height": 900})
+    grid = "node => node.getBoundingClientRect().height"
+    before = lens.locator("#grid").evaluate(grid)
+    lens.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    lens.emulate_media(media="print")
+    lens.set_viewport_size({"width": 718, "height": 1046})  # A4 with margins of 1 cm
+    bottom = "node => node.getBoundingClientRect().bottom + scrollY"
+    assert lens.locator("#map").evaluate(bottom) < 1046
+    assert lens.locator("#grid").evaluate(grid) > 0.4 * before
+
+
+def test_hostile_text_stays_text(shown):
+    tokens = [HOSTILE, "\u202ertl", "\x00\x1b", "\u2028", "", "x" * 300, "<0xE2>", "😀"]
+    prompts = (pages.prompt(HOSTILE, tokens), PROMPTS[2])
+    run = a_run(HOSTILE, prompts=prompts, steps=(0, 40), history=(0, 40))
+    lens = shown(run, run, title=HOSTILE, fragment="#head=0.0&query=0")
+    assert lens.title() == HOSTILE
+    for part in ("#subject", "#compare-note"):
+        assert HOSTILE in lens.locator(part).inner_text()
+    assert lens.locator("#text [data-token='0']").text_content().startswith("</script><img src=x")
+    assert HOSTILE[:20] in lens.locator("#readout").inner_text()
+    lens.keyboard.press("?")
+    lens.keyboard.press("Escape")
+    assert HOSTILE[:40] in lens.locator("#prompt option").first.inner_text()
+    lens.mouse.move(*pages.cell(lens, 7, 1, size=len(tokens)))
+    assert "\u202e" not in lens.locator("#readout").inner_text()  # it would reverse the text
+    pages.option(lens, "copy-link").click()
+    assert lens.locator("img").count() == 0
+    assert lens.locator("script").count() == 2
+
+
+def test_policy_refuses_other_scripts_and_styles(tmp_path, write, browser):
+    """The Content-Security-Policy blocks scripts that were not escaped, also in report.html."""
+    planted = "<script>document.title = 'taken'</script><p id=planted style='color: red'>x</p>"
+    for path in (write(a_run()), write_report(tmp_path)):
+        text = path.read_text(encoding="utf-8")
+        assert "<main" in text
+        path.write_text(text.replace("<main", f"{planted}<main", 1), encoding="utf-8")
+        lens = browser.new_page()
+        lens.goto(path.as_uri())
+        assert lens.title() != "taken"
+        color = lens.locator("#planted").evaluate("p => getComputedStyle(p).color")
+        assert color != "rgb(255, 0, 0)"
+        fetched = "fetch('data:text/plain,x').then(() => 'fetched', () => 'refused')"
+        assert lens.evaluate(fetched) == "refused"
+        lens.close()
+
+
+def test_without_scripts_the_last_picture_is_shown(tmp_path, opened):
+    run = a_run()
+    write_page(tmp_path / "page.html", run.snapshots)
+    lens = opened(tmp_path / "page.html", java_script_enabled=False)
+    image = lens.locator("noscript img")
+    box = image.bounding_box()
+    assert box["width"] > 300
+    assert box["height"] == pytest.approx(box["width"] * 2 / 3, rel=0.05)  # 2 layers of 3 heads
+    pixels = np.asarray(Image.open(io.BytesIO(image.screenshot())).convert("RGB"))
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20  # a heatmap, not a broken image
+
+
+def test_step_whose_weights_are_not_decoded_yet(write, opened):
+    before = "window.requestIdleCallback = () => {};"
+    lens = opened(write(a_run()), "#head=none", before=before)
+    pages.ready(lens)
+    lens.evaluate("""() => {
+      lens.update({ frame: 0 });
+      dispatchEvent(new Event("resize"));
+    }""")
+    expect(lens.locator("#step-number")).to_have_text(re.compile(r"\b0$"))
+    pages.assert_drawn(lens, np.sqrt(a_run().weights[0][0]))
+
+
+def test_damaged_pages_and_old_browsers(tmp_path, opened):
+    """Each shows an error of one line and nothing else."""
+    data = a_run().data
+    *frames, last = data["frames"]
+    raw = zlib.decompress(base64.b64decode(last["weights"]))
+    too_short = last | {"weights": base64.b64encode(zlib.compress(raw[:-1])).decode()}
+    whole = page([data], "x")
+    begin = whole.index(START) + len(START)
+    texts = {
+        "weights too short": page([data | {"frames": [*frames, too_short]}], "x"),
+        "history truncated": page([data | {"history": data["history"][:100]}], "x"),
+        "no weights": page([data | {"frames": []}], "x"),
+        "truncated": whole[: begin + 500] + whole[whole.index(END, begin) :],
+        "old browser": whole,
+    }
+    path = tmp_path / "page.html"
+    for what, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+        before = "delete window.DecompressionStream;" if what == "old browser" else ""
+        lens = opened(path, before=before)
+        error = lens.locator("#error")
+        expect(error, what).to_be_visible()
+        assert len(error.inner_text().splitlines()) == 1, what
+        assert not lens.locator("#app").is_visible(), what

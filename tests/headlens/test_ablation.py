@@ -1,0 +1,232 @@
+"""Removed heads: exact changes equal a plain loop with hooks, estimates equal a derivative."""
+
+import csv
+import functools
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.models import random_ids, tiny_model
+
+from clearhead.models.ablation import ablate_heads
+from clearhead.tokens.windows import IGNORED, WindowDataset
+from headlens.ablation import COLUMNS, most_important, removal_lines, within_noise
+from headlens.snapshot_data import read_snapshot
+from train import fit
+
+HEADS = [(layer, head) for layer in (0, 1) for head in range(4)]
+GROUPS = {"both layers": [(0, 1), (1, 0), (1, 3)], "one head": [(1, 2)]}
+
+
+class Windows(WindowDataset):
+    """Five random windows of nine tokens; some of the targets are ignored."""
+
+    def __len__(self):
+        return 5
+
+    def batch(self, windows):
+        ids = random_ids(B=5, T=10)[windows]
+        targets = ids[:, 1:].clone()
+        for row, window in enumerate(windows.tolist()):
+            targets[row, window : 2 * window] = IGNORED  # another number in each window
+        return ids[:, :-1], targets
+
+
+def run_with_hooks(model, change):
+    """Returns logits (B, T, V). change(layer, context) replaces the input of an output projection,
+    (B, T, H * D)."""
+
+    def hook(layer, _, arguments):
+        return (change(layer, arguments[0].clone()),)
+
+    hooks = [
+        block.attn.out_proj.register_forward_pre_hook(functools.partial(hook, layer))
+        for layer, block in enumerate(model.blocks)
+    ]
+    ids, _ = Windows().batch(np.arange(5))
+    logits, _ = model(ids)
+    for handle in hooks:
+        handle.remove()
+    return logits
+
+
+def measured(logits):
+    """Returns the loss of each target (N,), its window (N,) and the accuracy."""
+    _, targets = Windows().batch(np.arange(5))
+    counted = targets != IGNORED
+    losses = F.cross_entropy(logits[counted], targets[counted], reduction="none")
+    return losses, counted.nonzero()[:, 0], (logits.argmax(-1) == targets)[counted].double().mean()
+
+
+def mean_contexts(model):
+    """Returns the mean input of each output projection, (H * D,)."""
+    means = {}
+
+    def record(layer, context):
+        means[layer] = context.mean((0, 1))
+        return context
+
+    run_with_hooks(model, record)
+    return means
+
+
+def mixed(model, heads, part):
+    """Runs with the context of `heads` moved by `part` of the way to its mean."""
+    means, size = mean_contexts(model), model.blocks[0].attn.head_dim
+
+    def change(layer, context):
+        for of_layer, head in heads:
+            if of_layer == layer:
+                columns = slice(head * size, (head + 1) * size)
+                context[..., columns] += part * (means[layer][columns] - context[..., columns])
+        return context
+
+    return run_with_hooks(model, change)
+
+
+@torch.no_grad()
+def test_exact_changes_equal_a_loop_with_hooks():
+    model = tiny_model().eval()
+    result = ablate_heads(model, GROUPS, Windows(), True, math.inf)
+    losses, windows, accuracy = measured(mixed(model, [], 1))
+    assert (result["method"], result["windows"], result["targets"]) == ("exact", 5, len(losses))
+    assert result["loss"] == pytest.approx(float(losses.mean()), abs=1e-5)
+    assert result["accuracy"] == pytest.approx(float(accuracy), abs=1e-4)
+    assert [(row["layer"], row["head"]) for row in result["heads"]] == HEADS
+    assert [(row["name"], row["heads"]) for row in result["groups"]] == [
+        ("both layers", 3),
+        ("one head", 1),
+    ]
+    removed = [[head] for head in HEADS] + list(GROUPS.values())
+    for heads, row in zip(removed, result["heads"] + result["groups"], strict=True):
+        without, _, accuracy = measured(mixed(model, heads, 1))
+        change = without - losses
+        assert row["loss_change"] == pytest.approx(float(change.mean()), abs=1e-5)
+        # The standard error of a ratio estimate: residuals of the sums of the windows.
+        sums = [float((change - change.mean())[windows == window].sum()) for window in range(5)]
+        error = math.sqrt(5 / 4 * sum(s**2 for s in sums)) / len(losses)
+        assert row["loss_change_error"] == pytest.approx(error, abs=1e-5)
+        assert row["accuracy_without"] == pytest.approx(float(accuracy), abs=1e-4)
+    assert max(abs(row["loss_change"]) for row in result["heads"]) > 0.01
+
+
+def test_exact_changes_are_in_fp32_also_in_a_run_in_bf16():
+    model = tiny_model().eval()
+    expected = ablate_heads(model, GROUPS, Windows(), True, math.inf)
+    estimate = ablate_heads(model, GROUPS, Windows(), True, 0)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert ablate_heads(model, GROUPS, Windows(), True, math.inf) == expected
+        rounded = ablate_heads(model, GROUPS, Windows(), True, 0)
+    changes, others = ([row["loss_change"] for row in of["heads"]] for of in (estimate, rounded))
+    assert others == pytest.approx(changes, abs=0.1 * max(map(abs, changes)))
+
+
+def test_estimate_is_the_derivative_towards_the_mean():
+    model = tiny_model().double().eval()
+    result = ablate_heads(model, GROUPS, Windows(), True, 0)
+    assert (result["method"], result["correlation"]) == ("estimate", None)
+    step, removed = 1e-5, [[head] for head in HEADS] + list(GROUPS.values())
+    for heads, row in zip(removed, result["heads"] + result["groups"], strict=True):
+        with torch.no_grad():
+            ahead, behind = (measured(mixed(model, heads, s))[0].mean() for s in (step, -step))
+        assert row["loss_change"] == pytest.approx(float(ahead - behind) / (2 * step), abs=1e-5)
+        assert row["accuracy_without"] is None
+    exact = ablate_heads(model, GROUPS, Windows(), True, math.inf)
+    changes = [[row["loss_change"] for row in x["heads"]] for x in (result, exact)]
+    assert exact["correlation"] == pytest.approx(np.corrcoef(changes)[0, 1], abs=1e-3)
+
+
+def test_exact_depends_on_the_number_of_tokens():
+    """4 heads of layer 0 need all of 5 windows of 9 tokens, 4 heads of layer 1 half of the pass."""
+    for limit, method in ((4 * 45 + 2 * 45, "exact"), (4 * 45 + 2 * 45 - 1, "estimate")):
+        assert ablate_heads(tiny_model(), {}, Windows(), True, limit)["method"] == method
+
+
+def test_model_gradients_and_random_state_do_not_change():
+    model = tiny_model(dropout=0.1).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    texts = [ablate_heads(model, GROUPS, Windows(), False, limit) for limit in (0, math.inf)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert [text["accuracy"] for text in texts] == [None, None]  # of text it is of no interest
+
+
+@pytest.mark.parametrize(("batch_size", "method"), [(49, "estimate"), (51, "exact")])
+def test_results_of_a_run(make_run, batch_size, method):
+    """Exact: 2 heads of layer 0 and 2 of layer 1 need three passes of 2 windows. This is at most
+    one percent of three passes of all trained windows."""
+    options = ("lens=default", "lens.prompts=[abcd]", "lens.repeat_length=0", "lens.every=4")
+    options += ("data.val_fraction=0.03", "trainer.eval_every=0")
+    run = make_run(*options, "trainer.max_steps=4", f"trainer.batch_size={batch_size}")
+    assert len(run.evaluator.validation.dataset) == 2
+    fit(run)
+    folder = run.directory / "attention"
+    result = json.loads((folder / "ablation.json").read_text())
+    assert (result["method"], result["step"]) == (method, 4)
+    with open(folder / "heads.csv", newline="", encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    assert list(table[0])[-2:] == list(COLUMNS[:2])  # the data is text, so without accuracy
+    changes = {(row["layer"], row["head"]): row["loss_change"] for row in result["heads"]}
+    found = {(int(row["layer"]), int(row["head"])): float(row["loss_change"]) for row in table}
+    assert found == changes
+    assert read_snapshot(folder / "step_00000004.npz").ablation == result
+
+
+def test_the_most_important_head_has_a_clear_change():
+    results = [
+        {"loss_change": 0.5, "loss_change_error": 0.3},
+        {"loss_change": -2.0, "loss_change_error": 0.1},
+        {"loss_change": 0.3, "loss_change_error": 0.1},
+    ]
+    assert most_important(results) is results[2]
+    assert most_important(results[:2]) is None
+    assert most_important([{"loss_change": 0.1, "loss_change_error": None}])  # one window
+
+
+def row(change, error=0.01, **place):
+    accuracy = None
+    values = {"loss_change": change, "loss_change_error": error, "accuracy_without": accuracy}
+    return {"layer": 0, "head": 0, **place, **values}
+
+
+def lines_of(heads, groups=(), method="exact"):
+    found = {"heads": heads, "groups": list(groups), "method": method}
+    return removal_lines(found, lambda layer, head: f"name of {layer}.{head}")
+
+
+def test_changes_within_two_standard_errors_are_noise():
+    quiet = [row(0.019), row(-0.019), row(0.0, 0.0)]
+    assert within_noise(quiet)
+    assert not within_noise([*quiet, row(0.021)])
+    assert not within_noise([*quiet, row(-0.021)])
+    assert not within_noise([row(0.0001, None)])  # one window: the noise is unknown
+
+
+def test_lines_about_the_heads_that_the_model_needs():
+    heads = [row(0.01), row(0.5, layer=1, head=2), row(0.3, head=1)]
+    (line,) = lines_of(heads)
+    assert "L1 H2" in line
+    assert "name of 1.2" in line
+    assert "+0.50 ± 0.01" in line
+    quiet, harmful = [row(0.01), row(-0.01)], [row(0.01), row(-0.5)]
+    noise, fewer = lines_of(quiet), lines_of(harmful)
+    assert len(noise) == len(fewer) == 1
+    assert noise != fewer  # a clear decrease is not noise
+    assert not re.search(r"\d", noise[0] + fewer[0])
+    groups = [
+        {"name": "induction", "heads": 3} | row(0.7),
+        {"name": "diagonal", "heads": 1} | row(9),
+    ]
+    first, second = lines_of(quiet, groups)
+    assert first == noise[0]
+    assert "3 induction" in second
+    assert "+0.70" in second
+    assert lines_of(quiet, method="estimate")[0].startswith(noise[0])
+    assert lines_of(quiet, method="estimate") != noise

@@ -1,0 +1,76 @@
+"""Assembly of HTML, CSS and JavaScript modules, and the Content-Security-Policy."""
+
+import re
+
+import pytest
+
+from headlens.assemble import assemble, content_security_policy, inline_blocks, join_modules
+
+
+def written(folder, **modules):
+    for name, text in modules.items():
+        (folder / f"{name}.js").write_text(text, encoding="utf-8")
+    return folder / "main.js"
+
+
+def test_modules_are_joined_once_and_after_their_imports(tmp_path):
+    both = 'import {\n  one,\n  two,\n} from "./two.js";\n'
+    text = join_modules(
+        written(
+            tmp_path,
+            main=f'{both}import {{ one }} from "./one.js";\nstart(one, two);\n',
+            two='import { one } from "./one.js";\nexport const two = one + 1;\n',
+            one="export let one = 1;\nexport async function more() {}\n",
+        )
+    )
+    places = [text.index(code) for code in ("let one", "async function", "const two", "start(")]
+    assert places == sorted(places)
+    assert text.count("let one") == 1
+    assert not {"import", "export"} & set(text.split())
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        'import { one } from "./one.js";\n',  # and one.js imports main.js
+        'import * as all from "./two.js";\n',
+        "export default 1;\n",
+    ],
+)
+def test_modules_that_cannot_be_joined_are_refused(tmp_path, main):
+    folder = written(tmp_path, main=main, one='import { x } from "./main.js";\n', two="")
+    with pytest.raises(ValueError):  # noqa: PT011
+        join_modules(folder)
+
+
+def test_policy_has_the_hash_of_each_script_and_style_that_runs(tmp_path):
+    written(tmp_path, main="start();\n")
+    (tmp_path / "style.css").write_text("p { color: red; }\n", encoding="utf-8")
+    (tmp_path / "index.html").write_text(
+        '<link rel="stylesheet" href="style.css"><!-- <script>no()</script> -->'
+        '<script type="application/json">{}</script>'
+        '<script type="module" src="main.js"></script>'
+    )
+    html = assemble(tmp_path / "index.html").encode()
+    assert [kind for kind, _ in inline_blocks(html)] == ["style", "script"]
+    assert content_security_policy(html).count("sha256-") == 2
+
+
+def test_comments_and_indentation_of_a_style_sheet_are_removed(tmp_path):
+    (tmp_path / "style.css").write_text("/* a\n b */\np {\n  color: red; /* c */\n}\n")
+    (tmp_path / "index.html").write_text(
+        '<head>\n  <link rel="stylesheet" href="style.css">\n</head>'
+    )
+    html = assemble(tmp_path / "index.html")
+    assert re.sub(r"\n+", "\n", html) == "<head>\n<style>\np {\ncolor: red;\n}\n</style>\n</head>"
+
+
+def test_comments_on_their_own_lines_and_indentation_are_removed(tmp_path):
+    code = (
+        '/* a\n b */\n  // c\n  /** d */\n  start("/* kept */ // kept");  // kept\n\n\n  end();\n'
+    )
+    written(tmp_path, main=code)
+    (tmp_path / "index.html").write_text('<script type="module" src="main.js"></script>')
+    html = assemble(tmp_path / "index.html")
+    kept = 'start("/* kept */ // kept");  // kept\nend();\n'
+    assert html == f'<script type="module">\n{kept}</script>'

@@ -1,0 +1,82 @@
+"""Statistics of all snapshots: the file, and resuming."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clearhead import files
+from headlens.history import History, Row
+from headlens.statistics import STATISTICS
+
+NAN = math.nan
+
+
+def row(step, **values):
+    """Returns a Row of two layers with two heads. Statistics that are not given are 0."""
+    zeros = {key: np.zeros((2, 2), np.float32) for key in STATISTICS}
+    return Row(step, zeros | {key: np.float32(value) for key, value in values.items()})
+
+
+def logged(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_rows_are_appended_and_read_on_resume(tmp_path):
+    file = tmp_path / "attention" / "statistics.jsonl"
+    history = History(file, step=0)
+    history.add(row(0, entropy=[[1, 0.123456], [0, NAN]]))
+    (first,) = logged(file)  # written immediately
+    assert first.keys() == {"step", *STATISTICS, "errors", "losses", "names", "places", "offsets"}
+    assert first["entropy"] == [[1, 0.1235], [0, None]]
+    for step in (40, 80, 120):
+        history.add(row(step, entropy=[[step, 1], [2, NAN]]))
+    resumed = History(file, step=80)  # removes this step and later steps
+    assert [row.step for row in resumed.rows] == [0, 40]
+    np.testing.assert_array_equal(resumed.rows[1].values["entropy"], [[40, 1], [2, NAN]])
+    row_80 = row(80)
+    row_80.names = np.array([[1, 0], [2, 8]])
+    row_80.places, row_80.offsets = np.array([[0, 0], [1, 2]]), np.array([[2, 3], [4, 8]])
+    row_80.errors = {"induction": np.float32([[0.123456, NAN], [0, 1]])}
+    row_80.losses = [np.float32([1.5, NAN]), np.float32([])]
+    resumed.add(row_80)
+    assert [of_prompt.tolist()[:1] for of_prompt in resumed.rows[-1].losses] == [[1.5], []]
+    assert logged(file)[-1]["losses"] == [[1.5, None], []]
+    assert resumed.rows[-1].names.tolist() == logged(file)[-1]["names"] == [[1, 0], [2, 8]]
+    assert resumed.rows[-1].places.tolist() == logged(file)[-1]["places"] == [[0, 0], [1, 2]]
+    assert resumed.rows[-1].offsets.tolist() == [[2, 3], [4, 8]]
+    assert logged(file)[-1]["errors"] == {"induction": [[0.1235, None], [0, 1]]}
+    found = resumed.rows[-1].errors["induction"]
+    np.testing.assert_array_equal(found, np.float32([[0.1235, NAN], [0, 1]]))
+    assert [line["step"] for line in logged(file)] == [0, 40, 80]
+
+
+def test_damaged_lines_are_dropped(tmp_path):
+    file = tmp_path / "statistics.jsonl"
+    for damaged in (b'{"step": 80, "entropy": [[0.1', b"[" * 100_000):
+        file.unlink(missing_ok=True)
+        History(file, step=0).add(row(40))
+        with open(file, "ab") as out:
+            out.write(damaged)
+        History(file, step=80).add(row(80))
+        assert [line["step"] for line in logged(file)] == [40, 80], damaged[:40]
+
+
+def test_an_incomplete_file_is_removed(tmp_path, monkeypatch):
+    """Immediately after an error; at the next start after a kill."""
+    parts = []
+
+    def broken(part, _):
+        parts.append(Path(part))
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(BlockingIOError):
+        History(tmp_path / "statistics.jsonl", step=0)
+    assert list(tmp_path.iterdir()) == []
+    parts[0].touch()
+    files.remove_temporary_files(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,254 @@
+"""scripts/inspect_attention.py: one page for one model, or for two."""
+
+import base64
+import csv
+import io
+import json
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from helpers.models import tiny_model
+from helpers.pages import VIRIDIS, a_run, read, unpacked
+from helpers.refusals import printed_keys
+from helpers.runs import train_in
+from PIL import Image
+
+from clearhead.models.huggingface import to_hf
+from clearhead.models.pretrained import load_pretrained
+from clearhead.output import console
+from data import get_tokenizer
+from headlens.figure import draw_figure
+from headlens.heads import NAMES
+from headlens.probe import uniform_of
+from headlens.snapshot_data import from_codes, read_snapshot, triangle_to_square
+from headlens.snapshots import clearest_prompt
+from scripts.inspect_attention import main
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Returns a folder with a trained run, runs/one, and a Hugging Face directory, gpt2."""
+    folder = tmp_path_factory.mktemp("inspect")
+    train_in(folder, "name=one")
+    prompts = "lens.prompts=[the fox jumps,Line 7]"
+    train_in(folder, "name=seen", "lens=default", prompts, "lens.repeat_length=5")
+    to_hf(tiny_model(vocab_size=50257, context_length=48, num_layers=3), folder / "gpt2")
+    return folder
+
+
+def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
+    out = tmp_path / "a\x1b[31m.html"
+    settings = ["checkpoint=runs/one", "text=The fox.", "logit_lens=true", f"out={out}"]
+    code, told, err = in_process(main, home, *settings)
+    assert (code, err) == (0, "")
+    kinds = [line for line in told.splitlines() if re.search(r" L\d H\d \d\.\d\d", line)]
+    assert len(kinds) == len(NAMES)
+    assert "\x1b" not in told
+    (run,) = read(out)
+    assert (run["name"], run["layers"], run["heads"]) == ("one", 2, 2)
+    assert [len(p["tokens"]) for p in run["prompts"]] == [8, 31]  # BOS and 15 tokens, twice
+    assert run["prompts"][0]["text"] == "".join(run["prompts"][0]["tokens"]) == "The fox."
+    (frame,) = run["frames"]
+    assert frame["step"] == 4
+    model = load_pretrained(home / "runs" / "one").model
+    ids = torch.tensor([get_tokenizer("byte").encode("The fox.")])
+    raw = np.frombuffer(unpacked(frame["weights"]), np.uint8)[: 2 * 2 * 8 * 9 // 2]
+    shown = triangle_to_square(from_codes(raw.reshape(2, 2, -1)))
+    assert np.abs(shown - torch.cat(model.attn_weights(ids)).numpy()).max() <= 1 / 255
+    predictions = json.loads(unpacked(frame["details"]))["predictions"]["of_prompts"]
+    assert [len(prompt["layers"]) for prompt in predictions] == [2, 2]
+
+
+def test_hugging_face_directory_and_two_models(in_process, home):
+    code, _, err = in_process(main, home, "checkpoint=gpt2", "out=hf.html")
+    assert (code, err) == (0, "")
+    (run,) = read(home / "hf.html")
+    assert (run["name"], run["layers"], run["heads"]) == ("gpt2", 3, 4)
+    assert len(run["prompts"]) == 4  # three sentences and the repeated tokens
+    first, *repeated = run["prompts"][-1]["tokens"]
+    assert (first, len(repeated)) == ("<|endoftext|>", 46)  # of 48 positions
+
+    in_process(main, home, "checkpoint=gpt2", "compare=runs/one", "text=The fox", "out=two.html")
+    first, second = read(home / "two.html")
+    assert (first["name"], second["name"]) == ("gpt2", "one")
+    assert first["prompts"][0]["tokens"] == ["The", " fox"]
+    assert second["prompts"][0]["tokens"] == list("The fox")
+
+
+def rows_by_head(file):
+    with open(file, newline="") as rows:
+        return {(int(row["layer"]), int(row["head"])): row for row in csv.DictReader(rows)}
+
+
+def test_prompts_and_names_are_those_of_the_run(in_process, home):
+    """Also of one of its checkpoints; without the text of the run, of other random tokens."""
+    attention = home / "runs" / "seen" / "attention"
+    (of_run,) = read(attention / "timelapse.html")
+    texts = [prompt["tokens"] for prompt in of_run["prompts"]]
+    assert [len(tokens) for tokens in texts] == [13, 6, 11]
+    expected = rows_by_head(attention / "heads.csv")
+    for checkpoint in ("runs/seen", "runs/seen/checkpoints/last"):
+        in_process(main, home, f"checkpoint={checkpoint}", "out=seen.html")
+        (run,) = read(home / "seen.html")
+        assert [prompt["tokens"] for prompt in run["prompts"]] == texts
+        history = json.loads(unpacked(run["history"]))
+        names = [run["names"][index]["key"] for index in history["names"][-1]]
+        assert names == [expected[head]["name"] for head in np.ndindex(2, 2)]
+        found = history["values"]["previous_token"][-1]
+        values = [float(expected[head]["previous_token"]) for head in np.ndindex(2, 2)]
+        assert found == pytest.approx(values, abs=1e-3)
+    (home / "text.txt").rename(home / "moved.txt")
+    try:
+        code, _, err = in_process(main, home, "checkpoint=runs/seen", "out=seen.html")
+    finally:
+        (home / "moved.txt").rename(home / "text.txt")
+    assert (code, err) == (0, "")
+    shown = [prompt["tokens"] for prompt in read(home / "seen.html")[0]["prompts"]]
+    assert (shown[:2], len(shown[2])) == (texts[:2], 11)
+    changes = ("max_tokens=9", "repeat_length=3")
+    in_process(main, home, "checkpoint=runs/seen", "out=seen.html", *changes)
+    shown = [prompt["tokens"] for prompt in read(home / "seen.html")[0]["prompts"]]
+    assert [len(tokens) for tokens in shown] == [9, 6, 7]
+
+
+def test_a_text_that_is_truncated_is_reported(in_process, home):
+    for text, is_long in (("The fox", False), ("The fox. " * 99, True)):
+        given = ("checkpoint=runs/one", f"text={text}", "out=long.npz")
+        code, _, err = in_process(main, home, *given)
+        assert (code, bool(err)) == (0, is_long)
+
+
+def test_page_opens_with_the_first_given_text(in_process, home):
+    for text, texts in (
+        ("text=The fox.", ["The fox."]),
+        ('text=["The fox.","A bell."]', ["The fox.", "A bell."]),
+        ("text=", []),
+    ):
+        in_process(main, home, "checkpoint=runs/one", text, "out=opens.html")
+        (run,) = read(home / "opens.html")
+        assert run.get("opening_prompt") == (0 if texts else None)
+        assert [prompt["text"] for prompt in run["prompts"]][: len(texts)] == texts
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_figure_of_one_head(in_process, home):
+    """Each token on both axes, the run, the head and the step."""
+    chosen = ("figure=head.svg", "prompt=1", "layer=1", "head=0", "max_tokens=8")
+    code, _, err = in_process(main, home, "checkpoint=runs/one", "text=the fox.", *chosen)
+    assert (code, err) == (0, "")
+    drawing = ElementTree.parse(home / "head.svg")
+    texts = ["".join(text.itertext()) for text in drawing.iter(f"{SVG}text")]
+    assert [texts.count(token) for token in "thfox."] == [2] * 6
+    assert any(re.search(r"one\b.*L1 H0.*\b4\b", text) for text in texts)
+
+
+def test_weights_in_a_figure():
+    """Of one head, and of all heads in their places."""
+    run = a_run()
+    expected = VIRIDIS[np.rint(255 * np.sqrt(run.weights[120][0])).astype(int)]  # (2, 3, 12, 12, 3)
+    for head, places in (((1, 2), [(1, 2)]), (None, [*np.ndindex(2, 3)])):
+        pixels = []
+        for image in ElementTree.fromstring(draw_figure(run.snapshots[-1], "svg", 0, head)).iter():
+            if data := image.get("{http://www.w3.org/1999/xlink}href", "").partition(",")[2]:
+                picture = Image.open(io.BytesIO(base64.b64decode(data)))
+                pixels.append(np.asarray(picture.convert("RGB")).astype(int))
+        found = max(pixels, key=np.size)
+        rows, columns = (1, 1) if head else (2, 3)
+        gap = 0.08 if rows > 1 else 0
+        for layer, number in places:
+            y, x = (0, 0) if head else (layer, number)
+            high, wide = found.shape[0] / (rows - gap), found.shape[1] / (columns - gap)
+            centres = (np.arange(12) + 0.5) / 12 * (1 - gap)
+            ys, xs = ((y + centres) * high).astype(int), ((x + centres) * wide).astype(int)
+            difference = np.abs(found[np.ix_(ys, xs)] - expected[layer, number])
+            assert difference[np.tril_indices(12)].max() <= 3
+
+
+def test_figure_of_all_heads(in_process, home):
+    first = {}
+    for kind, start in (("pdf", b"%PDF"), ("png", b"\x89PNG"), ("svg", b"<?xml")):
+        in_process(main, home, "checkpoint=runs/one", f"figure=heads.{kind}", "prompt=2")
+        first[kind] = (home / f"heads.{kind}").read_bytes()
+        assert first[kind].startswith(start)
+    assert b"FontFile2" in first["pdf"]  # TrueType: text that a program can change
+    assert [first["svg"].count(b">L%d<" % n) for n in range(3)] == [1, 1, 0]
+    in_process(main, home, "checkpoint=runs/one", "figure=again.svg", "prompt=2")
+    assert (home / "again.svg").read_bytes() == first["svg"]
+
+
+def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
+    """Unless the settings name a prompt, a text or a page."""
+    before = set(home.iterdir())
+    data = read_snapshot(home / "runs" / "seen" / "attention" / "step_00000004.npz")
+    clear = []
+    for values, prompt in zip(data.of_prompts, data.prompts, strict=True):
+        uniform = uniform_of([prompt])
+        pairs = [(values[key][1, 0], uniform[key]) for key in NAMES if uniform[key] is not None]
+        clear.append(max((v - c) / (1 - c) for v, c in pairs))
+    assert clearest_prompt(data, (1, 0)) == clear.index(max(clear))
+    head, chosen = ("layer=1", "head=0"), f"prompt={1 + clear.index(max(clear))}"
+    for name, *more in (("grid",), ("best", *head), ("chosen", *head, chosen)):
+        in_process(main, home, "checkpoint=runs/seen", f"figure={name}.svg", *more)
+    drawn = {path.stem: path.read_bytes() for path in set(home.iterdir()) - before}
+    assert drawn.keys() == {"chosen", "best", "grid"}
+    assert drawn["best"] == drawn["chosen"]
+    texts = ("text=The fox.", "figure=text.svg", "out=with.html", "repeat_length=30")
+    in_process(main, home, "checkpoint=runs/seen", *texts)
+    assert b"The fox." in (home / "text.svg").read_bytes()
+    assert (home / "with.html").exists()
+
+
+def test_bad_values(in_process, home):
+    to_hf(tiny_model(vocab_size=61), home / "other")  # its vocabulary size matches no tokenizer
+    train_in(home, "name=none-left", "lens=often", "lens.prompts=[]")
+    before = sorted(home.iterdir())
+    for code, keys, arguments in (
+        (2, ["max_tokens", "out"], ["max_tokens=1", "out=none/page.html"]),
+        (2, ["figure"], ["figure=heads.gif"]),
+        (2, ["out"], ["out=text.txt"]),
+        (2, ["head", "layer", "prompt"], ["figure=a.pdf", "layer=2", "head=2", "prompt=5"]),
+        (2, ["layer"], ["figure=a.pdf", "layer=2", "head=0", "ablation=exact"]),
+        (2, ["text"], ["checkpoint=runs/none-left", "repeat_length=0"]),
+        (2, ["head"], ["figure=a.pdf", "layer=1"]),
+        (2, ["layer"], ["figure=a.pdf", "head=1"]),
+        (3, ["checkpoint"], ["checkpoint=runs/none"]),
+        (3, ["compare"], ["compare=runs/none"]),
+        (3, ["tokenizer"], ["checkpoint=other", "text=The fox"]),
+    ):
+        chosen = [] if arguments[0].startswith("checkpoint") else ["checkpoint=runs/one"]
+        found, _, err = in_process(main, home, *chosen, *arguments)
+        assert (found, sorted(printed_keys(err))) == (code, keys), arguments
+        assert sorted(home.iterdir()) == before
+
+
+def test_loss_without_each_head(in_process, home, monkeypatch):
+    numbers = []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", numbers.append)
+        patch.setattr(console, "LINE_SECONDS", 0)
+        arguments = ("checkpoint=runs/one", "ablation=exact", "out=a.html", "threads=3")
+        code, told, err = in_process(main, home, *arguments)
+    assert (code, numbers) == (0, [3])
+    assert re.search(r"\b1 of \d+\n", err)  # its progress
+    (run,) = read(home / "a.html")
+    assert run["ablation"]["method"] == "exact"
+    assert len(run["ablation"]["heads"]) == run["layers"] * run["heads"]
+    assert "\n  without " in told
+    estimate = ("checkpoint=gpt2", "ablation=estimate", "out=b.html")
+    code, _, err = in_process(main, home, *estimate)  # of no run, so the text is not known
+    assert (code, printed_keys(err)) == (2, ["data.path"])
+    code, _, err = in_process(main, home, *estimate, "data.path=text.txt")
+    assert (code, err) == (0, "")
+    (run,) = read(home / "b.html")
+    assert (run["ablation"]["method"], len(run["ablation"]["heads"])) == ("estimate", 12)
+    text = " ".join((home / "text.txt").read_text().split())
+    prompts = [
+        " ".join(prompt["text"].split()) for prompt in run["prompts"] if not prompt["period"]
+    ]
+    assert prompts
+    assert all(prompt in text for prompt in prompts)  # passages of the text

@@ -1,0 +1,577 @@
+"""The lens: steps of snapshots, files, and that training is unchanged, bit for bit."""
+
+import base64
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import re
+import signal
+
+import numpy as np
+import pytest
+import torch
+from helpers.models import tiny_model
+from helpers.pages import GivenModel, a_run, read, snapshot_of, unpacked
+from helpers.runs import assert_same, rows, weights
+from helpers.tally import trials
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clearhead.config.schema import LensSettings
+from clearhead.errors import ConfigError
+from clearhead.output.charts import curves
+from data import get_tokenizer
+from headlens.config import DEFAULT_PROMPTS, LensConfig
+from headlens.heads import COLUMNS, KINDS
+from headlens.heatmap import fitted, rgb
+from headlens.history import Row, read_history
+from headlens.page import page, run_data
+from headlens.panel import draw_panel
+from headlens.probe import to_codes
+from headlens.prompts import Prompt
+from headlens.render import render_run
+from headlens.snapshot_data import (
+    read_snapshot,
+    snapshot_bytes,
+    write_snapshot,
+)
+from headlens.snapshots import MAX_FILES, MAX_THUMBNAILS, Lens
+from headlens.statistics import STATISTICS, uniform_attention
+from train import fit
+
+BYTE = get_tokenizer("byte")
+
+
+def lens_on(*prompts, context_length=1024, vocabulary=range(256), **changes):
+    return Lens(
+        BYTE,
+        LensConfig(prompts=list(prompts), **changes),
+        context_length=context_length,
+        vocabulary=vocabulary,
+        run_name="a run",
+    )
+
+
+def model_at(step):
+    """Returns a model of two layers of two heads. Weights depend on step and prompt."""
+
+    def capture_attention(token_ids, capture):
+        num_tokens = len(token_ids)
+        generator = torch.Generator().manual_seed(1000 * step + num_tokens)
+        future = torch.ones(num_tokens, num_tokens).triu(1).bool()
+        for layer in (0, 1):
+            scores = torch.randn(1, 2, num_tokens, num_tokens, generator=generator)
+            scores = (3 * scores).masked_fill(future, float("-inf"))
+            capture(layer, scores[0].softmax(-1), scores[0])
+
+    return GivenModel(capture_attention)
+
+
+def taken(lens, model, step, max_steps, folder, dashboard=True, **options):
+    """Takes the snapshot of a step of a run."""
+    lens.folder, lens.max_steps, lens.dashboard = folder, max_steps, dashboard
+    return lens.snapshot(model, step, **options)
+
+
+def due(lens, step, max_steps):
+    lens.max_steps = max_steps
+    return lens.due(step)
+
+
+def watched(lens, folder, max_steps, first_step=0):
+    """Takes all snapshots of a run. Returns {step: Snapshot}."""
+    return {
+        step: taken(lens, model_at(step), step, max_steps, folder)
+        for step in range(first_step, max_steps + 1)
+        if due(lens, step, max_steps)
+    }
+
+
+def names(folder, pattern="*"):
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+def steps_of(path):
+    """Returns the steps whose weights are on a page."""
+    (run,) = read(path)
+    return [frame["step"] for frame in run["frames"]]
+
+
+def test_snapshots_without_a_number_of_steps(tmp_path):
+    """The number of steps of a training may be unknown."""
+    lens = lens_on("x")
+    lens.folder = tmp_path
+    for step in (0, 40, 80):
+        assert lens.snapshot(model_at(step), step).pages
+    assert steps_of(tmp_path / "timelapse.html") == [0, 40, 80]
+
+
+def test_settings_that_do_not_fit():
+    bad = {"every": -1, "max_tokens": 1025, "frames": 201, "repeat_length": 1}
+    for keys, changes in (
+        ([], {"prompts": []}),
+        ([], {"prompts": [], "repeat_length": 0, "every": 0}),
+        ([*bad, "prompts"], bad | {"prompts": ["ok", " "]}),
+        (["prompts"], {"prompts": [], "repeat_length": 0}),
+        (["prompts"], {"prompts": ["a b"] * 21}),
+    ):
+        found = []
+        try:
+            LensSettings.with_defaults(**changes)
+        except ConfigError as error:
+            found = [problem.key.removeprefix("lens.") for problem in error.problems]
+        assert sorted(found) == sorted(keys), changes
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("every", -1), ("frames", 1), ("max_tokens", 1), ("repeat_length", 1), ("prompts", "a b")],
+)
+def test_settings_of_the_library_that_do_not_fit(key, value):
+    with pytest.raises(ValueError, match=key):
+        LensConfig(**{key: value})
+
+
+def test_a_model_that_has_diverged_has_no_names():
+    tokenizer, model = get_tokenizer("byte"), tiny_model(vocab_size=257, context_length=64)
+    model.token_emb.weight.data.fill_(math.nan)
+    for text in (None, "Tam heard the bell, and the bell heard Tam. " * 30):
+        lens = Lens(tokenizer, context_length=64, folder="unused", text=text)
+        data, _ = lens.inspect(model)
+        assert (data.row.names == 0).all()
+
+
+def test_arguments_of_the_library_that_do_not_fit(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("The bell rang. " * 40)
+    for error, text in ((TypeError, path), (ValueError, str(path)), (ValueError, "too short")):
+        with pytest.raises(error, match="text"):
+            Lens(get_tokenizer("byte"), context_length=64, folder="unused", text=text)
+
+
+def test_prompts_of_the_library():
+    """Passages of the text, in its language; English sentences without a text."""
+    tokenizer, text = get_tokenizer("byte"), "Die Glocke läutete. Tam hörte die Glocke. " * 9
+    options = {"context_length": 64, "folder": "unused"}
+    prompts = Lens(tokenizer, text=text, **options).prompts
+    texts = [prompt.text for prompt in prompts if not prompt.period]
+    assert texts
+    assert all(each in text and len(each.encode()) <= 64 for each in texts)
+    one = LensConfig(prompts=["One."])
+    assert Lens(tokenizer, one, text=text, **options).prompts[0].text == "One."
+    windows = torch.tensor([tokenizer.encode_ordinary(text)[:64]])
+    for other in (None, windows):
+        without = Lens(tokenizer, text=other, **options).prompts
+        assert [prompt.text for prompt in without[:3]] == [*DEFAULT_PROMPTS]
+
+
+def test_prompts():
+    lens = lens_on("She sat on the bank.", "::", max_tokens=9)
+    assert [len(p.token_ids) for p in lens.prompts] == [9, 2, 9]
+    assert [p.period for p in lens.prompts] == [0, 0, 4]
+    assert lens_on("x", repeat_length=31, max_tokens=20).prompts[-1].period == 9
+    for without in ({"repeat_length": 0}, {"max_tokens": 4}, {"vocabulary": []}):
+        assert len(lens_on("x", **without).prompts) == 1
+
+
+def test_steps_of_snapshots():
+    usual = [(None, 120, [0, 40, 80, 120]), (None, 2000, [*range(0, 2001, 100)])]
+    for every, max_steps, snapshots in [(40, 100, [0, 40, 80, 100]), *usual]:
+        lens = lens_on("x", every=every)
+        assert [s for s in range(max_steps + 1) if due(lens, s, max_steps)] == snapshots
+
+
+@trials(50, 500)
+@given(
+    snapshots=st.integers(1, 2000),
+    every=st.integers(1, 10**5),
+    rest=st.floats(0, 1),
+    prompts=st.integers(1, 20),
+    repeat_length=st.sampled_from([0, 24]),
+)
+def test_number_of_files_is_limited(snapshots, every, rest, prompts, repeat_length):
+    """A short run draws all snapshots. A long run draws snapshots at equal intervals."""
+    lens = lens_on(*["x"] * prompts, every=every, repeat_length=repeat_length)
+    files = len(lens.prompts) + 1
+    max_steps = every * snapshots + int(rest * (every - 1))
+    steps = sorted({*range(0, max_steps + 1, every), max_steps})
+    lens.max_steps = max_steps
+    drawn = [step for step in steps if lens.draws(step)]
+    assert len(drawn) * files <= MAX_FILES
+    assert (drawn[0], drawn[-1]) == (0, max_steps)
+    assert len({*np.diff(drawn[:-1])}) <= 1
+    if (len(steps) + 1) * files <= MAX_FILES - MAX_THUMBNAILS:
+        assert drawn == steps
+
+
+def test_files_and_numbers_of_a_snapshot(tmp_path):
+    folder = tmp_path / "attention"
+    lens = lens_on("the bank", "<b>$x$ & \u202e\x00 ß 漢字</b>", every=7, max_tokens=9)
+    snapshot = taken(lens, model_at(7), 7, 100, folder)
+    slugs = ["1-the-bank", "2-b-x-b", "3-repeated"]
+    assert taken(lens, model_at(7), 7, 100, tmp_path / "other", write=False) is None
+    assert list(tmp_path.iterdir()) == [folder]
+    assert list(snapshot.images) == [f"attention/heatmap/{slug}" for slug in slugs]
+    assert snapshot.pages == {"attention/viewer": folder / "step_00000007.html"}
+    ends = ("", "_panel")
+    pictures = [f"step_00000007_{slug}{end}.png" for slug in slugs for end in ends]
+    logged = [path.name for path in snapshot.images.values()]
+    assert logged == [f"step_00000007_{slug}_panel.png" for slug in slugs]
+    assert names(folder) == sorted(
+        ["statistics.jsonl", "step_00000007.html", "step_00000007.npz", *pictures]
+    )
+
+    (run,) = read(folder / "step_00000007.html")
+    assert (run["name"], run["layers"], run["heads"]) == ("a run", 2, 2)
+    history = json.loads(unpacked(run["history"]))
+    assert history["steps"] == [7]
+    line = json.loads((folder / "statistics.jsonl").read_text())
+    assert (line.pop("step"), line.pop("losses")) == (7, [])
+    assert line.pop("errors") == {}
+    for key in ("names", "places", "offsets"):
+        assert np.shape(line.pop(key)) == (2, 2)
+    layers = {f"attention_layers/{k}/L0{n}" for k in STATISTICS for n in (0, 1)}
+    assert set(snapshot.metrics) == layers | {f"attention_best/{key}" for key in KINDS}
+    assert snapshot.captions.keys() == snapshot.images.keys()
+    assert all("7" in caption for caption in snapshot.captions.values())  # the step
+    assert "the bank" in snapshot.captions["attention/heatmap/1-the-bank"]
+    for key, values in line.items():  # the same values in all outputs
+        assert history["values"][key] == [values[0] + values[1]]
+        head = snapshot.heads[f"attention_heads/{key}/L01H00"]
+        assert head == pytest.approx(values[1][0], abs=1e-4)
+        mean = snapshot.metrics[f"attention_layers/{key}/L01"]
+        assert mean == pytest.approx(sum(values[1]) / 2, abs=1e-4)
+        if key in KINDS:
+            best = snapshot.metrics[f"attention_best/{key}"]
+            assert best == pytest.approx(max(values[0] + values[1]), abs=1e-4)
+
+
+def test_undefined_and_infinite_values_are_omitted(tmp_path):
+    def diverged(token_ids, capture):
+        weights = torch.eye(len(token_ids)).expand(2, -1, -1)
+        capture(0, weights, torch.full((2, *weights.shape[1:]), torch.inf))
+
+    snapshot = taken(lens_on("the bank"), GivenModel(diverged), 0, 10, tmp_path)
+    assert not [key for key in snapshot.metrics if "largest_logit" in key]
+    assert np.isfinite([*snapshot.metrics.values(), *snapshot.heads.values()]).all()
+    line = json.loads((tmp_path / "statistics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["largest_logit"] == [[None, None]]
+
+
+def test_time_lapse_and_table_of_a_run(tmp_path):
+    lens = lens_on("the bank", every=10, frames=5, max_tokens=9)
+    snapshots = watched(lens, tmp_path, 100)
+    with_one = [
+        step for step, snapshot in snapshots.items() if "attention/timelapse" in snapshot.pages
+    ]
+    assert with_one == [30, 50, 80, 100]  # after each quarter
+    (run,) = read(tmp_path / "timelapse.html")
+    steps = steps_of(tmp_path / "timelapse.html")
+    assert steps == sorted(set(steps))
+    assert (len(steps), steps[0], steps[-1]) == (5, 0, 100)
+    assert json.loads(unpacked(run["history"]))["steps"] == list(range(0, 101, 10))
+
+    assert [step for step, snapshot in snapshots.items() if snapshot.tables] == [100]
+    table = snapshots[100].tables["attention/table"]
+    assert (tmp_path / "heads.csv").is_file()
+    assert {(row["layer"], row["head"]) for row in table} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    for row in table:
+        assert [*row] == ["heatmap", *COLUMNS]
+    kinds = {row["name"] for row in table} & {*KINDS}
+    assert len(lens.most_significant_heads()) == len(kinds) + bool(kinds)
+
+
+def test_without_a_dashboard_there_is_one_page_from_the_start(tmp_path):
+    """Its images are at the end only. The data and the images of all heads are of every step."""
+    lens, written = lens_on("the bank", every=10, max_tokens=9), []
+    for step in range(0, 201, 10):
+        model = model_at(step)
+        snapshot = taken(lens, model, step, 200, tmp_path, dashboard=False)
+        written += [step] * bool(snapshot.pages)
+        assert bool(snapshot.images) == (step == 200)
+    assert written == [0, 10, 30, 50, 70, 100, 150, 200]
+    assert names(tmp_path, "*.html") == ["timelapse.html"]
+    assert steps_of(tmp_path / "timelapse.html")[-1] == 200
+    steps = [f"step_{step:08d}" for step in range(0, 201, 10)]
+    assert names(tmp_path, "*.npz") == [f"{step}.npz" for step in steps]
+    images = [f"{step}_{slug}.png" for step in steps for slug in ("1-the-bank", "2-repeated")]
+    panels = [f"{steps[-1]}_{slug}_panel.png" for slug in ("1-the-bank", "2-repeated")]
+    assert names(tmp_path, "*.png") == sorted(images + panels)
+
+
+def test_curve_says_that_it_is_smoothed():
+    for count in (59, 60):
+        rows = [{"step": step, "train/loss": step % 2} for step in range(count)]
+        ((title, points),) = curves(rows).items()
+        assert ("smoothed" in title) == (count == 60) == (0 < points[30][1] < 1)
+
+
+def test_what_is_said_of_removed_heads(tmp_path):
+    heads = itertools.product((0, 1), (0, 1))
+    error = {"loss_change_error": 0.1, "accuracy_without": None}
+    results = [
+        {"layer": layer, "head": head, "loss_change": change} | error
+        for (layer, head), change in zip(heads, [0.3, 0.1, 0.4, -0.5], strict=True)
+    ]
+    lens = lens_on("the bank")
+    found = {"method": "exact", "loss": math.nan, "heads": results, "groups": []}
+    taken(lens, model_at(9), 10, 10, tmp_path, ablate=lambda groups: found)
+    assert lens.most_important_heads() == []  # the model has diverged
+    found["loss"] = 1.0
+    taken(lens, model_at(9), 10, 10, tmp_path, ablate=lambda groups: found)
+    (line,) = lens.most_important_heads()
+    assert "L1 H0" in line
+
+
+def test_thumbnails_are_on_the_prompt_where_the_head_is_most_significant(tmp_path, monkeypatch):
+    monkeypatch.setattr("headlens.snapshots.MAX_THUMBNAILS", 1)
+    lens = lens_on("aaaaaa", "bbbbbb", repeat_length=0)
+    weights = uniform_attention(6)[0]
+    previous = torch.eye(6)[[0, 0, 1, 2, 3, 4]]
+
+    def capture_attention(ids, capture):
+        capture(0, torch.stack([weights, previous if ids[0] == ord("b") else weights]))
+
+    snapshot = taken(lens, GivenModel(capture_attention), 10, 10, tmp_path)
+    first, second = snapshot.tables["attention/table"]
+    expected = rgb(fitted(to_codes(previous[*np.tril_indices(6)]).numpy(), 128))
+    np.testing.assert_array_equal(first["heatmap"], expected)
+    assert (first["head"], second["heatmap"]) == (1, None)
+
+
+def test_panels_enlarge_heads_with_a_name_on_every_prompt(tmp_path):
+    lens = lens_on("aaaaaa", "bbbbbb", repeat_length=0, every=10)
+    previous = torch.eye(6)[[0, 0, 1, 2, 3, 4]]
+    only_b = {ord("a"): uniform_attention(6)[0], ord("b"): previous}
+    for step, of_first in ((10, only_b), (20, dict.fromkeys(only_b, previous))):
+
+        def capture_attention(ids, capture, of_first=of_first):
+            capture(0, torch.stack([of_first[ids[0]], uniform_attention(6)[0]]))
+
+        snapshot = taken(lens, GivenModel(capture_attention), step, 30, tmp_path)
+        _, panel = snapshot.images.values()
+        codes = to_codes(torch.stack([previous, uniform_attention(6)[0]]))
+        codes = codes[None][..., *np.tril_indices(6)].numpy()
+        draw_panel(codes, lens.prompts[1], step, [], {}, tmp_path / "without.png")
+        is_without = panel.read_bytes() == (tmp_path / "without.png").read_bytes()
+        assert is_without == (step == 10)
+
+
+def test_time_lapse_has_only_steps_of_the_same_prompts(tmp_path):
+    watched(lens_on("the bank", every=10), tmp_path, 20)
+    watched(lens_on("the bank", every=10), tmp_path, 30, first_step=21)
+    assert steps_of(tmp_path / "timelapse.html") == [0, 10, 20, 30]
+    watched(lens_on("the bank and more", every=10), tmp_path, 50, first_step=31)
+    assert steps_of(tmp_path / "timelapse.html") == [40, 50]
+    (run,) = read(tmp_path / "timelapse.html")
+    assert json.loads(unpacked(run["history"]))["steps"] == [0, 10, 20, 30, 40, 50]
+
+
+def test_pages_and_images_are_made_again_from_the_data(tmp_path):
+    watched(lens_on("the bank", every=10), tmp_path, 30)
+    made = [path for path in tmp_path.iterdir() if path.suffix in (".html", ".png", ".webp")]
+    assert len(made) == 4 * (1 + 2 * 2) + 2
+    before = {path: path.read_bytes() for path in made}
+    for path in made:
+        path.unlink()
+    render_run(tmp_path)
+    assert {path: path.read_bytes() for path in made} == before
+
+
+def test_data_of_a_snapshot(tmp_path):
+    path = tmp_path / "step_00000080.npz"
+    data = a_run(logit_lens=True).snapshots[2]
+    write_snapshot(path, data)
+    found = read_snapshot(path)
+    assert (found.run, found.step) == ("first", 80)
+    assert [vars(prompt) for prompt in found.prompts] == [
+        {name: vars(p)[name] for name in vars(found.prompts[0])} for p in data.prompts
+    ]
+    assert found.details == data.details
+    for one, other in ((found.codes, data.codes), (found.norms, data.norms)):
+        for of_prompt, wanted in zip(one, other, strict=True):
+            np.testing.assert_array_equal(of_prompt, wanted)
+    for key, values in data.row.values.items():
+        np.testing.assert_allclose(found.row.values[key], values, atol=5e-5)
+
+
+def test_resume_drops_files_after_the_checkpoint(tmp_path):
+    watched(lens_on("the bank", every=10), tmp_path, 60)
+    watched(lens_on("the bank", every=10), tmp_path, 40, first_step=31)
+    steps = [0, 10, 20, 30, 40]
+    for kind in ("html", "npz"):
+        assert names(tmp_path, f"step_*.{kind}") == [f"step_{s:08d}.{kind}" for s in steps]
+    assert {name[:13] for name in names(tmp_path, "*.png")} == {f"step_{s:08d}" for s in steps}
+    lines = (tmp_path / "statistics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == steps
+    assert steps_of(tmp_path / "timelapse.html") == steps
+
+
+def fails(*_, **__):
+    raise OSError("two\nlines")
+
+
+@pytest.mark.parametrize("kind", ["npz", "png", "html", "webp", "csv"])
+def test_files_are_written_atomically(tmp_path, monkeypatch, kind):
+    lens, replace = lens_on("the bank"), os.replace
+    taken(lens, model_at(0), 0, 100, tmp_path)
+    before = names(tmp_path, f"*.{kind}")
+    failing = lambda part, path: (fails if path.suffix == f".{kind}" else replace)(part, path)  # noqa: E731
+    monkeypatch.setattr("os.replace", failing)
+    with pytest.raises(OSError):  # noqa: PT011
+        taken(lens, model_at(100), 100, 100, tmp_path)
+    assert names(tmp_path, f"*.{kind}") == before
+    assert names(tmp_path, "*.part-*") == []
+
+
+def test_a_row_that_was_not_written_is_written_with_the_next(tmp_path, monkeypatch):
+    lens = lens_on("the bank", every=10)
+    watched(lens, tmp_path, 100, first_step=90)
+    with monkeypatch.context() as patch:
+        patch.setattr("headlens.history.open", fails, raising=False)
+        with pytest.raises(OSError):  # noqa: PT011
+            taken(lens, model_at(110), 110, 200, tmp_path)
+    taken(lens, model_at(120), 120, 200, tmp_path)
+    assert [row.step for row in read_history(tmp_path / "statistics.jsonl")] == [90, 100, 110, 120]
+
+
+HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>&amp;\u2028'\"\\__DATA____CSP__"
+
+
+@pytest.fixture(scope="module")
+def hostile_page():
+    prompt = Prompt("1-x", HOSTILE, [0, 1], [HOSTILE, "</SCRIPT >"])
+    values = {key: np.zeros((1, 1), np.float32) for key in STATISTICS}
+    data = snapshot_of(HOSTILE, prompt, Row(0, values), np.array([[[255, 0, 255]]], np.uint8))
+    return page([run_data([data])], HOSTILE)
+
+
+def test_text_cannot_end_its_html_element(hostile_page, tmp_path):
+    assert "<img" not in hostile_page
+    (tmp_path / "page.html").write_text(hostile_page, encoding="utf-8")
+    (run,) = read(tmp_path / "page.html")
+    assert run["name"] == run["prompts"][0]["text"] == HOSTILE
+    assert run["prompts"][0]["tokens"] == [HOSTILE, "</SCRIPT >"]
+
+
+def test_policy_allows_only_the_script_and_style_of_the_page(hostile_page):
+    policy = re.search(r'Content-Security-Policy"\s+content="([^"]*)"', hostile_page)[1]
+
+    def sha256(tag):
+        (text,) = re.findall(rf"<{tag}(?: type=.module.)?>(.*?)</{tag}>", hostile_page, re.DOTALL)
+        assert not re.search(r"https?://(?!www\.w3\.org)", text)
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    assert dict(rule.strip().split(" ", 1) for rule in policy.split(";")) == {
+        "default-src": "'none'",
+        "script-src": sha256("script"),
+        "style-src": sha256("style"),
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+
+
+def test_other_and_truncated_files_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "step_00000000.npz"
+    whole = snapshot_bytes(a_run().snapshots[0])
+    wrong = [whole[:cut] for cut in range(0, len(whole), len(whole) // 20)]
+    changed = [{"format": 0}, {"row": {}}]
+    with np.load(io.BytesIO(whole)) as arrays:
+        arrays = dict(arrays)
+    for change in changed:
+        values = json.loads(arrays["json"].tobytes()) | change
+        file = io.BytesIO()
+        text = np.frombuffer(json.dumps(values).encode(), np.uint8)
+        np.savez(file, **arrays | {"json": text})
+        wrong.append(file.getvalue())
+    file = io.BytesIO()
+    np.savez(file, **arrays | {"weights_0": arrays["weights_0"].astype(np.float32)})
+    wrong.append(file.getvalue())
+    file = io.BytesIO()
+    np.savez(file, json=np.array([{"format": 1}], dtype=object))  # pickled
+    for content in (*wrong, file.getvalue(), b"of another program"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="step_00000000"):
+            read_snapshot(path)
+    path.write_bytes(whole)
+    read_snapshot(path)
+    for limit in ("MAX_BYTES", "MAX_JSON_BYTES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"headlens.snapshot_data.{limit}", 1000)
+            with pytest.raises(ValueError, match="step_00000000"):
+                read_snapshot(path)
+
+
+def watched_run(make_run, *overrides):
+    # One short prompt with few tokens makes a snapshot ten times faster.
+    short = ("lens.prompts=[the bank]", "lens.repeat_length=3")
+    lens = ("lens=default", "lens.every=1", "lens.ablation=exact")
+    return make_run("model.dropout=0.1", *lens, *short, *overrides)
+
+
+def result(run):
+    """Trains a run. Returns its losses and final weights."""
+    fit(run)
+    return [row.get("train/loss") for row in rows(run.directory)], weights(run)
+
+
+def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_path, monkeypatch):
+    """With dropout. Snapshots do not use the model that may be compiled."""
+    losses, expected = result(make_run("model.dropout=0.1", "name=without"))
+    for name in ("with", "failing"):
+        run = watched_run(make_run, f"name={name}")
+        run.trained_model = lambda *batch, model=run.model: model(*batch)  # not a module
+        if name == "failing":
+            monkeypatch.setattr("headlens.render.page", fails)
+        found_losses, found = result(run)
+        assert found_losses == losses
+        assert_same(found, expected)
+        assert run.lens.failures.missing == 5 * (name == "failing")
+    folder = tmp_path / "runs" / "with" / "attention"
+    assert len(names(folder, "*.png")) == (5 + 1) * 2
+    assert names(folder, "*.html") == ["timelapse.html"]
+    log = rows(folder.parent)
+    assert all("attention_layers/entropy/L01" in row for row in log)
+    assert log[0]["attention_layers/entropy/L00"] == pytest.approx(1, abs=0.01)
+    assert log[0]["attention/timelapse"] == "attention/timelapse.html"
+
+
+def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
+    run, calls = watched_run(make_run, "name=passing"), itertools.count()
+    monkeypatch.setattr(
+        "headlens.render.page",
+        lambda *inputs: fails() if next(calls) in (1, 2) else page(*inputs),
+    )
+    fit(run)
+    folder = run.directory / "attention"
+    log = rows(run.directory)
+    assert [row["step"] for row in log if "attention/timelapse" in row] == [0, 3, 4]
+    assert (folder / "heads.csv").exists()
+    assert (run.lens.failures.missing, len(run.lens.summary(False)) > 1) == (2, True)
+
+
+def test_the_lens_is_off_after_several_errors_in_a_row(make_run, monkeypatch):
+    run, calls = watched_run(make_run, "name=lasting"), []
+    monkeypatch.setattr("headlens.render.page", lambda *_: calls.append(1) or fails())
+    fit(run)
+    assert (run.lens.failures.missing, len(calls)) == (5, 3)
+
+
+def test_resumed_run_has_the_same_pages(make_run, tmp_path):
+    fit(watched_run(make_run, "name=whole"))
+    stopped = watched_run(make_run, "name=halves")
+    stopped.stop.signals.received = signal.SIGTERM
+    with pytest.raises(SystemExit):
+        fit(stopped)
+    folder = tmp_path / "runs" / "halves" / "attention"
+    fit(watched_run(make_run, "name=halves"))
+    whole = tmp_path / "runs" / "whole" / "attention"
+    assert names(folder) == names(whole)
+    for name in ("statistics.jsonl", "heads.csv", "ablation.json"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+    (one,), (other,) = read(whole / "timelapse.html"), read(folder / "timelapse.html")
+    assert one["frames"] == other["frames"]

@@ -1,0 +1,60 @@
+"""show: the page of a run in a notebook."""
+
+import html
+import re
+import sys
+
+import pytest
+from helpers import pages
+from helpers.live import RUN
+from helpers.runs import train_in
+
+from headlens import show
+from headlens.page import END, START
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return train_in(tmp_path_factory.mktemp("shown"), "name=first", *RUN)
+
+
+def test_the_page_has_the_snapshots_of_a_run(run, tmp_path):
+    curves = {"training loss": [(0, 5.5), (4, 5.1)]}
+    for place in (run, run / "attention", str(run)):
+        content = show(place, frames=3, curves=curves, height=500).data
+        (source,) = re.findall('srcdoc="([^"]*)"', content)
+        (tmp_path / "page.html").write_text(html.unescape(source), encoding="utf-8")
+        (shown,) = pages.read(tmp_path / "page.html")
+        (expected,) = pages.read(run / "attention" / "timelapse.html")
+        assert [frame["step"] for frame in shown["frames"]] == [0, 2, 4]
+        every = {frame["step"]: frame for frame in expected["frames"]}
+        assert shown["frames"] == [every[step] for step in (0, 2, 4)]
+        assert shown["curves"] == {"training loss": [[0, 5.5], [4, 5.1]]}
+        assert shown["ablation"] == expected["ablation"]
+        assert "500px" in content
+        assert START in html.unescape(source)
+        assert END in html.unescape(source)
+
+
+def test_the_page_can_be_used_in_a_notebook(run, tmp_path, window):
+    host = tmp_path / "notebook.html"
+    host.write_text(f"<!doctype html><p>a cell</p>{show(run).data}", encoding="utf-8")
+    page = window().new_page()
+    page.goto(host.as_uri())
+    frame = page.frames[1]
+    pages.ready(frame)
+    pages.tile(frame, 1, 1).click()
+    assert pages.state(frame, "head") == 1
+    page.close()
+
+
+def test_what_is_missing_is_said_in_one_line(run, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    for place in (tmp_path / "empty", tmp_path / "nothing"):
+        with pytest.raises(ValueError, match=place.name) as error:
+            show(place)
+        assert "\n" not in str(error.value)
+    monkeypatch.setitem(sys.modules, "IPython.display", None)
+    with pytest.raises(ImportError) as failed:
+        show(run)
+    assert "\n" not in str(failed.value)

@@ -1,0 +1,188 @@
+"""LensCallback: snapshots of a training with transformers' Trainer, which does not change."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.foreign import WORDS, byte_level_tokenizer, foreign_model
+from helpers.pages import read
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+from headlens.config import LensConfig
+from headlens.snapshot_data import read_snapshot
+from headlens.trainer import LensCallback
+
+TOKENIZER = byte_level_tokenizer()
+CONFIG = LensConfig(every=3, prompts=["The bell rang twice."], repeat_length=4)
+TEXT = WORDS * 8
+
+
+def trainer(folder, *callbacks, family="gpt2", **changes):
+    """Returns a Trainer of a tiny model for 7 steps."""
+    ids = torch.tensor(TOKENIZER(TEXT).input_ids)
+    rows = [{"input_ids": window, "labels": window} for window in ids.unfold(0, 24, 8)]
+    options = {"max_steps": 7, "per_device_train_batch_size": 4, "report_to": "none", "seed": 3}
+    options |= {"use_cpu": True, "disable_tqdm": True, "logging_steps": 2, "learning_rate": 0.01}
+    options |= {"save_strategy": "no"} | changes
+    arguments = TrainingArguments(str(folder), **options)
+    model = foreign_model(family, vocab_size=len(TOKENIZER))
+    return Trainer(model, arguments, None, rows, rows[:4], callbacks=[*callbacks])
+
+
+def steps(folder):
+    return [read_snapshot(path).step for path in sorted(folder.glob("attention/*.npz"))]
+
+
+def callback(**options):
+    return LensCallback(TOKENIZER, CONFIG, text=TEXT, **options)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])  # gpt2 has dropout
+def test_snapshots_of_a_training_that_gives_the_same_weights_bit_for_bit(tmp_path, family):
+    found = []
+    watched = callback(on_snapshot=lambda snapshot, step: found.append((step, snapshot)))
+    runs = []
+    for name, callbacks in (("with", [watched]), ("without", [])):
+        runs.append(trainer(tmp_path / name, *callbacks, family=family))
+        runs[-1].train()
+    weights = [run.model.state_dict().values() for run in runs]
+    assert all(map(torch.equal, *weights))
+    losses = [[row.get("loss") for row in run.state.log_history] for run in runs]
+    assert losses[0] == losses[1]
+    assert [step for step, _ in found] == steps(tmp_path / "with") == [0, 3, 6, 7]
+    assert all(snapshot.metrics and snapshot.images for _, snapshot in found)
+    assert (tmp_path / "with" / "attention" / "heads.csv").is_file()
+    (curve,) = read(tmp_path / "with" / "attention" / "timelapse.html")[0]["curves"].values()
+    assert curve == [[row["step"], row["loss"]] for row in runs[0].state.log_history[:3]]
+    last = read_snapshot(tmp_path / "with" / "attention" / "step_00000007.npz")
+    assert last.run == "with"
+    ids = torch.tensor([last.prompts[0].token_ids])
+    with torch.no_grad():
+        logits = runs[0].model.eval()(ids).logits
+    expected = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none")
+    torch.testing.assert_close(torch.tensor(last.row.losses[0]), expected, atol=1e-3, rtol=1e-3)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_evaluate(self, args, state, control, **_):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_a_training_that_stops_early_has_a_last_snapshot_of_its_last_step(tmp_path):
+    """Of the model at this step, although the best one is loaded again."""
+    saved = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    saved |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    seen = []
+    taken = callback(on_snapshot=lambda snapshot, step: seen.append(weights_of(run.model)))
+    saved |= {"greater_is_better": True}  # so that the first model is the best
+    run = trainer(tmp_path, taken, StopAt(5), **saved)
+    run.train()
+    assert run.state.best_global_step == 1
+    assert steps(tmp_path) == [0, 3, 5]
+    assert (tmp_path / "attention" / "heads.csv").is_file()
+    assert not torch.equal(seen[-1], weights_of(run.model))
+
+
+def weights_of(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def test_a_resumed_training_continues_its_snapshots(tmp_path):
+    often = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 4, "eval_steps": 4}
+    trainer(tmp_path, callback(), StopAt(4), **often).train()
+    again = trainer(tmp_path, callback())
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert steps(tmp_path) == [0, 3, 4, 6, 7]  # 4 was the last step
+    frames = read(tmp_path / "attention" / "timelapse.html")[0]["frames"]
+    assert [frame["step"] for frame in frames] == [0, 3, 4, 6, 7]
+
+
+def test_images_and_pages_are_logged_to_wandb(tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    rows, log = [], wandb.Run.log
+    keep = lambda run, row, *rest, **options: rows.append(row) or log(run, row, *rest, **options)  # noqa: E731
+    monkeypatch.setattr(wandb.Run, "log", keep)
+    trainer(tmp_path, callback(), report_to=["wandb"], run_name="mine").train()
+    of_lens = [row for row in rows if any(str(key).startswith("attention/") for key in row)]
+    assert [row["train/global_step"] for row in of_lens] == [0, 3, 6, 7]
+    summary = dict(wandb.run.summary)
+    wandb.finish()
+    assert summary["train/global_step"] == 7
+    assert summary["attention/timelapse"]["_type"] == "html-file"
+    assert any(str(key).startswith("attention/heatmap/") for key in summary)
+    files = [*tmp_path.glob("wandb/offline-run*/files/media/**/*")]
+    assert {".html", ".png"} <= {file.suffix for file in files}
+    assert read_snapshot(tmp_path / "attention" / "step_00000007.npz").run == "mine"
+
+
+def test_an_error_of_the_first_snapshot_ends_the_training_and_a_later_one_does_not(
+    tmp_path, capsys
+):
+    def fails_at(*failing):
+        def on_snapshot(_, step):
+            if step in failing:
+                raise OSError("no space left")
+
+        return callback(on_snapshot=on_snapshot)
+
+    with pytest.raises(OSError, match="no space"):
+        trainer(tmp_path / "first", fails_at(0)).train()
+    run = trainer(tmp_path / "later", fails_at(3))
+    run.train()
+    assert run.state.global_step == 7
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "no space" in line]
+    assert "3" in line
+    assert steps(tmp_path / "later") == [0, 3, 6, 7]
+
+
+def test_no_snapshots_with_an_interval_of_0(tmp_path):
+    trainer(tmp_path, LensCallback(TOKENIZER, LensConfig(every=0))).train()
+    assert not (tmp_path / "attention").exists()
+
+
+def test_other_processes_take_no_snapshots(tmp_path):
+    run = trainer(tmp_path)
+    taken = callback()
+    state = TrainerState(max_steps=3, is_world_process_zero=False)
+    taken.on_train_begin(run.args, state, run.control, model=run.model)
+    for step in range(1, 4):
+        state.global_step = step
+        taken.on_step_end(run.args, state, run.control, model=run.model)
+    taken.on_log(run.args, state, run.control, model=run.model, logs={"train_runtime": 1.0})
+    assert steps(tmp_path) == []
+
+
+def test_the_logit_lens_of_a_training_in_mixed_precision(tmp_path):
+    """Trainer runs the model in autocast, and returns its logits in fp32."""
+    for family in ("gpt2", "gemma2"):
+        config = dataclasses.replace(CONFIG, logit_lens=True)
+        run = trainer(tmp_path, LensCallback(TOKENIZER, config), family=family, bf16=True)
+        run.train()
+        assert steps(tmp_path) == [0, 3, 6, 7]
+
+
+def test_an_unknown_option_is_refused_at_once():
+    with pytest.raises(TypeError, match="contextlength"):
+        callback(contextlength=24)
+
+
+def test_sharded_weights_are_refused(tmp_path, monkeypatch):
+    run = trainer(tmp_path)
+    state = TrainerState(max_steps=3)
+    next(run.model.parameters()).ds_id = 0  # as ZeRO-3 marks its parameters
+    with pytest.raises(ValueError, match="ZeRO-3"):
+        callback().on_train_begin(run.args, state, run.control, model=run.model)
+    run = trainer(tmp_path)
+    run.args.fsdp = True
+    with pytest.raises(ValueError, match="FSDP"):
+        callback().on_train_begin(run.args, state, run.control, model=run.model)
+    run = trainer(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as accelerate launch --use_fsdp does
+    with pytest.raises(ValueError, match="FSDP"):
+        callback().on_train_begin(run.args, state, run.control, model=run.model)

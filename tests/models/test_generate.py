@@ -1,0 +1,290 @@
+"""generate.py: several prompts and samples, interactive mode, end of a text, compilation."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import sys
+
+import pytest
+import torch
+from helpers.models import tiny_model
+from helpers.refusals import printed_keys
+from helpers.runs import train_in
+
+import generate
+from clearhead.models import decoding
+from clearhead.models.huggingface import to_hf
+from clearhead.parallel import device
+
+SHORT = ["checkpoint=runs/run", "max_new_tokens=12"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with runs/run, a model with byte tokens trained on a few words."""
+    folder = tmp_path_factory.mktemp("generate")
+    (folder / "text.txt").write_text("the quick fox jumps over the dog\n" * 60, encoding="utf-8")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train_in(folder, "name=run", "trainer.max_steps=40", "trainer.eval_every=0")
+    (folder / "out.txt").write_text(out.getvalue(), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def written(in_process, folder, capsys):
+    """written(*arguments) -> the stdout of the command."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        code, out, err = in_process(generate.main, folder, *SHORT, *arguments)
+        assert (code, err) == (0, "")
+        return out
+
+    return run
+
+
+def test_several_prompts_and_samples(written):
+    """The random numbers of a text do not depend on the batch."""
+    arguments = ['prompt=["the quick","a, b"]', "num_samples=2", "precision=fp32", "temperature=2"]
+    out = written(*arguments)
+    texts = out.removesuffix("\n").split("\n\n---\n")
+    assert [text[:4] for text in texts] == ["the ", "the ", "a, b", "a, b"]
+    assert texts[0] != texts[1]
+    for batch_size in (1, 3):
+        assert written(*arguments, f"batch_size={batch_size}") == out
+    assert written("prompt=the quick", *arguments[2:]).removesuffix("\n") == texts[0]
+    assert written(*arguments, "seed=1") != out
+
+
+def test_the_command_that_a_run_prints(in_process, folder):
+    """It works in the folder in which the run was started."""
+    (line,) = re.findall("generate text +(.*)", (folder / "out.txt").read_text(encoding="utf-8"))
+    _, script, *arguments = shlex.split(line)
+    assert (folder / script).samefile(generate.__file__)
+    assert in_process(generate.main, folder, *arguments, "max_new_tokens=1")[0] == 0
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_model_with_nonfinite_logits_is_refused(in_process, tmp_path, temperature):
+    model = tiny_model(vocab_size=257)
+    torch.nn.init.constant_(model.final_norm.weight, 3e38)  # finite
+    to_hf(model, tmp_path)
+    arguments = (f"checkpoint={tmp_path}", f"temperature={temperature}")
+    code, _, err = in_process(generate.main, tmp_path, *arguments)
+    assert (code, printed_keys(err)) == (3, ["checkpoint"])
+
+
+def test_the_number_of_threads(written, monkeypatch):
+    numbers = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    written("threads=3")
+    assert numbers == [3]
+
+
+def test_printing_ends_at_the_end_of_text_token_unless_ignored(written, monkeypatch):
+    def spelled(*_, end_token, **__):
+        tokens = [*b"ab", 256, *b"cd"]
+        return ([token] for token in tokens[: tokens.index(end_token) + 1 if end_token else None])
+
+    monkeypatch.setattr(decoding, "generate", spelled)
+    assert written("prompt=x") == "xab\n"
+    assert written("prompt=x", "ignore_end=true") == "xab<|endoftext|>cd\n"
+
+
+def test_printing_shows_a_character_of_several_tokens_whole(written, monkeypatch):
+    """Invalid bytes are shown as U+FFFD."""
+    pieces, print_piece = [], generate.print_piece
+    monkeypatch.setattr(
+        generate, "print_piece", lambda text: (pieces.append(text), print_piece(text))
+    )
+    tokens = [*"é🙂".encode(), 0xC3]
+    monkeypatch.setattr(decoding, "generate", lambda *_, **__: ([token] for token in tokens))
+    assert written("prompt=x") == "xé🙂\ufffd\n"
+    assert {"é", "🙂"} <= set(pieces)
+
+
+def test_a_loop_of_prompts(written, monkeypatch):
+    """One prompt per line, in any encoding. Each text has its own random numbers."""
+    lines = io.BytesIO("fox\n\nB\xe4r\nfox\n".encode("latin-1"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(lines, encoding="utf-8"))
+    texts = written("interactive=true", "temperature=2").splitlines()
+    texts = [text for text in texts if text[:3] in ("fox", "B\ufffdr")]
+    assert [text[:3] for text in texts] == ["fox", "B\ufffdr", "fox"]
+    assert texts[0] != texts[2]
+
+
+def test_ctrl_c_ends_the_printing_of_a_text_and_not_the_loop(in_process, folder, monkeypatch):
+    def interrupted(*_, **__):
+        yield [ord("a")]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoding, "generate", interrupted)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    arguments = ["checkpoint=runs/run", "interactive=true"]
+    assert in_process(generate.main, folder, *arguments) == (0, "onea\ntwoa\n", "")
+    code, out, err = in_process(generate.main, folder, "checkpoint=runs/run", "prompt=one")
+    assert (code, out, err) == (130, "onea", "")
+
+
+def test_compiled_on_request(written, monkeypatch):
+    """With the eager backend; the campaign uses the default backend."""
+    backend, made = os.environ.get("CAMPAIGN_COMPILER", "eager"), []
+    compiled = torch.compile
+
+    def spy(step, **options):
+        made.append(options)
+        return compiled(step, **options, backend=backend, fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", spy)
+    expected = written("precision=fp32", "compile=false")
+    assert made == []
+    assert written("precision=fp32", "compile=true") == expected
+    assert made == [{"dynamic": False}]
+
+
+@torch._dynamo.config.patch(suppress_errors=False)  # and afterwards as it was
+def test_long_texts_on_a_gpu_are_compiled_by_default(monkeypatch):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(device, "can_compile", lambda _: True)
+    assert device.compiled_step("auto", cpu, 10**6) is None
+    assert device.compiled_step("auto", gpu, 100) is None
+    assert device.compiled_step(False, gpu, 10**6) is None
+    seen = {}
+    monkeypatch.setattr(torch, "compile", lambda step, **options: seen.update(options))
+    device.compiled_step("auto", gpu, 10**6)("a step")
+    assert seen["mode"] == "reduce-overhead"
+    monkeypatch.setattr(device, "can_compile", lambda _: False)
+    assert device.compiled_step("auto", gpu, 10**6) is None
+
+
+@torch._dynamo.config.patch(suppress_errors=False)
+def test_a_failing_compiler_is_an_error_only_where_it_was_asked_for(
+    in_process, folder, written, monkeypatch
+):
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler of C is found")
+
+    torch._dynamo.reset()
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda step, **_: compiled(step, backend=broken))
+    expected = written("precision=fp32")
+    assert in_process(generate.main, folder, "checkpoint=runs/run", "compile=true")[0] == 4
+    chosen, gpu = device.compiled_step, torch.device("cuda")
+    monkeypatch.setattr(device, "can_compile", lambda _: True)
+    monkeypatch.setattr(device, "compiled_step", lambda choice, *_: chosen(choice, gpu, 10**6))
+    code, out, _ = in_process(generate.main, folder, *SHORT, "precision=fp32")  # torch warns
+    assert (code, out) == (0, expected)
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_prompt_from_a_file(written, folder):
+    """Without its byte order mark and its last line break. @@ is a literal @."""
+    short = "max_new_tokens=1"
+    (folder / "prompt.txt").write_bytes("\ufeff the\n fox é\n\r\n".encode())
+    assert written("prompt=@prompt.txt", short).startswith(" the\n fox é\n")
+    assert written("prompt=@@prompt.txt", short).startswith("@prompt.txt")
+    assert written('prompt=["@prompt.txt","@@a"]', short).split("\n---\n")[1].startswith("@a")
+    assert written("prompt=@prompt.txt") == written("prompt= the\n fox é\n")
+
+
+def test_the_prompt_in_the_printed_command_may_start_with_an_at_sign(in_process, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("@fox jumps and the dog sees @fox\n" * 60, encoding="utf-8")
+    folder = train_in(tmp_path, "name=run")
+    (line,) = re.findall("generate text +(.*)", capsys.readouterr().out)
+    code, out, err = in_process(generate.main, tmp_path, *shlex.split(line)[2:], "max_new_tokens=1")
+    assert (code, err) == (0, "")
+    prompt = json.loads((folder / "run.json").read_text())["settings"]["trainer"]["sample_prompt"]
+    assert prompt[0] == "@"
+    assert out.startswith(prompt)
+
+
+def test_texts_are_written_as_rows(written, folder):
+    """They are those that are printed; plain text and JSON Lines; all batch sizes."""
+    (folder / "prompts.txt").write_bytes("the quick\r\n\n é \ndog".encode())
+    prompts = ["the quick", " é ", "dog"]
+    lines = [json.dumps({"id": n, "prompt": prompt}) for n, prompt in enumerate(prompts)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    options = ["num_samples=2", "precision=fp32", "temperature=2", "top_p=0.9", "seed=3"]
+    printed = written("prompts=prompts.txt", *options).removesuffix("\n").split("\n\n---\n")
+    for name, size in (("prompts.txt", 4), ("prompts.jsonl", 1)):
+        more = ["out=rows.jsonl", "overwrite=true", f"batch_size={size}"]
+        written(f"prompts={name}", *options, *more)
+        rows = rows_of(folder / "rows.jsonl")
+        assert [row["prompt"] + row["completion"] for row in rows] == printed
+        assert [row["prompt"] for row in rows] == [p for p in prompts for _ in range(2)]
+        assert [row["sample"] for row in rows] == [0, 1] * 3
+        expected = {"temperature": 2.0, "top_k": 50, "top_p": 0.9, "seed": 3, "step": 40}
+        assert all(row | expected == row for row in rows)
+    written("prompt=dog", "out=rows.jsonl", "overwrite=true")
+    assert [row["prompt"] for row in rows_of(folder / "rows.jsonl")] == ["dog"]
+
+
+BAD_PROMPTS = {
+    "prompt=@no.txt": "prompt",
+    "prompt=@": "prompt",
+    "prompt=@latin.txt": "prompt",
+    'prompt=["a","@no.txt"]': "prompt",
+    "prompts=no.txt": "prompts",
+    "prompts=.": "prompts",
+    "prompts=latin.txt": "prompts",
+    "prompts=blank.txt": "prompts",
+    "prompts=pipe": "prompts",
+    "prompts=no-json.jsonl": "prompts",
+    "prompts=no-key.jsonl": "prompts",
+    "prompts=number.jsonl": "prompts",
+    "prompts=list.jsonl": "prompts",
+    "prompts=half.jsonl": "prompts",
+    "prompts=ok.txt prompt=a": "prompts",
+    "prompts=ok.txt interactive=true": "interactive",
+    "out=new.jsonl interactive=true": "interactive",
+    "prompts=ok.txt out=kept.jsonl": "out",
+    "prompts=ok.txt out=dangling": "out",
+    "prompts=ok.txt out=ok.txt overwrite=true": "out",
+    "prompts=ok.txt out=no/x.jsonl": "out",
+}
+
+
+def test_bad_prompts_are_refused_and_change_nothing(in_process, folder, tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "blank.txt").write_text("\n  \n")
+    (tmp_path / "kept.jsonl").write_text("precious")
+    (tmp_path / "ok.txt").write_text("the\n")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    for name, line in {
+        "no-json": "{",
+        "no-key": '{"text": "a"}',
+        "number": '{"prompt": 1}',
+        "list": '["prompt"]',
+        "half": '{"prompt": "\\ud83d"}',
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a"}\n' + line)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    model = f"checkpoint={folder / 'runs' / 'run'}"
+    for arguments, key in BAD_PROMPTS.items():
+        code, out, err = in_process(generate.main, tmp_path, model, *arguments.split())
+        assert (code, out, printed_keys(err)) == (2, "", [key]), arguments
+        assert sorted(path.name for path in tmp_path.iterdir()) == before, arguments
+    assert (tmp_path / "kept.jsonl").read_text() == "precious"
+    assert (tmp_path / "ok.txt").read_text() == "the\n"
+
+
+def test_an_error_while_generating_keeps_the_earlier_file(
+    in_process, folder, tmp_path, monkeypatch
+):
+    def interrupted(*_, **__):
+        yield [ord("a")]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoding, "generate", interrupted)
+    (tmp_path / "rows.jsonl").write_text("precious")
+    arguments = (f"checkpoint={folder / 'runs' / 'run'}", "out=rows.jsonl", "overwrite=true")
+    assert in_process(generate.main, tmp_path, *arguments)[0] == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert (tmp_path / "rows.jsonl").read_text() == "precious"

@@ -1,0 +1,176 @@
+"""The output of a run, in a file and on a terminal."""
+
+import io
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from helpers import REPOSITORY, TIMEOUT
+
+from clearhead.errors import sanitize
+from clearhead.files import read_rows
+from clearhead.output import console as console_file
+from clearhead.output.console import LINES_OF_JOB, MAX_LINES, Console
+from train import fit
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def print_some(console):
+    console.step(1, 2.0, 1e-3, 10.0)
+    console.print("a [red]line\x1b[31m")
+    console.close()
+
+
+def test_a_file_has_plain_lines_whatever_the_environment_variables(monkeypatch, capsys):
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.setenv(variable, "1")
+        print_some(Console(True, 0, 10))
+        step, line = capsys.readouterr().out.splitlines()
+        assert step.split()[1::2][:3] == ["1/10", "2.0000", "1.00e-03"]
+        assert line == "a [red]line\\x1b[31m"
+        monkeypatch.delenv(variable)
+    Console(False, 0, 10).print("a line")  # on another rank
+    assert capsys.readouterr().out == ""
+
+
+def test_a_command_in_a_notebook_has_plain_lines(monkeypatch):
+    """The stdout of `!python train.py` is a terminal, but a notebook keeps each redraw of a bar."""
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    for variable, value in (("JPY_PARENT_PID", "1"), ("FORCE_COLOR", "1"), ("TERM", "xterm-color")):
+        monkeypatch.setenv(variable, value)  # as Jupyter sets them
+    print_some(Console(True, 0, 10))
+    assert len(terminal.getvalue().splitlines()) == 2
+    assert "\x1b" not in terminal.getvalue()
+
+
+def test_a_terminal_has_a_bar_that_is_cleared(monkeypatch):
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    print_some(Console(True, 0, 10))
+    shown = terminal.getvalue()
+    assert "10%" in shown
+    assert "a [red]line\\x1b[31m" in shown
+    assert "\x1b[31m" not in shown
+    assert shown.endswith("\x1b[2K")  # clears the line
+
+
+def test_the_time_left_is_estimated_from_the_last_lines(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(console_file.time, "monotonic", lambda: now[0])
+    shown = Console(is_rank_0=True, first_step=0, max_steps=100)
+    for step, seconds in [(1, 3600), (2, 60), *((n, 1) for n in range(3, 43))]:
+        now[0] += seconds
+        shown.step(step, 1.0, 1e-3, 100.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert "left" not in lines[0]  # the first step takes longer than the others
+    assert console_file.duration(98 * 60) in lines[1]
+    assert console_file.duration(100 - 42) in lines[-1]
+
+
+@pytest.mark.parametrize("max_steps", [1, 199, 200, 201, 5001, 10**6])
+@pytest.mark.parametrize("log_every", [1, 7])
+def test_a_long_run_has_few_lines_in_a_file(capsys, max_steps, log_every):
+    """Among them those of the first and of the last logged step, at about equal distances."""
+    steps = [*range(log_every, max_steps, max(log_every, max_steps // 5000)), max_steps]
+    for most in (MAX_LINES, LINES_OF_JOB):
+        shown = Console(True, 0, max_steps, most)
+        for step in steps:
+            shown.step(step, 1.0, 1e-3, 100.0)
+        lines = capsys.readouterr().out.splitlines()
+        printed = [int(line.split("/")[0].split()[-1]) for line in lines]
+        assert len(printed) <= most
+        assert (printed[0], printed[-1]) == (steps[0], max_steps)
+        assert len(printed) >= min(len(steps), most // 2 - 1)
+        longest = max(np.diff([0, *printed]))
+        assert longest <= 2 * max(log_every, math.ceil(max_steps / (most - 1)))
+
+
+def test_progress_of_scripts_is_a_bar_or_lines_now_and_then(monkeypatch, capsys):
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    now = [0.0]
+    monkeypatch.setattr(console_file.time, "monotonic", lambda: now[0])
+
+    def work():
+        with console_file.progress("windows") as report:
+            for done in range(1, 101):
+                now[0] += 1
+                report(done, 100)
+
+    work()
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 9)
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    work()
+    assert "100/100" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[2K")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_long_validation_shows_its_progress(make_run, monkeypatch, capsys):
+    monkeypatch.setattr(console_file, "LINE_SECONDS", 0)
+    run = make_run("trainer.eval_windows=5", "trainer.micro_batch_size=2")
+    capsys.readouterr()
+    run.evaluate()
+    assert "2 of 5\n" in (out := capsys.readouterr().out)
+    assert "4 of 5\n" in out
+
+
+def test_the_last_sample_is_printed_once(make_run, capsys):
+    run = make_run("name=a", "trainer.sample_tokens=8", "trainer.eval_every=2")
+    fit(run)
+    samples = [row["text"] for row in read_rows(run.directory / "samples.jsonl")]
+    assert len(samples) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count(sanitize(" ".join(samples[-1].split()))) == 1
+
+
+def test_a_branch_names_the_run_it_starts_from(make_run, capsys):
+    """A resumed run does not."""
+    fit(make_run("name=a"))
+    for name, is_branch in (("a", False), ("b", True)):
+        capsys.readouterr()
+        make_run(f"name={name}", "trainer.resume=runs/a", "trainer.max_steps=5").closing.close()
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert ("runs/a" in last) == is_branch
+        assert "step 4" in last
+
+
+TWO_STEPS = """
+import sys
+from clearhead.output import console
+from clearhead.output import terminal
+terminal.never_fail()
+shown = console.Console(True, 0, 2)
+for step in (1, 2):
+    shown.step(step, 2.0, 1e-3, 10.0)
+    print("a warning", file=sys.stderr)
+"""
+# A redirection in bash -> the number of lines on stdout and on stderr. One line on stderr reports
+# that stdout cannot be written. 9 is a pipe without a reader.
+NOT_WRITTEN = {">/dev/full": (0, 3), ">&9": (0, 3), ">&-": (0, 2)}
+NOT_WRITTEN |= {"2>/dev/full": (2, 0), "2>&-": (2, 0)}
+
+
+def test_a_stream_that_cannot_be_written_does_not_end_training():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb"):  # closes the writer
+        for redirect, lines in NOT_WRITTEN.items():
+            done = subprocess.run(
+                ["bash", "-c", f'"$0" -c "$1" 9>&{writer} {redirect}', sys.executable, TWO_STEPS],
+                env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)},
+                pass_fds=[writer],
+                capture_output=True,
+                timeout=TIMEOUT,
+            )
+            found = tuple(len(out.splitlines()) for out in (done.stdout, done.stderr))
+            assert (done.returncode, found) == (0, lines), redirect

@@ -1,0 +1,509 @@
+"""Metrics on disk and on W&B, tested with the files of a real offline run."""
+
+import csv
+import errno
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from helpers import REPOSITORY
+from helpers.refusals import refused
+from helpers.runs import contents, repeatable_rows, rows, train_in
+
+from clearhead.checkpoint.format import FILES, State
+from clearhead.checkpoint.listing import find_checkpoint
+from clearhead.config.schema import TrainerConfig, WandbConfig
+from clearhead.config.yaml_files import environment_variable
+from clearhead.errors import DamagedCheckpointError
+from clearhead.models.pretrained import load_pretrained
+from clearhead.output.machine import environment, git
+from clearhead.output.report import sample_page
+from clearhead.output.tracker import MAX_SAMPLES, NoTracker, Tracker
+from clearhead.output.watch import histogram, histograms, watch
+from headlens.snapshots import Snapshot
+from headlens.statistics import STATISTICS
+
+OFFLINE = WandbConfig.with_defaults(mode="offline")
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """Replaces a W&B run: records its calls."""
+    run = Mock(id="x", offline=True, dir=str(tmp_path / "files"), rows={}, summary={})
+    run.settings.finish_timeout = 1
+    run.log = lambda row, step, commit: run.rows.update({step: row})
+    run.init.return_value = run
+    monkeypatch.setattr("wandb.init", run.init)
+    return run
+
+
+def test_rows_are_on_disk_at_once(tmp_path):
+    tracker = Tracker(WandbConfig.with_defaults(mode="disabled"), tmp_path, {})
+    tracker.log({"train/loss": 1.5, "train/grad_norm": math.inf, "val/loss": math.nan}, step=1)
+    expected = {"step": 1, "train/loss": 1.5, "train/grad_norm": "inf", "val/loss": "nan"}
+    assert rows(tmp_path) == [expected]
+    tracker.finish()
+    assert (tracker.run_id, tracker.where()) == (None, None)
+
+
+def test_a_broken_installation_of_wandb_does_not_end_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # its import fails
+    tracker = Tracker(OFFLINE, tmp_path, {})
+    tracker.log({"train/loss": 1.5}, step=1)
+    tracker.finish()
+    assert (rows(tmp_path), tracker.run_id) == ([{"step": 1, "train/loss": 1.5}], None)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_long_run_logs_some_of_its_samples(tmp_path, recorded):
+    trainer = {"max_steps": 10_500, "eval_every": 10}
+    tracker = Tracker(OFFLINE, tmp_path, {"trainer": trainer})
+    for step in range(10, 10_501, 10):
+        tracker.log({}, step, sample={"step": step, "prompt": "a", "text": "a b"})
+    tracker.finish()
+    shown = [step for step, row in recorded.rows.items() if "samples/text" in row]
+    assert 30 < len(shown) <= MAX_SAMPLES + 1
+    assert shown[-1] == 10_500
+    assert len({b - a for a, b in itertools.pairwise(shown[:-1])}) == 1
+
+
+def test_the_tracker_of_other_ranks_does_nothing():
+    tracker = NoTracker()
+    tracker.log({"train/loss": 1.5}, 1, None, None)
+    tracker.summary({"parameters": 1})
+    tracker.alert("a", "b", "WARN")
+    tracker.sync()
+    assert (tracker.run_id, tracker.where(), tracker.log_model(1)) == (None, None, None)
+    tracker.finish()
+
+
+def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
+    """WANDB_MODE applies if wandb.mode=auto."""
+    for mode, expected in (("auto", None), ("offline", "x")):
+        tracker = Tracker(WandbConfig.with_defaults(mode=mode), tmp_path, {})
+        assert tracker.run_id == expected  # the environment of tests has W&B disabled
+        tracker.finish()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    assert Tracker(WandbConfig.with_defaults(), tmp_path, {}).run_id is None
+    monkeypatch.delenv("WANDB_DISABLED")
+    for run_id, resume in ((None, None), ("known", "allow")):
+        tracker = Tracker(WandbConfig.with_defaults(), tmp_path, {}, run_id)
+        options = recorded.init.call_args.kwargs
+        assert [options[key] for key in ("mode", "id", "resume")] == ["offline", run_id, resume]
+        tracker.finish(4)
+    recorded.finish.assert_called_with(exit_code=4)
+    assert recorded.summary["exit_code"] == 4
+
+
+def test_media_that_cannot_be_read_are_skipped(tmp_path, recorded, capsys):
+    tracker = Tracker(OFFLINE, tmp_path, {})
+    missing = {"attention/heatmap/x": tmp_path / "missing.png"}
+    number = {"attention_layers/entropy/L00": 0.5}
+    tracker.log({"train/loss": 1.0}, 1, Snapshot(number, {}, {}, missing))
+    tracker.log({"train/loss": 1.0}, 2, Snapshot({}, {}, {"h": [math.nan, 1.0]}))
+    assert tracker.upload([tmp_path / "missing.safetensors"], ["last"], {}) is None
+    tracker.finish()
+    assert recorded.rows == {1: {"train/loss": 1.0, **number}, 2: {"train/loss": 1.0}}
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("failing", "recorded_steps"),
+    [({2, 3}, [1, 4, 5, 6]), ({2, 3, 4}, [1]), ({6}, [1, 2, 3, 4, 5])],
+)
+def test_wandb_is_off_only_after_several_errors_in_a_row(
+    tmp_path, recorded, capsys, failing, recorded_steps
+):
+    """A full disk may pass. The run says at its end what is missing."""
+    log = recorded.log
+
+    def full(row, step, commit):
+        if step in failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        log(row, step, commit)
+
+    recorded.log = full
+    tracker = Tracker(OFFLINE, tmp_path, {})
+    complete = tracker.where()
+    for step in range(1, 7):
+        tracker.log({"train/loss": 1.0}, step)
+    assert list(recorded.rows) == recorded_steps
+    assert tracker.where() not in (None, complete)
+    assert (tracker.run is None) == (len(failing) == 3)
+    assert len(capsys.readouterr().err.splitlines()) == 1 + (len(failing) == 3)
+    tracker.finish()
+    assert [row["step"] for row in rows(tmp_path)] == [*range(1, 7)]
+
+
+# The settings of the fixture below override the last one.
+ENVIRONMENT = {
+    "WANDB_PROJECT": "heads",
+    "WANDB_NAME": "a first try",
+    "WANDB_TAGS": "a,b",
+    "WANDB_JOB_TYPE": "test",
+    "WANDB_ENTITY": "team",
+    "WANDB_RUN_ID": "my-id",
+    "WANDB_RUN_GROUP": "another",
+}
+
+
+def test_settings_have_priority_over_variables(tmp_path, recorded, monkeypatch):
+    """wandb.init reads the variables too. null on the command line means that none counts."""
+    monkeypatch.setenv("WANDB_RUN_GROUP", "from outside")
+    seen = []
+    group = "WANDB_RUN_GROUP"
+    recorded.init.side_effect = lambda **_: seen.append(os.environ.get(group)) or recorded
+    Tracker(WandbConfig.with_defaults(mode="offline", group=None), tmp_path, {}).finish()
+    assert (seen, os.environ["WANDB_RUN_GROUP"]) == ([None], "from outside")
+
+
+WATCHED = ("name=watched", "lens=default", "lens.every=2")
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """A complete offline run without an account: (run directory, and from W&B's files: rows, all
+    records, folder of media files)."""
+    named = ("wandb.notes='What is new, [here]: nothing'", "wandb.group=first tries")
+    named += ("wandb.mode=offline", "wandb.log_model=best", "wandb.watch=all")
+    named += ("wandb.console=wrap", "wandb.save_code=true")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        folder = train_in(tmp_path_factory.mktemp("watched"), *WATCHED, *named)
+    (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    records = records_in(file)
+    logged = [record["history"]["item"] for record in records if record["type"] == "history"]
+    return folder, logged, records, file.parent / "files"
+
+
+def records_in(file: Path) -> list[dict]:
+    """Returns the records of an offline run."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_that_the_user_has_open_is_left_alone(tmp_path, monkeypatch):
+    """Its rows, its end, and the settings of runs that the user opens later."""
+    import wandb
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = {"mode": "offline", "dir": str(tmp_path)}
+    quiet = wandb.Settings(silent=True)
+    theirs = wandb.init(project="theirs", settings=quiet, **options)
+    theirs.log({"x": 1})
+    ours = Tracker(OFFLINE, tmp_path, {})
+    our_id = ours.run_id
+    ours.log({"train/loss": 0.5}, step=0)
+    ours.finish(4)
+    theirs.log({"x": 2})
+    assert wandb.run is theirs
+    theirs.finish()
+    later = wandb.init(settings=quiet, **options)
+    assert later.settings.finish_timeout_raises is wandb.Settings().finish_timeout_raises
+    later.finish()
+    wandb.teardown()
+    found = {}
+    for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):
+        records = records_in(file)
+        (exit_code,) = [r["exit"].get("exit_code", 0) for r in records if r["type"] == "exit"]
+        logged = [record["history"]["item"] for record in records if record["type"] == "history"]
+        keys = ("x", "train/loss")
+        found[file.stem] = [{k: row[k] for k in keys if k in row} for row in logged], exit_code
+    assert found == {
+        f"run-{theirs.id}": ([{"x": 1}, {"x": 2}], 0),
+        f"run-{our_id}": ([{"train/loss": 0.5}], 4),
+        f"run-{later.id}": ([], 0),
+    }
+
+
+def test_without_wandb_the_same_files_are_written(watched, tmp_path):
+    """Except what only the dashboard shows: smaller images before the end, and pages of a step."""
+    folder, *_ = watched
+    alone = train_in(tmp_path, *WATCHED)
+    of_wandb = re.compile(r"attention/step_0000000[02]_.*_panel\.png|attention/step_\d+\.html")
+    of_run, of_alone = (
+        [
+            {key: value for key, value in row.items() if not of_wandb.fullmatch(str(value))}
+            for row in repeatable_rows(run)
+        ]
+        for run in (folder, alone)
+    )
+    assert of_alone[0].pop("attention/timelapse")
+    assert of_alone == of_run
+    theirs, mine = (
+        {path: sha for path, sha in contents(run).items() if not path.startswith("wandb")}
+        for run in (folder, alone)
+    )
+    theirs = {path: sha for path, sha in theirs.items() if not of_wandb.fullmatch(path)}
+    assert theirs.keys() == mine.keys()
+    differing = {Path(path).name for path in mine if mine[path] != theirs[path]}
+    with_settings = {"config.yaml", "run.json", "state.json", "SHA256SUMS", "report.html"}
+    assert differing <= {"metrics.jsonl", "starts.jsonl", "summary.json", *with_settings}
+
+
+def test_docs_list_the_recorded_keys(watched):
+    """Each key of the table in docs/wandb.md is recorded; each recorded key is in the table."""
+    _, logged, *_ = watched
+    text = (REPOSITORY / "docs" / "wandb.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`\w+/[^|]*) \|", text, re.MULTILINE)
+    listed = [key for cell in cells for key in re.findall(r"`([^`]+)`", cell)]
+    patterns = [re.sub(r"<\w+>", r"[\\w-]+", re.sub(r"\d\d", r"\\d\\d", key)) for key in listed]
+    recorded = {key.partition(".")[0] for row in logged for key in row if "/" in key}
+    chart = re.compile("Custom Chart Tables/(.*)_table")  # W&B stores the values of a chart there
+    recorded = {chart.sub(r"\1", key) for key in recorded}
+    found = {(key, name) for key in recorded for name in patterns if re.fullmatch(name, key)}
+    assert {key for key, _ in found} == recorded
+    sometimes = {"train/mfu", "train/loss_z_score", "val/accuracy"}
+    assert set(patterns) - {name for _, name in found} <= sometimes
+
+
+def test_docs_list_the_settings_and_variables():
+    text = (REPOSITORY / "docs" / "wandb.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `wandb\.(\w+)` \| (?:`(\w+)`)?", text, re.MULTILINE))
+    expected = {key: environment_variable(f"wandb.{key}") or "" for key in WandbConfig.model_fields}
+    assert listed == expected
+
+
+def test_rows_configuration_and_summary(watched):
+    folder, logged, records, _ = watched
+    assert [row["_step"] for row in logged] == [0, 1, 2, 3, 4]
+    for row, mine in zip(logged, rows(folder), strict=True):
+        assert row["_step"] == mine.pop("step")
+        for key, value in mine.items():
+            assert isinstance(value, str) or row[key] == pytest.approx(value)
+    (run,) = (record["run"] for record in records if record["type"] == "run")
+    assert (run["project"], run["display_name"]) == ("heads", "a first try")
+    assert (run["run_group"], run["tags"]) == ("first tries", ["a", "b"])
+    assert (run["entity"], run["run_id"], run["job_type"]) == ("team", "my-id", "test")
+    assert run["notes"] == "What is new, [here]: nothing"
+    config = run["config"]["update"]  # with default and automatic values
+    del config["_wandb"]
+    (start,) = map(json.loads, (folder / "starts.jsonl").read_text().splitlines())
+    assert start.items() >= ({"step": 0} | config.pop("environment")).items()
+    assert config.pop("tokenizer") == "byte"
+    assert config == yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["wandb"]["job_type"] == "test"
+    summary = {}
+    for record in records:
+        if record["type"] == "summary":
+            summary |= record["summary"]["update"]
+    pretrained = load_pretrained(folder / "checkpoints" / "best")
+    model, state = pretrained.model, pretrained.state
+    assert summary["best_val_loss"] == pytest.approx(state.val_loss)
+    assert summary["val/loss"]["min"] == pytest.approx(state.val_loss)
+    assert summary["val/perplexity"]["min"] == pytest.approx(math.exp(state.val_loss))
+    assert summary["parameters"] == model.num_parameters()
+    assert summary["exit_code"] == 0
+    metrics = [record["metric"] for record in records if record["type"] == "metric"]
+    hidden = [metric["glob_name"] for metric in metrics if metric["options"].get("hidden")]
+    assert hidden == ["attention_heads/*", "attention_layers/*", "Custom Chart Tables/*"]
+    assert all("train/tokens" in row for row in logged)  # the x-axis of curves
+    globs = {m["glob_name"] for m in metrics if "glob_name" in m and m.get("step_metric")}
+    named = {m["name"] for m in metrics if "name" in m and m.get("step_metric")}
+    curves = ("train/loss", "val/loss", "val/perplexity", "attention_best/induction")
+    for key in curves:
+        assert key in named or f"{key.partition('/')[0]}/*" in globs
+    assert {m["step_metric"] for m in metrics if m.get("step_metric")} == {"train/tokens"}
+    assert not [key for key in named | globs if key.startswith("attention/")]
+
+
+def test_commit_command_and_environment(watched):
+    """In starts.jsonl and, with wandb.save_code and wandb.console, the code and the output."""
+    folder, _, records, files = watched
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("the repository was copied without git")
+    start = json.loads((folder / "starts.jsonl").read_text())
+    changes = git(REPOSITORY, "status", "--porcelain", "--untracked-files=no")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True)
+    commit = head.stdout.decode().strip()
+    assert commit.startswith(start["commit"])
+    assert start["clean"] == (not changes)
+    assert shlex.split(start["command"])[1:] == sys.argv
+    assert start["torch"] == torch.__version__
+    assert (start["device"], start["ranks"], start["threads"]) == ("cpu", 1, 1)
+    (run,) = (record["run"] for record in records if record["type"] == "run")
+    assert run["git"]["commit"] == commit
+    artifacts = [record["artifact"] for record in records if record["type"] == "artifact"]
+    (code,) = (one for one in artifacts if one["type"] == "code")
+    saved = {Path(file["path"]) for file in code["manifest"]["contents"]}
+    assert {Path("train.py"), Path("configs/config.yaml")} <= saved
+    assert "validation loss" in (files / "output.log").read_text()
+
+
+def test_histograms_of_gradients_and_parameters(watched):
+    """Of each validation step, in its row, for all parameters."""
+    folder, logged, *_ = watched
+    model = load_pretrained(folder / "checkpoints" / "last").model
+    sizes = {name: value.numel() for name, value in model.named_parameters()}
+    for kind in ("gradients", "parameters"):
+        for row in logged:
+            found = {name for name in sizes if f"{kind}/{name}.values" in row}
+            assert found == (sizes.keys() if row["_step"] in (2, 4) else set())
+        for name, size in sizes.items():
+            assert sum(logged[4][f"{kind}/{name}.values"]) == size
+
+
+def test_environment_without_git_and_without_a_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("clearhead.output.machine.REPOSITORY", tmp_path)
+    monkeypatch.setattr("clearhead.output.machine.PACKAGES", ("no-such-package",))
+    found = environment("cpu", 1)
+    assert (found["commit"], found["clean"], found["no-such-package"]) == ("", None, None)
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, [4]), (3, [3, 4])])
+def test_steps_with_histograms(every, expected):
+    model, tracker, state = torch.nn.Linear(2, 2), Mock(), State(step=0, settings={})
+    optimizer = torch.optim.SGD(model.parameters())
+    trainer = TrainerConfig.with_defaults(max_steps=4, eval_every=every)
+    tracker.config.watch = "all"
+    watch(tracker, model, optimizer, trainer, state)
+    for state.step in range(4):
+        optimizer.step()
+    assert [call.args[1] for call in tracker.log_histograms.call_args_list] == expected
+
+
+def test_values_of_histograms():
+    """Of gradients after clipping, also if the fused kernel clips them."""
+    model = torch.nn.Linear(30, 20)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    model.bias.grad[0] = math.inf
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.grad_scale = torch.tensor(4.0)
+    found = histograms(model, optimizer, "all")
+    assert found.keys() == {"gradients/weight", "parameters/weight", "parameters/bias"}
+    for key, values in (("gradients", model.weight.grad / 4), ("parameters", model.weight)):
+        values = values.detach().numpy()
+        counts, edges = np.histogram(values, 64, (values.min(), values.max()))
+        assert np.abs(found[f"{key}/weight"][0] - counts).sum() <= 4  # rounding at an edge
+        assert found[f"{key}/weight"][1] == pytest.approx(edges, abs=1e-6)
+    many = torch.zeros(2**24 + 9)
+    for values, size in ((many, 2**24 + 9), (torch.full((5,), 3.0), 5)):
+        assert histogram(values)[0].sum() == size
+
+
+def test_one_chart_per_statistic(watched):
+    """The charts have a line for each layer, with the values of metrics.jsonl."""
+    folder, logged, records, files = watched
+    for key in STATISTICS:
+        name = f"Custom Chart Tables/attention_statistics/{key}_table.path"
+        table = json.loads((files / logged[4][name]).read_text())
+        metric = f"attention_layers/{key}/"
+        expected = {
+            (row["step"], layer, row[f"{metric}{layer}"])
+            for row in rows(folder)
+            for layer in ("L00", "L01")
+            if f"{metric}{layer}" in row
+        }
+        assert len(expected) == 6
+        for (step, layer, value), line in zip(sorted(expected), sorted(table["data"]), strict=True):
+            assert line == [step, layer, pytest.approx(value, abs=1e-4)]
+    configs = [record["config"]["update"] for record in records if record["type"] == "config"]
+    shown = {key for update in configs for key in update if "visualize" in key}
+    assert shown == {f"_wandb.visualize.attention_statistics/{key}" for key in STATISTICS}
+
+
+def test_uploaded_model_can_be_loaded(watched, tmp_path):
+    """From the files of the artifact. Without optimizer state, a run cannot resume from them."""
+    folder, _, records, _ = watched
+    artifacts = [record["artifact"] for record in records if record["type"] == "artifact"]
+    (artifact,) = (one for one in artifacts if one["type"] == "model")
+    best = (folder / "checkpoints" / "best").resolve()
+    assert artifact["name"] == f"model-{artifact['run_id']}"
+    assert {"best", f"step_{int(best.name[5:])}"} <= set(artifact["aliases"])
+    for file in artifact["manifest"]["contents"]:
+        shutil.copy(file["local_path"], tmp_path / file["path"])
+    names = {"model.safetensors", "state.json", "SHA256SUMS", "config.yaml"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    state = load_pretrained(tmp_path).state  # also verifies the checksums
+    assert state.step == int(best.name[5:])
+    assert json.loads(artifact["metadata"])["val_loss"] == pytest.approx(state.val_loss)
+    with refused(DamagedCheckpointError, "checkpoint", tmp_path / "optimizer.safetensors"):
+        find_checkpoint(tmp_path, "trainer.resume", FILES)
+
+
+def test_which_model_is_uploaded(watched, recorded, monkeypatch):
+    folder, *_ = watched
+    for kind, best, names in (
+        ("best", 2, ["step_2", "best"]),
+        ("best", None, ["step_4", "last"]),
+        ("last", 2, ["step_4", "last"]),
+        (False, 2, None),
+    ):
+        tracker = Tracker(WandbConfig.with_defaults(mode="offline", log_model=kind), folder, {})
+        monkeypatch.setattr(tracker, "upload", lambda files, names, facts: names)
+        assert tracker.log_model(best) == names
+        tracker.finish()
+
+
+def test_media_are_the_files_on_disk_byte_for_byte(watched):
+    """Images, pages, whose content security policy allows no changes, samples, table of heads."""
+    folder, logged, records, files = watched
+    files_of = {}
+    for row, mine in zip(logged, rows(folder), strict=True):
+        for key, value in mine.items():
+            if isinstance(value, str):
+                files_of.setdefault(row["_step"], []).append(row[f"{key}._type"])
+                if key != "attention/timelapse" or row["_step"] == 4:  # overwritten since
+                    stored = files / row[f"{key}.path"]
+                    assert stored.read_bytes() == (folder / value).read_bytes()
+                    assert os.path.samefile(stored, folder / value)  # not a copy
+                    assert not stored.is_symlink()
+    pictures = 4 * ["image-file"]  # one of each prompt
+    # The page of the snapshot; from the second snapshot on also the time-lapse; at the end also
+    # the time-lapse as an animated image.
+    for step, pages in {0: 1, 2: 2, 4: 2}.items():
+        animation = ["image-file"] * (step == 4)
+        assert sorted(files_of.pop(step)) == pages * ["html-file"] + pictures + animation
+    assert files_of == {}
+    for row in logged:
+        captions = [value for key, value in row.items() if key.endswith(".caption")]
+        assert len(captions) == (4 if row["_step"] in (0, 2, 4) else 0)
+        assert all(str(row["_step"]) in caption for caption in captions)
+
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").open(encoding="utf-8")]
+    key = "samples/text.path"
+    shown = {row["_step"]: files / row[key] for row in logged if key in row}
+    assert [row["step"] for row in samples] == list(shown) == [2, 4]
+    for row in samples:
+        assert shown[row["step"]].read_text(encoding="utf-8") == sample_page(row)
+
+    with_table = [row["_step"] for row in logged if "attention/table._type" in row]
+    assert with_table == [4]
+    table = json.loads((files / logged[4]["attention/table.path"]).read_text())
+    with open(folder / "attention" / "heads.csv", newline="", encoding="utf-8") as file:
+        names, *written = csv.reader(file)
+    image = table["columns"].index("heatmap")
+    assert table["columns"].pop(image)
+    assert [row.pop(image) for row in table["data"]] == ["Image"] * 4  # stored in the artifact:
+    artifacts = [record["artifact"] for record in records if record["type"] == "artifact"]
+    (artifact,) = (one for one in artifacts if "attentiontable" in one["name"])
+    paths = [file["local_path"] for file in artifact["manifest"]["contents"]]
+    assert len(paths) == 1 + 4
+    assert table["columns"] == names
+    shown = [["" if value is None else str(value) for value in row] for row in table["data"]]
+    assert shown == written
+
+    snapshots = [json.loads(x) for x in (folder / "attention" / "statistics.jsonl").open()]
+    assert [snapshot["step"] for snapshot in snapshots] == [0, 2, 4]
+    for snapshot, key, layer in itertools.product(snapshots, STATISTICS, (0, 1)):
+        row = logged[snapshot["step"]]
+        heads = [row[f"attention_heads/{key}/L0{layer}H0{head}"] for head in (0, 1)]
+        assert heads == pytest.approx(snapshot[key][layer], abs=1e-4)
+        assert sum(row[f"attention_histograms/{key}.values"]) == 4

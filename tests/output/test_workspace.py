@@ -1,0 +1,212 @@
+"""The saved view on W&B: a local server stores views, and wandb-workspaces reads them back."""
+
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from helpers.refusals import printed_keys
+from helpers.wandb_server import WandbServer
+from PIL import Image
+
+from clearhead.config.schema import WandbConfig
+from clearhead.output import tracker, wandb_process
+from headlens.heads import KINDS
+from headlens.snapshots import Snapshot
+from headlens.statistics import STATISTICS
+from scripts import wandb_workspace
+
+HEATMAPS = ["attention/heatmap/1-the-bell", "attention/heatmap/2-repeated"]
+KEY = "k" * 40
+PAGES = ["attention/viewer", "attention/timelapse"]
+SUMMARY = dict.fromkeys([*HEATMAPS, *PAGES, "train/loss", "val/loss", "val/perplexity"], 1.0)
+SUMMARY |= {f"attention_best/{key}": 0.5 for key in KINDS}
+SUMMARY |= {f"attention_layers/{key}/L{n:02d}": 0.5 for key in STATISTICS for n in range(2)}
+
+
+class Server(WandbServer):
+    """Has a project whose runs have the given summaries, and stores its saved views."""
+
+    def __init__(self, *summaries: dict, fault: str = ""):
+        self.summaries, self.views_fault = summaries, fault
+        self.views: dict[str, dict] = {}  # by id
+        super().__init__()
+
+    def answer(self, path: str, body: bytes) -> dict:
+        if path != "/graphql":
+            return super().answer(path, body)
+        asked = json.loads(body)
+        given, query = asked.get("variables") or {}, asked["query"]
+        if "query Runs(" in query:
+            texts = map(json.dumps, self.summaries)
+            runs = [{"name": "r", "config": "{}", "summaryMetrics": text} for text in texts]
+            return {"data": {"project": self.page("runs", runs) if runs else None}}
+        if "allViews(" in query:
+            assert given["viewType"] == "project-view"
+            if self.views_fault == "error":
+                return {"errors": [{"message": "no"}]}
+            if self.views_fault == "hangs":
+                self.ended.wait()
+            name = given.get("viewName")
+            views = [view for view in self.views.values() if name in (None, view["name"])]
+            return {"data": {"project": self.page("allViews", views)}}
+        if "upsertView(" in query:
+            view = {key: given[key] for key in ("name", "displayName", "spec")}
+            view["id"] = given.get("id") or f"view{len(self.views)}"
+            self.views[view["id"]] = view
+            return {"data": {"upsertView": {"view": view, "inserted": "id" not in given}}}
+        return super().answer(path, body)
+
+    def page(self, key: str, nodes: list[dict]) -> dict:
+        edges = [{"node": node, "cursor": str(n)} for n, node in enumerate(nodes)]
+        return {key: {"edges": edges, "pageInfo": {"hasNextPage": False}}}
+
+
+@pytest.fixture
+def online(monkeypatch, tmp_path):
+    """online(server): from now on, wandb uses this server."""
+    import wandb
+
+    def use(server: WandbServer, key: str = KEY) -> None:
+        for name, value in {"BASE_URL": server.url, "API_KEY": key, "DIR": tmp_path}.items():
+            monkeypatch.setenv(f"WANDB_{name}", str(value))
+        monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
+        wandb.teardown()
+
+    yield use
+    wandb.teardown()
+
+
+@pytest.fixture
+def call(online, in_process, tmp_path):
+    """call(server, *arguments) -> (exit code, stdout, stderr) of the command."""
+
+    def run(server: WandbServer, *arguments: str, key: str = KEY) -> tuple[int, str, str]:
+        online(server, key)
+        return in_process(wandb_workspace.main, tmp_path, *arguments)
+
+    return run
+
+
+def test_the_view_is_created_once_and_then_updated(call, online, capsys):
+    from wandb_workspaces.workspaces import Section, Workspace
+
+    with Server(SUMMARY, {"attention/heatmap/3-new": 1.0}) as server:
+        code, address, err = call(server, "project=mine")
+        assert (code, err, len(server.views)) == (0, "", 1)
+        (first,) = server.views.values()
+        online(server)
+        view = Workspace.from_url(address.strip())
+        assert [view.entity, view.project] == ["me", "mine"]
+        heatmaps, page, heads, statistics, loss, samples = view.sections
+        shown = [panel.media_keys for panel in heatmaps.panels + page.panels + samples.panels]
+        keys = [*HEATMAPS, "attention/heatmap/3-new", *PAGES, "samples/text"]
+        assert shown == [[key] for key in keys]
+        assert [panel.table_name for panel in heads.panels] == ["attention/table"]
+        curves = [[metric.name for metric in panel.y] for panel in loss.panels]
+        assert curves == [["train/loss", "val/loss"], ["val/perplexity"]]
+        layers = [key for key in SUMMARY if key.startswith("attention_layers/")]
+        best = [key for key in SUMMARY if key.startswith("attention_best/")]
+        drawn = [
+            [key for key in SUMMARY if re.search(panel.metric_regex, key)]
+            for panel in statistics.panels
+        ]
+        of_layers = [layers[n : n + 2] for n in range(0, len(layers), 2)]
+        assert sorted(drawn) == sorted([best, *of_layers])
+        axes = {panel.x.name for panel in statistics.panels + loss.panels}
+        assert axes == {"train/tokens"}
+
+        # The user adds a section and removes the panels of another; the command adds them again.
+        heatmaps.panels = []
+        view.sections = [Section(name="my own", panels=loss.panels), *view.sections]
+        view.runset_settings.query = "mine"
+        view.save()
+        capsys.readouterr()  # the library reports the address
+        assert call(server, "project=mine", "entity=me") == (0, address, "")
+        (second,) = server.views.values()
+        online(server)
+        view = Workspace.from_url(address.strip())
+    assert first["name"] == second["name"]
+    assert (view.sections[-1].name, view.runset_settings.query) == ("my own", "mine")
+    before, after = [
+        [(section["name"], len(section["panels"])) for section in sections_of(stored)]
+        for stored in (first, second)
+    ]
+    assert after == [*before, ("my own", 2)]
+
+
+def forget_package(monkeypatch) -> None:
+    """From now on, imports of wandb-workspaces fail."""
+    for name in [*sys.modules]:
+        if name.startswith(("wandb_workspaces", "clearhead.output.workspace")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("clearhead.output.workspace", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+
+
+def sections_of(view: dict) -> list[dict]:
+    return json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
+
+
+@pytest.mark.parametrize(
+    ("summaries", "fault", "key", "code", "printed"),
+    [
+        ([SUMMARY], "", "", 2, "W&B"),
+        ([], "", KEY, 4, "project"),
+        ([SUMMARY], "hangs", KEY, 4, "project"),
+    ],
+)
+def test_a_failure_is_one_line(monkeypatch, call, summaries, fault, key, code, printed):
+    if fault == "hangs":
+        monkeypatch.setattr(wandb_workspace, "SECONDS", 1)
+    with Server(*summaries, fault=fault) as server:
+        found, out, err = call(server, key=key)
+        assert server.views == {}
+    assert (found, out, printed_keys(err)) == (code, "", [printed])
+
+
+@pytest.fixture
+def logged(online, tmp_path, capsys, monkeypatch):
+    """logged(server) -> (lines on stderr, uploaded steps) of an online run with wandb.workspace."""
+
+    def run(server: WandbServer) -> tuple[list[str], list[int]]:
+        online(server)
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        config = WandbConfig.with_defaults(mode="online", workspace=True)
+        made = tracker.Tracker(config, folder, {})
+        picture = folder / "a.png"
+        Image.new("RGB", (9, 9)).save(picture)
+        snapshot = Snapshot({"attention_layers/entropy/L00": 1.0}, {}, {}, {HEATMAPS[0]: picture})
+        for step in range(3):
+            made.log({"train/loss": 1.0}, step, snapshot)
+        made.finish()
+        steps = [row["_step"] for row in server.rows()]
+        return capsys.readouterr().err.splitlines(), steps
+
+    return run
+
+
+def test_a_run_creates_the_view_if_the_project_has_none(logged):
+    with Server() as server:
+        lines, steps = logged(server)
+        (created,) = map(dict, server.views.values())
+        assert steps == [0, 1, 2]
+        assert len(lines) == 1
+        assert [len(section["panels"]) for section in sections_of(created)] == [1, 2, 1, 1, 1, 1]
+        assert logged(server)[0] == []
+        assert list(server.views.values()) == [created]
+
+
+@pytest.mark.parametrize("fault", ["error", "hangs", "package"])
+def test_a_run_continues_without_a_view(logged, monkeypatch, fault):
+    if fault == "package":
+        forget_package(monkeypatch)
+    elif fault == "hangs":
+        monkeypatch.setattr(wandb_process, "WORKSPACE_SECONDS", 0.5)
+    with Server(fault=fault) as server:
+        lines, steps = logged(server)
+    assert (len(lines), steps, server.views) == (1, [0, 1, 2], {})
+    assert "scripts.wandb_workspace project=clearhead" in lines[0]

@@ -1,0 +1,249 @@
+"""Distributed training, checks in one process: settings, environment of the launcher, seeds.
+
+test_ranks.py starts real ranks."""
+
+import errno
+import os
+import platform
+import signal
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import TIMEOUT, TINY
+from helpers.gpus import pretend_gpus
+from helpers.ranks import free_port
+from helpers.refusals import printed_keys, refused
+from helpers.settings import settings
+from torch.distributed import TCPStore
+
+import train
+from clearhead.errors import ConfigError, RankLostError, RunDirectoryError, problems_of
+from clearhead.parallel import device, device_memory, process_group
+from clearhead.parallel.build import build_strategy
+from clearhead.parallel.ddp import DDP
+from clearhead.parallel.launch import ParallelConfig, check
+from clearhead.parallel.strategy import Strategy
+from clearhead.run import build
+from clearhead.run.build import build_run
+from clearhead.run.signals import StopSignals
+
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHERS += ("SLURM_STEP_NUM_TASKS",)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    """Removes the variables of launchers; the working directory is a temporary folder."""
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """launched(ranks, KEY=value) sets the environment of one of several ranks."""
+
+    def launch(ranks, **more):
+        fixed = {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+        for key, value in {"RANK": 0, "WORLD_SIZE": ranks, **fixed, **more}.items():
+            if value is not None:
+                monkeypatch.setenv(key, str(value))
+
+    return launch
+
+
+def problem_keys(strategy: str, batch_size: int = 8) -> list[str]:
+    return [key for key, *_ in check(ParallelConfig.with_defaults(strategy=strategy), batch_size)]
+
+
+def test_distributed_strategies_need_several_processes():
+    assert problem_keys("auto", 7) == problem_keys("single") == []
+    assert problem_keys("ddp") == problem_keys("fsdp") == ["parallel"]
+    strategy = build_strategy(ParallelConfig.with_defaults(strategy="auto"), "cpu", "fp32", seed=3)
+    assert type(strategy) is Strategy
+    assert (strategy.rank, strategy.world_size, strategy.is_rank_0) == (0, 1, True)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_ranks_need_a_strategy_and_a_divisible_batch(launched, ranks):
+    launched(ranks)
+    several = ranks > 1
+    assert problem_keys("auto") == problem_keys("fsdp") == []
+    problems = ["parallel", "trainer.batch_size"]
+    assert problem_keys("single", 9) == problems * several
+
+
+def test_the_hint_has_the_nearest_divisible_batch_size(launched):
+    launched(4)
+    for batch_size, nearest in [(9, 12), (1, 4), (5, 8)]:
+        ((*_, hint),) = check(ParallelConfig.with_defaults(), batch_size)
+        assert str(nearest) in hint.split(), batch_size
+
+
+def test_a_launcher_may_not_tell_the_ranks_of_this_machine(launched, monkeypatch):
+    """Then one rank per machine is assumed, and GPUs and memory are not divided by all ranks."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = device_memory.memory_of(torch.device("cpu"))
+    launched(16)
+    pretend_gpus(monkeypatch, count=8)
+    assert device.check("cuda") == []
+    assert device_memory.memory_of(torch.device("cpu")) == alone
+    launched(16, LOCAL_WORLD_SIZE=16)
+    assert [key for key, *_ in device.check("cuda")] == ["device"]
+    assert device_memory.memory_of(torch.device("cpu")) == alone / 16
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    for local_rank, keys in ((7, []), (8, ["device"])):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        assert [key for key, *_ in device.check("auto")] == keys
+
+
+def test_the_page_cache_of_a_container_is_available_memory(monkeypatch, tmp_path):
+    """Otherwise a run that has just read its checkpoint would not have the memory for the next."""
+    for name, text in {
+        "memory.max": "1000000",
+        "memory.current": "900000",
+        "memory.stat": "inactive_anon 1\nactive_file 300000\ninactive_file 200000\nfile 9",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(device_memory, "CGROUP", tmp_path)
+    assert device_memory.available_memory() == (600_000 if sys.platform == "linux" else 0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "system", "given", "expected"),
+    [
+        ("fsdp", "6.8.0-generic", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("ddp", "6.8.0-generic", {}, {}),
+        ("fsdp", "5.15.90.1-microsoft-standard-WSL2", {}, {}),
+        ("fsdp", "6.8.0-generic", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ("fsdp", "6.8.0-generic", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_the_gpu_allocator_is_configured_before_cuda_is_initialized(
+    monkeypatch, strategy, system, given, expected
+):
+    """expected: None: as given by the user."""
+    for name in device_memory.ALLOC_CONF:
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(platform, "release", lambda: system)
+    monkeypatch.setattr(sys, "platform", "linux")
+    found = {}
+
+    def check_machine(_):
+        found.update({n: os.environ[n] for n in device_memory.ALLOC_CONF if n in os.environ})
+        raise InterruptedError
+
+    monkeypatch.setattr(build, "check_machine", check_machine)
+    with pytest.raises(InterruptedError):
+        build_run(settings(*TINY, "data.path=x", f"parallel={strategy}"))
+    assert found == (given if expected is None else expected)
+
+
+def test_slurm_tasks_without_a_rank_are_refused(launched, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert problem_keys("auto") == ["parallel"]
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert problem_keys("auto") == []
+    launched(2, SLURM_STEP_NUM_TASKS=4)  # torchrun, which srun started once per machine
+    assert problem_keys("ddp") == []
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "printed"), [(0, 0, 1), (1, 0, 1), (1, 1, 0)])
+def test_a_wrong_command_is_printed_once_per_machine(
+    launched, in_process, tmp_path, monkeypatch, rank, local_rank, printed
+):
+    monkeypatch.setattr("clearhead.config.command_line.WAIT_FOR_RANK_0", 0)
+    launched(2, RANK=rank, LOCAL_RANK=local_rank)
+    code, _, err = in_process(train.main, tmp_path, "trainer.batch_size=9")
+    assert code == 2
+    assert len(printed_keys(err)) == err.count("trainer.batch_size=9") == printed
+
+
+VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+
+
+@pytest.mark.parametrize("name", [*VARIABLES, "TORCHELASTIC_MAX_RESTARTS", "MASTER_ADDR"])
+@pytest.mark.parametrize("value", ["", "x", "-1"])
+def test_wrong_variables_of_a_launcher_are_named(launched, monkeypatch, text_file, name, value):
+    """A variable that is missing, is not a number or is negative."""
+    launched(2, LOCAL_WORLD_SIZE=2, LOCAL_RANK=0)
+    monkeypatch.setenv(name, value)
+    if name == "MASTER_ADDR":
+        monkeypatch.delenv(name)
+    if name == "LOCAL_RANK":
+        monkeypatch.setattr(device, "best_device", lambda: "cuda")
+        monkeypatch.setattr(device, "check", lambda *_: [])
+    with refused(ConfigError, name, exit_code=2):
+        build_run(settings(*TINY, f"data.path={text_file}", "trainer.device=auto"))
+
+
+@pytest.mark.parametrize("waits_for", ["server", "rank 0", "rank 1"])
+def test_a_signal_ends_a_rank_that_waits_for_the_others(launched, monkeypatch, waits_for):
+    """And so does the end of torchrun, from which no signal may come."""
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = server.port if waits_for == "rank 0" else free_port()
+    launched(2, RANK=0 if waits_for == "rank 1" else 1, MASTER_PORT=port)
+    with monkeypatch.context() as patched:
+        patched.setattr("time.sleep", lambda _: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(SystemExit) as ended, StopSignals():
+            process_group.join("gloo", timeout=3)
+    assert ended.value.code == 143
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with refused(RankLostError, "parallel.timeout", exit_code=4):
+        process_group.join("gloo", timeout=TIMEOUT)
+
+
+def test_too_many_open_files_have_a_hint():
+    error = OSError(errno.EMFILE, "Too many open files", "a.txt")
+    ((*_, hint),) = problems_of(error, "rerun")
+    assert "ulimit" in hint
+
+
+def test_a_sweep_on_several_ranks_is_refused(launched, in_process, tmp_path):
+    launched(2)
+    code, _, err = in_process(train.main, tmp_path, "-m", "seed=0,1")
+    assert (code, printed_keys(err)) == (2, ["WORLD_SIZE"])
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_errors_that_mean_a_lost_rank():
+    assert DDP.is_lost_rank(None, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"))
+    assert DDP.is_lost_rank(None, RuntimeError("Application timeout caused pair closure"))
+    assert not DDP.is_lost_rank(None, ValueError("gloo"))
+    locked = RunDirectoryError("name", "gloo", "is locked", "Timed out")
+    assert not DDP.is_lost_rank(None, locked)
+    assert not Strategy(torch.device("cpu"), torch.float32).is_lost_rank(RuntimeError("gloo"))
+
+
+def test_sums_over_ranks_are_exact():
+    """Also of numbers of tokens that fp32 does not represent."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert DDP(torch.device("cpu"), torch.float32).all_reduce_sum(2**24 + 1) == [2**24 + 1]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_random_numbers_are_a_function_of_seed_step_and_rank():
+    def drawn(seed: int, step: int, rank: int) -> tuple[int, ...]:
+        Strategy(torch.device("cpu"), torch.float32, rank, world_size=8).reseed(seed, step)
+        return tuple(torch.randint(2**62, (4,)).tolist())
+
+    cases = [(s, n, r) for s in (0, 1, 2**63 - 1) for n in (0, 1, 10**9) for r in (0, 1, 7)]
+    cases += [(1, 2, 3), (3, 2, 1), (2, 1, 3), (1, 3, 2)]
+    first = [drawn(*case) for case in cases]
+    assert [drawn(*case) for case in reversed(cases)] == first[::-1]
+    assert len(set(first)) == len(cases)
+
+
+def test_ranks_that_are_restarted_need_the_name_of_their_run(monkeypatch, in_process, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    code, _, err = in_process(train.main, tmp_path, "data.path=any")
+    assert (code, printed_keys(err)) == (2, ["name"])

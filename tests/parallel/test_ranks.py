@@ -1,0 +1,408 @@
+"""Several ranks compute the same as one process, write one run, and fail together.
+
+All run on CPU over gloo. CAMPAIGN=1 adds four ranks, two torchrun nodes and rarer combinations.
+"""
+
+import functools
+import json
+import os
+import shutil
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from helpers import REPOSITORY, TEXT
+from helpers.ranks import (
+    COMPARABLE,
+    SHORT,
+    STRATEGIES,
+    TORCHRUN,
+    check_same_bytes,
+    check_same_losses,
+    check_same_tensors,
+    free_port,
+    last,
+    runs_in,
+    started,
+    values,
+    wait_for_exit,
+    write_texts,
+)
+from helpers.refusals import printed_keys
+from helpers.runs import change_state, contents, rows, train_in
+from helpers.tally import CAMPAIGN, in_campaign
+from helpers.texts import prepare
+from helpers.trainings import STEP, ForkServer, interrupt, printed_command
+from safetensors.torch import load_file
+
+from clearhead.checkpoint import format as checkpoint
+from clearhead.checkpoint import listing
+from headlens.snapshot_data import read_snapshot, snapshot_files
+
+HALF = SHORT // 2
+WATCHED = ("trainer.sample_tokens=8", "lens=default", "lens.every=4", "lens.repeat_length=8")
+WATCHED += ("lens.prompts=[the quick fox]", "lens.logit_lens=true")
+# Windows within short documents have different numbers of targets.
+DOCUMENTS = ("data.path=short.jsonl", "data.within_documents=true")
+DOCUMENTS += ("data.tokenizer=bpe", "model.vocab_size=null")  # rank 0 trains the tokenizer
+# The code generator takes a minute.
+COMPILER = os.environ.get("CAMPAIGN_COMPILER", "aot_eager")
+RECOMPUTED, COMPILED = "trainer.activation_checkpointing=true", "trainer.compile=true"
+UNSHARDED, PROFILED = "parallel.reshard_after_forward=false", "trainer.profile=true"
+# Hydra sets it in each rank; ranks with different settings are refused.
+OF_THE_JOB = ("+hydra.job.env_set.NOTES=here", "wandb.notes=${oc.env:NOTES,unset}")
+# Equivalent computations: number of ranks, strategy, settings.
+VARIANTS = [
+    (2, "ddp", RECOMPUTED, PROFILED, "trainer.micro_batch_size=3", *OF_THE_JOB),
+    (2, "fsdp", UNSHARDED, "trainer.micro_batch_size=null"),
+]
+if CAMPAIGN:
+    VARIANTS += [(2, way, more) for way in STRATEGIES for more in (RECOMPUTED, PROFILED, COMPILED)]
+    VARIANTS += [(4, way, "trainer.micro_batch_size=1") for way in STRATEGIES]
+
+
+class Place:
+    """A folder in which one process and several ranks train on the same text files."""
+
+    def __init__(self, server: ForkServer, folder):
+        self.server, self.folder = server, write_texts(folder)
+        self.alone = functools.cache(self._alone)
+        self.watched = functools.cache(self._watched)
+
+    def _alone(self, *arguments):
+        """Returns the run of a single process; trains it once."""
+        name = f"alone{len(list(self.folder.glob('runs/alone*')))}"
+        return train_in(self.folder, *COMPARABLE, *arguments, f"name={name}")
+
+    def _watched(self, way):
+        """A run with all features and a slow rank 0: its directory and its ranks."""
+        faults = [{"slow": {"seconds": 0.1}}, None]
+        return self.ranks(way, *WATCHED, f"parallel={way}", faults=faults)
+
+    def ranks(self, name, *arguments, **more):
+        """Trains with two ranks. Returns the ranks and their run directory."""
+        trainings = self.server.run_ranks(
+            self.folder, *COMPARABLE, f"name={name}", *arguments, **more
+        )
+        return self.folder / "runs" / name, trainings
+
+
+@pytest.fixture(scope="module")
+def place(server, tmp_path_factory):
+    return Place(server, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def watched(place, request):
+    """(A run of two ranks; the same run in one process; output of each rank.)"""
+    run, trainings = place.watched(request.param)
+    return run, place.alone(*WATCHED), trainings
+
+
+def test_two_ranks_train_as_one(watched):
+    """Losses, clipped gradients, validation on 7 windows, parameters, samples, files, output."""
+    many, one, (main, other) = watched
+    assert (main.err, other.err, other.out) == ("", "", "")
+    assert max(values(one, "train/grad_norm").values()) > 0.5  # they are clipped
+    check_same_losses(many, one)
+    for step in (HALF, SHORT):
+        check_same_tensors(last(many, step), last(one, step))
+    assert (many / "samples.jsonl").read_bytes() == (one / "samples.jsonl").read_bytes()
+    ends = [json.loads((run / "validation.json").read_text()) for run in (many, one)]
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=0)
+    not_with_fsdp = {"attention/ablation.json"}
+    assert contents(many).keys() | not_with_fsdp == contents(one).keys()
+    assert [row.keys() for row in rows(many)] == [row.keys() for row in rows(one)]
+
+
+def test_the_lens_measures_the_same(watched):
+    files = [run / "attention" / "statistics.jsonl" for run in watched[:2]]
+    mine, theirs = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    assert [row["step"] for row in theirs] == [0, HALF, SHORT]
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+    readings = []  # with the logit lens, in the order of runs, steps, prompts and layers
+    for run in watched[:2]:
+        details = [read_snapshot(path).details for path in snapshot_files(run / "attention")]
+        found = [p for of in details for p in of["predictions"]["of_prompts"]]
+        readings.append([layer["losses"] for prompt in found for layer in prompt["layers"]])
+    assert readings[0]
+    torch.testing.assert_close(*readings, rtol=0, atol=1e-3)
+
+
+def test_a_checkpoint_has_the_same_state(watched):
+    many, one = (checkpoint.load_state(last(run, HALF)) for run in watched[:2])
+    assert many.settings["parallel"]["strategy"] == watched[0].name
+    for settings in (one.settings, many.settings):
+        del settings["name"], settings["parallel"]
+    for key in ("val_loss", "best_loss", "losses", "spikes"):
+        rel = 1e-4 if key == "spikes" else 1e-5
+        mine, theirs = (asdict(state)[key] for state in (many, one))
+        assert mine == pytest.approx(theirs, rel=rel)
+        setattr(many, key, getattr(one, key))
+    assert many == one
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_results_do_not_depend_on_how_they_are_computed(place, variant):
+    ranks, way, *more = variant
+    name = f"variant_{VARIANTS.index(variant)}"
+    special = {"faults": [{"compiler": {"backend": COMPILER}}] * ranks, "codes": [0] * ranks}
+    run, _ = place.ranks(name, f"parallel={way}", *more, **special)
+    check_same_losses(run, place.alone(*WATCHED))
+    check_same_tensors(last(run), last(place.alone(*WATCHED)))
+
+
+@pytest.mark.parametrize("way", STRATEGIES if CAMPAIGN else ["fsdp"])
+def test_bf16_stays_near(place, way):
+    """Only one machine has memory for the copy of a checkpoint."""
+    bf16 = "trainer.precision=bf16"
+    faults = [{"no_memory": {}}, None]
+    run, _ = place.ranks(f"bf16_{way}", bf16, f"parallel={way}", faults=faults)
+    one = place.alone(bf16)
+    assert values(run, "train/loss") == pytest.approx(values(one, "train/loss"), abs=1e-2)
+    check_same_tensors(last(run), last(one), most=0.1)
+
+
+def test_frozen_parameters_stay_and_the_others_train_as_in_one_process(place):
+    modules = ["token_emb", "blocks.0", "blocks.1.attn.W_key"]
+    one, *others = [
+        place.ranks(
+            f"frozen_{way}",
+            f"parallel={way}",
+            faults=[{"frozen": {"modules": modules}}] * n,
+            codes=[0] * n,
+        )[0]
+        for way, n in (("single", 1), *((way, 2) for way in STRATEGIES))
+    ]
+    for many in others:
+        check_same_losses(many, one)
+        check_same_tensors(last(many), last(one))
+
+
+def test_muon_trains_documents_as_in_one_process(place):
+    """Each target counts the same on all ranks. With fsdp the matrices have half their rows on
+    each rank; products in bf16, where that is fast, magnify how sums were rounded. Rank 1 has no
+    memory for the copy of a checkpoint."""
+    settings = (*DOCUMENTS, "optimizer=muon", "optimizer.matrix_lr=2e-3")
+    one = place.alone(*settings)
+    source = f"trainer.resume=runs/muon_ddp/checkpoints/step_{HALF:08d}"
+    for name, after, *more in [
+        ("muon_ddp", 0, "parallel=ddp"),
+        ("muon_ddp_to_fsdp", HALF, "parallel=fsdp", source),
+    ]:
+        many, _ = place.ranks(name, *settings, *more, faults=[None, {"no_memory": {}}])
+        check_same_losses(many, one, after=after)
+        check_same_tensors(last(many), last(one), most=5e-4)
+    weight = "blocks.0.mlp.fc.weight"
+    moved, start = (load_file(last(one, s) / "model.safetensors")[weight] for s in (None, HALF))
+    assert float((moved - start).abs().max()) > 3e-3
+
+
+@pytest.mark.parametrize(
+    ("start", "goal", "ranks"),
+    [("fsdp", None, 1), (None, "fsdp", 2)]
+    + [("ddp", None, 1), ("fsdp", "ddp", 2), (None, "fsdp", 4)] * CAMPAIGN,
+)
+def test_a_run_resumes_with_other_ranks(place, start, goal, ranks):
+    """Parameters and moments are resharded or gathered."""
+    one = place.alone(*WATCHED)
+    source = place.watched(start)[0] if start else one
+    resume = f"trainer.resume=runs/{source.name}/checkpoints/step_{HALF:08d}"
+    if goal is None:
+        run = place.alone(resume)
+    else:
+        special = {"faults": [None] * ranks, "codes": [0] * ranks}
+        run, _ = place.ranks(f"{start}_to_{goal}_{ranks}", resume, f"parallel={goal}", **special)
+    assert min(values(run, "train/loss")) == HALF + 1
+    check_same_losses(run, one, after=HALF)
+    check_same_tensors(last(run), last(one))
+
+
+def test_ranks_that_do_not_see_the_run_continue_it(place):
+    """Only rank 0 has the run: the others receive its settings, and its best loss, without which
+    one rank would save what the others do not."""
+    best = 0.25  # lower than all losses of these runs
+    alone = place.alone()
+    for rank in range(2):
+        write_texts(place.folder / f"machine_{rank}")
+    main, other = place.folder / "machine_0" / "runs", place.folder / "machine_1" / "runs"
+    shutil.copytree(alone, main / alone.name, symlinks=True)
+    change_state(last(main / alone.name).resolve(), best_loss=best)
+    before = checkpoint.load_state(last(alone))
+    further = ("parallel=fsdp", "trainer.max_steps=12", "trainer.micro_batch_size=4")
+    resume = (f"trainer.resume=runs/{alone.name}", "trainer.eval_every=1", *further)
+    place.server.run_ranks(place.folder / "machine_{rank}", *resume)
+    state = checkpoint.load_state(last(main / alone.name))
+    assert (state.step, state.best_loss) == (12, best)
+    for group in ("model", "data", "optimizer"):
+        assert state.settings[group] == before.settings[group]
+    assert state.settings["trainer"]["micro_batch_size"] == 4
+    assert not other.exists()
+
+
+# Signals of one rank, with which all ranks stop after step HALF + 1: before that step, and during
+# the step before, whose checkpoint is written slowly.
+STOPPED = {
+    "fsdp": [None, interrupt(("SIGTERM", STEP, HALF + 1))],
+    "ddp": [
+        interrupt(("SIGTERM", "clearhead.parallel.ddp.DDP.update", HALF))
+        | {"slow": {"seconds": 0.1}},
+        None,
+    ],
+}
+
+
+@pytest.mark.parametrize("way", STRATEGIES if CAMPAIGN else ["ddp"])
+def test_a_signal_to_one_rank_stops_all_and_resume_is_bit_exact(place, way):
+    """With dropout, whose random numbers follow from seed, step and rank; by the command that is
+    printed."""
+    settings = ("model.dropout=0.2", f"parallel={way}")
+    whole, _ = place.ranks(f"whole_{way}", *settings)
+    special = {"faults": STOPPED[way], "codes": [143, 143]}
+    cut, (main, other) = place.ranks(f"cut_{way}", *settings, **special)
+    assert other.err == ""
+    assert listing.newest_step(cut) == HALF + 1
+    check_same_bytes(cut, whole, HALF)
+    program, command = printed_command(main.err)
+    assert program.endswith("torchrun --nproc_per_node=2")
+    place.server.run_ranks(place.folder, *command)
+    for key in ("train/loss", "val/loss", "train/grad_norm"):
+        assert values(cut, key) == values(whole, key)
+    check_same_bytes(cut, whole)
+
+
+def test_a_rank_that_is_out_of_time_ends_the_run(place):
+    """Rank 1 has no time after step 4."""
+    settings = ("trainer.max_minutes=100", "parallel=fsdp")
+    faults = [{"out_of_time": {"step": step}} for step in (None, HALF)]
+    run, _ = place.ranks("out_of_time", *settings, faults=faults)
+    assert [row["step"] for row in rows(run)] == list(range(HALF + 1))
+    check_same_tensors(last(run), last(place.alone(*WATCHED), HALF))
+
+
+def test_all_ranks_stop_early(place):
+    """At this learning rate the weights stay, so the validation of step 4 is not lower than that of
+    step 2."""
+    settings = ("optimizer.lr=1e-20", "trainer.eval_every=2", "trainer.patience=1", "parallel=ddp")
+    for _ in range(2):  # the second start has no step left
+        run, _ = place.ranks("early", *settings)
+        assert [row["step"] for row in rows(run)] == list(range(HALF + 2))
+
+
+# Name: exit code, key, whether rank 1 alone has the problem, arguments.
+REFUSALS = {
+    "mistyped": (2, "paralel", False, "paralel=ddp"),
+    "no_text": (3, "data.path", False, "parallel=ddp", "data.path=nowhere.txt"),
+    "another_text": (3, "data.path", True, "parallel=ddp", "data.path=text{rank}.txt"),
+    "broken_disk": (4, "RuntimeError", True, "parallel=fsdp"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_an_error_before_the_first_step_ends_all_ranks(place, name):
+    """All ranks have the same exit code, rank 0 prints one line, and no run directory exists."""
+    code, key, on_rank_1, *arguments = REFUSALS[name]
+    folder = write_texts(place.folder / f"in_{name}")
+    (folder / "text0.txt").write_text("one text, " * 500)
+    (folder / "text1.txt").write_text("another,  " * 500)
+    faults = [
+        None,
+        interrupt(("broken", "clearhead.run.build.load_datasets"))
+        if name == "broken_disk"
+        else None,
+    ]
+    codes = [code, code]
+    main, other = place.server.run_ranks(
+        folder, *COMPARABLE, *arguments, faults=faults, codes=codes
+    )
+    assert printed_keys(main.err) == [key]
+    assert ("rank 1" in main.err) == on_rank_1
+    assert other.err == ""
+    assert not (folder / "runs").exists()
+
+
+def test_a_run_of_damaged_checkpoints_ends_all_ranks(place):
+    run = shutil.copytree(place.alone(), place.folder / "runs" / "damaged", symlinks=True)
+    for whole in listing.list_checkpoints(run):
+        (whole / "model.safetensors").write_bytes(b"no tensors")
+    before = contents(run)
+    more = ("parallel=fsdp", "trainer.max_steps=30")
+    _, (main, other) = place.ranks("damaged", *more, codes=[3, 3])
+    assert printed_keys(main.err) == ["checkpoint"]
+    assert other.err == ""
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [("trainer.resume", ("runs/alone", "auto"))]
+    + [("optimizer.lr", ("0.001", "0.002")), ("parallel.strategy", ("ddp", "fsdp"))] * CAMPAIGN,
+)
+def test_ranks_with_different_settings_do_not_train(place, key, given):
+    folder = write_texts(place.folder / f"different_{key}")
+    shutil.copytree(place.alone(), folder / "runs" / "alone", symlinks=True)
+    before = contents(folder / "runs")
+    each = [f"{key}={value}" for value in given]
+    main, other = place.server.run_ranks(folder, *COMPARABLE, each=each, codes=[2, 2])
+    assert printed_keys(main.err)[0] == key
+    assert all(value in main.err for value in given)
+    assert other.err == ""
+    assert contents(folder / "runs") == before
+
+
+def test_all_ranks_have_the_prompts_of_rank_0(place, tmp_path):
+    """Also if a machine has other tokens, which data.verify=false does not compare."""
+    prepare(place.folder / "text.txt", tmp_path / "tokens0", tokenizer="byte")
+    (file,) = shutil.copytree(tmp_path / "tokens0", tmp_path / "tokens1").rglob("*.bin")
+    fox, cat = (np.array([*b"fox"], "<u2").tobytes(), np.array([*b"cat"], "<u2").tobytes())
+    file.write_bytes(file.read_bytes().replace(fox, cat))
+    code = """
+import json, os
+from clearhead.run.build import build_run
+from helpers import TINY
+from helpers.settings import settings
+rank = os.environ["RANK"]
+data = (f"data.path=tokens{rank}", "data.verify=false")
+with build_run(settings(*TINY, *data, "name=a", "parallel=ddp")) as run:
+    prompts = [*run.config.lens.prompts, run.config.trainer.sample_prompt]
+    open(f"prompts{rank}", "w").write(json.dumps(prompts))
+"""
+    port, many = free_port(), {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    trainings = [
+        place.server.start(tmp_path, code=code, RANK=n, LOCAL_RANK=n, MASTER_PORT=port, **many)
+        for n in (0, 1)
+    ]
+    assert [training.wait() for training in trainings] == [0, 0], [t.err for t in trainings]
+    prompts = [json.loads((tmp_path / f"prompts{rank}").read_text()) for rank in (0, 1)]
+    assert prompts[0] == prompts[1]
+    assert all(prompt in TEXT for prompt in prompts[0])
+    assert "fox" in prompts[0][0]
+
+
+def test_an_error_during_training_is_printed_on_each_machine(place):
+    """Rank 1 is on a separate machine with a separate log."""
+    folder = write_texts(place.folder / "one_breaks")
+    _, other = place.server.run_ranks(
+        *(folder, *COMPARABLE, "parallel=ddp"),
+        faults=[None, interrupt(("broken memory", STEP, 4))],
+        codes=[4, 4],
+        LOCAL_WORLD_SIZE=1,
+    )
+    assert "RuntimeError: broken memory" in other.err
+    assert len(other.err.splitlines()) == 1
+    assert len(runs_in(folder)) == 1
+
+
+@in_campaign
+def test_two_torchrun_nodes_leave_one_run(place):
+    folder = write_texts(place.folder / "in_nodes")
+    meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=test"]
+    agent = [*TORCHRUN[:2], "--nnodes=2", "--nproc_per_node=1", *meeting, "--local-addr=127.0.0.1"]
+    with started(folder) as start:
+        training = (REPOSITORY / "train.py", *COMPARABLE, "parallel=fsdp", "wandb=offline")
+        nodes = [start(*agent, *training) for _ in range(2)]
+        assert [wait_for_exit(process) for process in nodes] == [0, 0]
+    (run,) = runs_in(folder)
+    assert len(list(run.glob("wandb/offline-run-*"))) == 1
+    check_same_losses(run, place.alone(*WATCHED))
