@@ -1,6 +1,6 @@
 """A web page as one self-contained file, from a folder of HTML, CSS and JavaScript modules.
 
-    html = assemble(Path("lens/page/index.html"))
+    html = assemble(Path("headlens/page/index.html"))
     policy = content_security_policy(html.encode())
 
 The HTML file links its style sheet and its script in the usual way:

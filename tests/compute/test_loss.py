@@ -120,7 +120,7 @@ def test_the_compiled_loss_is_the_same():
 def test_the_kernel_of_a_gpu_computes_the_same():
     """On the CPU, by Triton's interpreter, which needs a separate process."""
     pytest.importorskip("triton")  # not a part of torch for CPUs
-    program = REPOSITORY / "tests" / "ops" / "interpret_kernel.py"
+    program = REPOSITORY / "tests" / "compute" / "interpret_kernel.py"
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, program], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

@@ -42,16 +42,16 @@ def test_the_lens_imports_its_requirements_and_itself_only():
 
 
 def test_the_wheel_contains_the_lens_alone(tmp_path):
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(LENS, tmp_path / "headlens", ignore=ignored)
+    shutil.copytree(LENS, tmp_path / "headlens", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(REPOSITORY / name, tmp_path)
     command = [sys.executable, "-m", "pip", "wheel", "-q", ".", "--no-deps", "--no-build-isolation"]
     subprocess.run(command, cwd=tmp_path, check=True)
     (wheel,) = tmp_path.glob("headlens-*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    lens = {path for path in (tmp_path / "headlens").rglob("*") if path.is_file()}
-    code = {path for path in lens if path.suffix in (".py", ".html", ".css", ".js")}
+    copied = (tmp_path / "headlens").rglob("*")
+    code = {path for path in copied if path.suffix in (".py", ".html", ".css", ".js")}
+    code.add(tmp_path / "headlens" / "README.md")
     assert names == {path.relative_to(tmp_path).as_posix() for path in code}
 
 

@@ -20,7 +20,9 @@ from helpers.texts import prepare, write_source
 import train
 from clearhead.models.huggingface import to_hf
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+FOLDERS = ("docs", "headlens", "headlens/docs")
+PAGES = [page for folder in FOLDERS for page in sorted((REPOSITORY / folder).glob("*.md"))]
+PAGES.insert(0, REPOSITORY / "README.md")
 PROGRAMS = "python|torchrun|make|pip|wandb|sbatch|lm_eval|jupyter|git"
 COMMAND = re.compile(rf"([A-Z_]+=\S+ )*({PROGRAMS})\s")
 

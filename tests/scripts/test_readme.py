@@ -48,7 +48,8 @@ def headings(page: Path) -> set[str]:
 
 
 def test_targets_of_links_exist():
-    docs = (REPOSITORY / "docs").glob("*.[mi][dp]*")
+    folders = (REPOSITORY / "docs", REPOSITORY / "headlens", REPOSITORY / "headlens/docs")
+    docs = [page for folder in folders for page in folder.glob("*.[mi][dp]*")]
     results = (REPOSITORY / "benchmarks" / "results").glob("*.md")
     for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *docs, *results]:
         text = page.read_text("utf-8")

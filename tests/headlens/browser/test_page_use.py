@@ -19,7 +19,7 @@ from headlens.heatmap import VIRIDIS
 from headlens.page import END, START, page
 from headlens.render import write_page
 
-SOURCES = REPOSITORY / "clearhead" / "lens" / "page"
+SOURCES = REPOSITORY / "headlens" / "page"
 
 
 def test_link_restores_the_view(shown):
