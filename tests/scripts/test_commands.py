@@ -44,7 +44,6 @@ SHORT = {
     "scripts.compare_heads": [],
     "scripts.render": [],
     "scripts.plan": [],
-    "scripts.attention_ladder": [],
     "benchmarks.plots": ["out=speed.png"],
     "benchmarks.tokenizers": ["texts=[my.txt]", "megabytes=1", "repeats=1"],
     "scripts.runs": ["yes=true"],  # last, because it removes what the others read
