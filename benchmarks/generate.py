@@ -5,14 +5,14 @@
 
 Both decode greedily with the same weights and prompts: transformers with generate(), clearhead with
 the code of generate.py. First all tokens in fp32 are compared. If they differ, the command exits
-with code 4. Then the runs are interleaved: A B C, then C B A. The speed is the median of tokens per
-second, reading the prompt included; the speedup is the median of the ratios to transformers in the
-same precision within each round, with the smallest and the largest one.
+with code 4. Then the runs are interleaved. The speed is the median of tokens per second, reading
+the prompt included; the speedup is the median of the ratios to transformers in the same precision
+within each round, with the smallest and the largest one.
 """
 
 import copy
 import functools
-import time
+import itertools
 from collections.abc import Callable
 from statistics import median
 from typing import Annotated
@@ -35,8 +35,8 @@ from model import GPT, ModelConfig
 
 SEED = 0  # for the weights and the prompts
 Counts = Annotated[list[Positive], Field(min_length=1)]
-# (prompts (B, T), number of new tokens) -> the new ids of each prompt, the seconds until each token
-Generate = Callable[[torch.Tensor, int], tuple[list[list[int]], list[float]]]
+# (prompts (B, T), number of new tokens) -> the new ids of each prompt
+Generate = Callable[[torch.Tensor, int], list[list[int]]]
 
 
 class GenerationBenchmark(ScriptConfig):
@@ -65,49 +65,40 @@ def main(settings: GenerationBenchmark) -> None:
     results = origin("benchmarks.generate", device, ("transformers",)) | {"tables": {}}
     for batch_size in settings.batch_sizes:
         work = implementations(weights, batch_size, device)
-        for prompt_tokens in settings.prompt_tokens:
+        for length, count in itertools.product(settings.prompt_tokens, settings.max_new_tokens):
             random = torch.Generator().manual_seed(SEED)
-            shape = (batch_size, prompt_tokens)
-            prompts = torch.randint(config.vocab_size, shape, generator=random)  # (B, T)
-            tables = measure(work, prompts, settings.max_new_tokens, settings.rounds)
-            results["tables"] |= tables
-            for title, table in tables.items():
-                print(f"{title:<24}{'tokens/s':>10}  speedup over transformers, same precision")
-                for row in table["rows"]:
-                    figures = f"{row['tokens_per_second']:>10.1f}  {show_speedup(row['ratio'])}"
-                    print(f"  {row['name']:<22}{figures}", flush=True)
+            prompts = torch.randint(config.vocab_size, (batch_size, length), generator=random)
+            rows = measure(work, prompts, count, settings.rounds, device)
+            title = f"{batch_size} x {length} + {count} tokens"
+            results["tables"][title] = {"rows": rows}
+            print(f"{title:<24}{'tokens/s':>10}  speedup over transformers, same precision")
+            for row in rows:
+                figures = f"{row['tokens_per_second']:>10.1f}  {show_speedup(row['ratio'])}"
+                print(f"  {row['name']:<22}{figures}", flush=True)
     if settings.out:
         write_out(settings.out, results)
 
 
 def measure(
-    work: dict[str, Generate], prompts: torch.Tensor, counts: list[int], rounds: int
-) -> dict[str, dict]:
-    """Returns a table for each number of new tokens, by title.
-
-    A run generates the largest number of tokens. The time of fewer tokens is the time until the
-    last of them. The first runs, which are not timed, also create caches and compile.
-    """
-    theirs, ours, *_ = [run(prompts, max(counts))[0] for run in work.values()]
+    work: dict[str, Generate], prompts: torch.Tensor, count: int, rounds: int, device: torch.device
+) -> list[dict]:
+    """Returns the rows of a table, for `count` new tokens. The first runs, which are not timed,
+    also create caches and compile."""
+    theirs, ours, *_ = [run(prompts, count) for run in work.values()]
     if theirs != ours:
         reason = "the tokens of clearhead and transformers differ in fp32"
         raise NotEquivalent("generation", NO_VALUE, reason, "check the version of transformers")
-    calls = {name: lambda run=run: run(prompts, max(counts))[1] for name, run in work.items()}
-    seconds = interleave(calls, rounds)  # by name, round and token
-    tables, (batch_size, prompt_tokens) = {}, prompts.shape
-    for count in counts:
-        until = {name: [run[count - 1] for run in runs] for name, runs in seconds.items()}
-        rows = [
-            {
-                "name": name,
-                "tokens_per_second": batch_size * count / median(own),
-                "ratio": speedup(own, until[name.replace("clearhead", "transformers")]),
-                "seconds": own,
-            }
-            for name, own in until.items()
-        ]
-        tables[f"{batch_size} x {prompt_tokens} + {count} tokens"] = {"rows": rows}
-    return tables
+    calls = {name: functools.partial(run, prompts, count) for name, run in work.items()}
+    seconds = interleave(calls, rounds, device)
+    return [
+        {
+            "name": name,
+            "tokens_per_second": len(prompts) * count / median(own),
+            "ratio": speedup(own, seconds[name.replace("clearhead", "transformers")]),
+            "seconds": own,
+        }
+        for name, own in seconds.items()
+    ]
 
 
 def implementations(weights: GPT, batch_size: int, device: torch.device) -> dict[str, Generate]:
@@ -123,23 +114,7 @@ def implementations(weights: GPT, batch_size: int, device: torch.device) -> dict
     return work
 
 
-class Clock:
-    """A streamer of transformers: gets the prompts, then each new token."""
-
-    def __init__(self):
-        self.times: list[float] = []
-
-    def put(self, _) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-def by_transformers(
-    model, prompts: torch.Tensor, max_new_tokens: int
-) -> tuple[list[list[int]], list[float]]:
-    clock, started = Clock(), time.perf_counter()
+def by_transformers(model, prompts: torch.Tensor, max_new_tokens: int) -> list[list[int]]:
     ids = prompts.to(model.device)
     output = model.generate(
         ids,
@@ -149,9 +124,8 @@ def by_transformers(
         do_sample=False,
         pad_token_id=0,
         eos_token_id=None,
-        streamer=clock,
     )
-    return output[:, ids.shape[1] :].tolist(), [time - started for time in clock.times[1:]]
+    return output[:, ids.shape[1] :].tolist()
 
 
 def by_clearhead(gpt: GPT, batch_size: int, device: torch.device, dtype: torch.dtype) -> Generate:
@@ -162,15 +136,10 @@ def by_clearhead(gpt: GPT, batch_size: int, device: torch.device, dtype: torch.d
     specialize_for_generation(model, dtype, batch_size, to_compile=compiler is not None)
     cache = KVCache(gpt.config.context_length, compiler) if compiler else None
 
-    def generate_ids(
-        prompts: torch.Tensor, max_new_tokens: int
-    ) -> tuple[list[list[int]], list[float]]:
-        steps, seconds, started = [], [], time.perf_counter()
+    def generate_ids(prompts: torch.Tensor, max_new_tokens: int) -> list[list[int]]:
         greedy = Sampling(temperature=0)
-        for tokens in generate(model, prompts.tolist(), max_new_tokens, greedy, cache=cache):
-            steps.append(tokens)
-            seconds.append(time.perf_counter() - started)
-        return [list(row) for row in zip(*steps, strict=True)], seconds
+        steps = generate(model, prompts.tolist(), max_new_tokens, greedy, cache=cache)
+        return [list(row) for row in zip(*steps, strict=True)]
 
     return generate_ids
 

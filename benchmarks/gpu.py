@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu nanogpt=../nanoGPT
     python -m benchmarks.gpu rows=[comparison,generation]
-    python -m benchmarks.gpu device=cpu models=[gpt2-nano] batch_size=4 length=32
+    python -m benchmarks.gpu device=cpu model=gpt2-nano batch_size=4 length=32
 
 The rows are in the order of their importance. Each ends as pass, fail or skipped, with the reason,
 and runs in separate processes, so that a crash or a hang loses one row only. All share a cache of
@@ -14,10 +14,12 @@ one with a process group must also have the losses of the training that they rep
 On a GPU these are not equal bit for bit, because some sums depend on the order of threads.
 """
 
+import contextlib
 import importlib.util
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +32,6 @@ import torch
 from pydantic import DirectoryPath, Field
 from safetensors.torch import load_file
 
-from benchmarks.processes import run_python
 from benchmarks.timing import origin
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
@@ -47,19 +48,18 @@ STEPS = 20  # of a training; the second half is timed
 TRAIN = f"""data=shards data.path={{folder}} data.max_length={{length}} data.val_fraction=0
     model.dropout=0 optimizer.lr=6e-4 trainer.schedule_steps={STEPS} trainer.warmup_steps=4
     trainer.batch_size={{batch_size}} trainer.micro_batch_size=auto trainer.device={{device}}
-    trainer.eval_every=0 trainer.sample_tokens=0 trainer.save_every=0 runs_dir={{folder}}
-    lens=off wandb=off"""
+    trainer.log_every=5 trainer.eval_every=0 trainer.sample_tokens=0 trainer.save_every=0
+    model={{model}} runs_dir={{folder}} lens=off wandb=off"""
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=1"
 LOSS_FALLS = 0.5  # nats from the first logged loss to the last; with random tokens about 0.1
 MEMORY = 0.1  # largest difference from the plan, as a fraction of it
 SAME_LOSSES = {"resume": 2e-3, "ddp": 1e-2, "fsdp": 1e-2}  # largest relative differences
 ROW_SECONDS, LEAST_SECONDS = 300, 20  # a program that takes longer fails; needed to start one
-LARGER_SECONDS = 240  # to compile gpt2-xl; it takes four times as long as gpt2-small
+END_SECONDS = 45  # from SIGTERM to SIGKILL; torchrun waits 30 s for its processes
 COLUMNS = {"tokens_per_second": ",.0f", "mfu": ".2f", "peak_gb": ".1f", "planned_gb": ".1f"}
 HEADER = """| row | result | tokens/s | MFU | peak GB | planned GB | seconds | note |
 |---|---|---:|---:|---:|---:|---:|---|"""
-ROWS = ("compiled", "eager", "fp16", "resume", "generate", "ddp", "fsdp")
-ROWS += ("tests", "larger", "comparison", "generation")
+ROWS = ("compiled", "eager", "fp16", "resume", "ddp", "fsdp", "tests", "comparison", "generation")
 
 
 class GpuBenchmark(ScriptConfig):
@@ -67,9 +67,7 @@ class GpuBenchmark(ScriptConfig):
 
     rows: list[Name] = Field(list(ROWS), description="rows to run, in the order of the default")
     minutes: AboveZero = Field(9, description="rows that do not fit into this time are skipped")
-    models: list[Name] = Field(
-        ["gpt2-small", "gpt2-xl"], min_length=1, max_length=2, description="the second: row larger"
-    )
+    model: Name = Field("gpt2-small", description="model group of train.py")
     batch_size: Positive | None = Field(
         None, description="windows per step; null: as many as fit at once, at most 64"
     )
@@ -86,9 +84,8 @@ class Skipped(Exception):
 
 @settings_command(GpuBenchmark)
 def main(settings: GpuBenchmark) -> None:
-    names = ", ".join(ROWS)
     unknown = [name for name in settings.rows if name not in ROWS]
-    refuse([("rows", name, "no such row", f"use some of {names}") for name in unknown])
+    refuse([("rows", name, "no such row", f"use some of {', '.join(ROWS)}") for name in unknown])
     refuse(device.check(settings.device))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the program of a row
     rows: list[dict] = []
@@ -108,14 +105,14 @@ class Check:
     """The rows, and what they share: the text, the runs, the compiled code and the time."""
 
     def __init__(self, settings: GpuBenchmark, folder: Path):
-        self.settings, self.folder, self.model = settings, folder, settings.models[0]
+        self.settings, self.folder = settings, folder
+        self.runs: dict[str, Path] = {}  # of the trainings that have ended
         self.end = time.monotonic() + 60 * settings.minutes
         self.on_gpu, where = settings.device == "cuda", torch.device(settings.device)
         bf16 = not self.on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
         self.precision = "bf16" if bf16 else "fp16"
         self.usable = USABLE * memory_of(where)  # bytes
         self.batch_size = settings.batch_size or self.largest_batch()
-        self.runs: dict[str, Path] = {}  # of the trainings that have ended
         self.origin = origin("benchmarks.gpu", where, ("triton", "transformers"))
         self.origin["commit"] = settings.commit or self.origin["commit"]
         story = (REPOSITORY / "corpus/sample.txt").read_text(encoding="utf-8")
@@ -138,25 +135,23 @@ class Check:
         row["seconds"] = round(time.monotonic() - started, 1)
         return row | {"commands": self.commands, "output": self.output[-8000:]}
 
-    def run(self, arguments: str, parts: int = 1) -> dict[int, float]:
-        """Runs Python, at most `parts` times ROW_SECONDS. Returns the time in seconds at which its
-        output had each size in bytes."""
+    def run(self, arguments: str, parts: int = 1) -> None:
+        """Runs Python in the folder of the repository, at most `parts` times ROW_SECONDS."""
         left, over = self.end - time.monotonic(), f"minutes={self.settings.minutes:g} are over"
         if left < LEAST_SECONDS:
             raise Skipped(over)
         self.commands.append(f"python {arguments}")
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "compiled")}
         environment["CHECK_DEVICE"] = self.settings.device  # for tests/campaign/gpu.py
-        limit, file = min(parts * ROW_SECONDS, left), self.folder / "output.txt"
-        done = run_python(arguments, file, limit, environment)
-        self.output += done.output
-        if done.exit_code is None:
+        limit = min(parts * ROW_SECONDS, left)
+        exit_code, output = run_python(arguments, self.folder / "output.txt", limit, environment)
+        self.output += output
+        if exit_code is None:
             text = f"stopped after {limit:.0f} s"
             raise Skipped(f"{text}: {over}") if limit == left else RuntimeError(text)
-        if done.exit_code:
-            lines = [line for line in done.output.splitlines() if line.strip(" =-")]
-            raise RuntimeError(f"exit code {done.exit_code}: {lines[-1] if lines else ''}")
-        return done.grown
+        if exit_code:
+            lines = [line for line in output.splitlines() if line.strip(" =-")]
+            raise RuntimeError(f"exit code {exit_code}: {lines[-1] if lines else ''}")
 
     # --------------------------------------------------------------------------- trainings
 
@@ -170,15 +165,13 @@ class Check:
         self.runs[name] = self.folder / name
         return self.figures(name, settings)
 
-    def overrides(self, model="", batch_size=0, parallel="single", **trainer) -> list[str]:
+    def overrides(self, batch_size=0, parallel="single", **trainer) -> list[str]:
         """Returns the settings of a training. trainer: settings of this group."""
         values = self.settings.model_dump() | {"folder": self.folder}
         values["batch_size"] = batch_size or self.batch_size
         of_rows = {"precision": self.precision, "compile": self.on_gpu, "max_steps": STEPS}
-        trainer = of_rows | {"log_every": 5} | trainer
-        more = [f"trainer.{key}={value}" for key, value in trainer.items()]
-        groups = [f"model={model or self.model}", f"parallel={parallel}"]
-        return [*groups, *shlex.split(TRAIN.format(**values)), *more]
+        more = [f"trainer.{key}={value}" for key, value in (of_rows | trainer).items()]
+        return [f"parallel={parallel}", *shlex.split(TRAIN.format(**values)), *more]
 
     def plan(self, settings: list[str], micro_batch_size: int) -> dict[str, float]:
         """Returns the peak memory that scripts.plan estimates, in bytes."""
@@ -200,21 +193,18 @@ class Check:
         memory = self.plan(settings, trainer["micro_batch_size"])
         planned = (memory["total"] - self.on_gpu * memory["libraries"]) / 1e9
         peak = read_json(self.runs[name] / "summary.json")["peak_memory_gb"]
-        losses, step = [row["train/loss"] for row in rows], rows[0]["step"]
-        found = {"losses": losses, "peak_gb": peak, "planned_gb": planned, "problems": []}
+        losses, problems = [row["train/loss"] for row in rows], []
+        if not losses[-1] < losses[0] - LOSS_FALLS:
+            problems.append(f"the loss does not fall by {LOSS_FALLS}")
+        if self.on_gpu and planned > 2 and abs(peak / planned - 1) > MEMORY:
+            problems.append(f"peak memory differs by {peak / planned - 1:+.0%}")
+        note = f"loss {losses[0]:.2f} to {losses[-1]:.2f}; {trainer['batch_size']} windows"
+        note += f", {trainer['micro_batch_size']} at a time"
+        found = {"losses": losses, "peak_gb": peak, "planned_gb": planned, "note": note}
         for key in ("tokens_per_second", "mfu"):
             if f"train/{key}" in rows[-1]:  # no MFU for an unknown device
                 found[key] = median(row[f"train/{key}"] for row in rows[len(rows) // 2 :])
-        if not losses[-1] < losses[0] - LOSS_FALLS:
-            found["problems"].append(f"the loss does not fall by {LOSS_FALLS}")
-        if self.on_gpu and planned > 2 and abs(peak / planned - 1) > MEMORY:
-            found["problems"].append(f"peak memory differs by {peak / planned - 1:+.0%}")
-        seconds = rows[0]["train/tokens"] / rows[0]["train/tokens_per_second"]
-        found["note"] = f"loss {losses[0]:.2f} to {losses[-1]:.2f}; {trainer['batch_size']} windows"
-        found["note"] += f", {trainer['micro_batch_size']} at a time, "
-        found["note"] += "compiled" if trainer["compile"] else "eager"
-        found["note"] += f"; first {step} steps {seconds:.0f} s"
-        return found
+        return found | {"problems": problems}
 
     def compare(self, name: str, other: str, found: dict) -> dict:
         """Adds the differences of run `name` from another one to its figures."""
@@ -224,8 +214,7 @@ class Check:
         loss = max(abs(a - b) / max(b, 1e-9) for a, b in pairs)
         own, others = (load_file(run / "checkpoints/last/model.safetensors") for run in runs)
         weight = max(float((own[key] - others[key]).abs().max()) for key in others)
-        text = f"largest weight difference {weight:.1e}" if weight else "weights bit-equal"
-        found["note"] += f"; losses of row {other} within {loss:.1e}, {text}"
+        found["note"] += f"; losses of row {other} within {loss:.1e}, weights within {weight:.1e}"
         if not loss <= SAME_LOSSES[name]:
             found["problems"].append(f"losses of row {other} differ by {loss:.1e}")
         return found | {"loss_difference": loss, "weight_difference": weight}
@@ -257,23 +246,10 @@ class Check:
         self.train("resume", compile=False, max_steps=STEPS // 2)
         return self.compare("resume", other, self.train("resume", compile=False))
 
-    def generate(self) -> dict:
-        """With compiled steps, on a GPU as CUDA graphs. The second half of the text is timed."""
-        run, tokens = self.runs[self.ended("compiled", "eager")], self.settings.length // 2
-        options = f"ignore_end=true device={self.settings.device} compile={self.on_gpu}"
-        command = f"generate.py checkpoint={run} prompt=The max_new_tokens={tokens} {options}"
-        first, *_, last = grown = self.run(command)
-        half = next(size for size in grown if size >= (first + last) / 2)
-        seconds = grown[last] - grown[half]
-        speed = tokens * (last - half) / (last - first) / seconds if seconds else 0
-        problems = [] if speed else ["the text is printed all at once"]
-        return {"tokens_per_second": speed, "note": f"{tokens} tokens", "problems": problems}
-
     def ddp(self, name: str = "ddp") -> dict:
         """One rank with NCCL, on a CPU with gloo."""
         other = self.ended("compiled", "eager")
-        found = self.train(name, f"{TORCHRUN} train.py", parallel=name)
-        return self.compare(name, other, found)
+        return self.compare(name, other, self.train(name, f"{TORCHRUN} train.py", parallel=name))
 
     def fsdp(self) -> dict:
         return self.ddp("fsdp")
@@ -287,40 +263,59 @@ class Check:
         self.run(command)
         return {"note": self.output.strip().rpartition("\n")[2]}
 
-    def larger(self) -> dict:
-        """Without a checkpoint: that of gpt2-xl has 19 GB. Eager if there is little time left."""
-        if len(self.settings.models) < 2:
-            raise Skipped("models= has one model")
-        values = {"model": self.settings.models[1], "batch_size": min(self.batch_size, 16)}
-        values |= {"max_steps": 12, "log_every": 3}
-        has_time = self.end - time.monotonic() > LARGER_SECONDS
-        values |= {"compile": self.on_gpu and has_time}
-        return self.train("larger", "-m benchmarks.steps", **values)
-
     def comparison(self) -> dict:
         """A quarter of the batch: transformers stores the logits of all tokens in fp32."""
-        values, nanogpt = {"rounds": 3, "compile": self.on_gpu}, self.settings.nanogpt
-        if not nanogpt and not importlib.util.find_spec("transformers"):
-            raise Skipped("nanogpt= is not given, and transformers is not installed")
-        values |= {"batch_size": max(1, self.batch_size // 4), "length": self.settings.length}
+        nanogpt = self.settings.nanogpt
+        values: dict = {"compile": self.on_gpu, "length": self.settings.length}
+        values |= {"batch_size": max(1, self.batch_size // 4)}
         values |= {"nanogpt": nanogpt.absolute()} if nanogpt else {}
         return self.tables("training", **values)
 
     def generation(self) -> dict:
-        if not importlib.util.find_spec("transformers"):
-            raise Skipped("transformers is not installed")
-        return self.tables("generate", rounds=3)
+        return self.tables("generate")
 
     def tables(self, name: str, **values: object) -> dict:
         """Runs another benchmark. Returns the rows of its tables."""
+        if not importlib.util.find_spec("transformers"):
+            raise Skipped("transformers is not installed")
         out = self.folder / "out.json"
-        values |= {"model": self.model, "device": self.settings.device, "out": out}
+        values |= {"model": self.settings.model, "device": self.settings.device, "out": out}
         words = [f"{key}={value}" for key, value in values.items()]
-        self.run(f"-m benchmarks.{name} {shlex.join(words)}", parts=2)
+        self.run(f"-m benchmarks.{name} rounds=3 {shlex.join(words)}", parts=2)
         tables = read_json(out)["tables"].items()
         return {
             "figures": [r | {"name": f"{n}, {r['name']}"} for n, t in tables for r in t["rows"]]
         }
+
+
+def run_python(
+    arguments: str, file: Path, limit: float, environment: dict[str, str]
+) -> tuple[int | None, str]:
+    """Runs Python, at most `limit` seconds. Returns its exit code, None if it was stopped at the
+    limit, and its output. file: for the output, because a pipe would stay open as long as a process
+    that the program has started."""
+    with file.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *shlex.split(arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=REPOSITORY,
+            env=os.environ | environment,
+            start_new_session=True,  # so that signals reach all its processes
+        )
+        exit_code = None
+        try:
+            exit_code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+        finally:
+            if process.poll() is None:  # it ignores SIGTERM, or this program is interrupted
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return exit_code, file.read_text(encoding="utf-8", errors="replace")
 
 
 def as_text(row: dict) -> str:

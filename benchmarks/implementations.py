@@ -1,13 +1,7 @@
 """The implementations that benchmarks/training.py compares: clearhead and other projects.
 
-    Variant          a row of a table: an implementation and its options
-    variants         the rows of both tables
-    Implementation   a project's model with our weights, its loss, optimizer and training step
-
 transformers is included if it is installed. nanoGPT is included if the user gives the folder of a
-checkout; its model.py runs unchanged.
-
-Shapes: B batch, T query positions, V vocabulary.
+checkout; its model.py runs unchanged. Shapes: B batch, T query positions, V vocabulary.
 """
 
 import contextlib
@@ -63,13 +57,13 @@ def variants(device: str, dtype: torch.dtype, compiles: bool) -> dict[str, list[
     """
     fp32 = torch.float32
     defaults = (dtype, compiles) if device == "cuda" else (fp32, False)
-    shipped = [Variant("ours", "ours", dtype)]
-    if compiles:
-        shipped.append(Variant("ours, compiled", "ours", dtype, compiled=True))
-    shipped.append(Variant("nanoGPT", "nanogpt", *defaults))
-    shipped.append(Variant("transformers", "transformers", fp32))
-    if dtype == torch.bfloat16:
-        shipped.append(Variant("transformers, bf16=True", "transformers", dtype))
+    shipped = [
+        Variant("ours", "ours", dtype),
+        *[Variant("ours, compiled", "ours", dtype, compiled=True)] * compiles,
+        Variant("nanoGPT", "nanogpt", *defaults),
+        Variant("transformers", "transformers", fp32),
+        *[Variant("transformers, bf16=True", "transformers", dtype)] * (dtype == torch.bfloat16),
+    ]
     equalised = [
         Variant("ours", "ours", dtype, compiles),
         Variant("nanoGPT", "nanogpt", dtype, compiles),
@@ -80,11 +74,8 @@ def variants(device: str, dtype: torch.dtype, compiles: bool) -> dict[str, list[
 
 
 class Implementation:
-    """A project's model with our weights and its optimizer, with the options of a variant.
-
-    step() is one optimizer step as in the training scripts of the projects, which differ only in
-    names. weights: our weights, with the vocabulary size of the project.
-    """
+    """A project's model with our weights and its optimizer, with the options of a variant. weights:
+    with the vocabulary size of the project."""
 
     version = ""  # or the commit
 
@@ -115,7 +106,8 @@ class Implementation:
         return self.fast_model(input_ids, target_ids)[1]
 
     def step(self, input_ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs one optimizer step. Returns loss and gradient norm as tensors on the device."""
+        """Runs one optimizer step, as in the training scripts of the projects, which differ only in
+        names. Returns loss and gradient norm as tensors on the device."""
         return self.backward(input_ids, target_ids), self.update()
 
     def backward(self, input_ids: Tensor, target_ids: Tensor) -> Tensor:
@@ -178,10 +170,8 @@ class Transformers(Implementation):
 
         matrices = [p for p in self.model.parameters() if p.dim() >= 2]
         vectors = [p for p in self.model.parameters() if p.dim() < 2]
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}]
+        groups += [{"params": vectors, "weight_decay": 0.0}]
         default = str(TrainingArguments.__dataclass_fields__["optim"].default)
         fused = default.endswith("adamw_torch_fused")
         values = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
@@ -213,16 +203,10 @@ class NanoGPT(Implementation):
             super().__init__(variant, pad_vocabulary(weights), *args)  # as in its train.py
 
     def build(self) -> nn.Module:
-        config = self.weights.config
-        shape = self.module.GPTConfig(
-            block_size=config.context_length,
-            vocab_size=config.vocab_size,
-            n_layer=config.num_layers,
-            n_head=config.num_heads,
-            n_embd=config.emb_dim,
-            dropout=0.0,
-            bias=True,
-        )
+        c = self.weights.config
+        sizes = {"block_size": c.context_length, "vocab_size": c.vocab_size, "n_embd": c.emb_dim}
+        sizes |= {"n_layer": c.num_layers, "n_head": c.num_heads}
+        shape = self.module.GPTConfig(**sizes, dropout=0.0, bias=True)
         transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
         tensors = {  # names as in Hugging Face, but Linear instead of Conv1D
             name: value.T if name.endswith(transposed) else value
@@ -254,10 +238,9 @@ def pad_vocabulary(weights: GPT) -> GPT:
 def set_freed_memory(keep: bool, device: torch.device) -> None:
     """Sets whether glibc keeps freed memory, as in our training on a CPU, or returns it.
 
-    glibc adapts M_MMAP_THRESHOLD and M_TRIM_THRESHOLD to the program until one of them is set.
-    keep=False sets the values that glibc reaches: 32 MiB and 64 MiB. With them, a step of nanoGPT
-    has as many page faults as in a separate process, or up to a fifth fewer. With the initial value
-    of 128 KiB it has twice as many.
+    glibc adapts its thresholds to the program until one of them is set. keep=False sets the values
+    that it reaches, 32 MiB and 64 MiB: a step of nanoGPT then has as many page faults as in a
+    separate process, or up to a fifth fewer; with the initial 128 KiB, twice as many.
     """
     if device.type != "cpu" or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return

@@ -1,9 +1,4 @@
-"""Draws the plot of docs/results.md: training speed of each implementation.
-
-    python -m benchmarks.plots [out=FILE.png]
-
-Reads the newest results of benchmarks/training.py, benchmarks/results/*-training-cpu.json.
-"""
+"""Draws docs/benchmarks-speed.png: python -m benchmarks.plots [out=FILE.png]"""
 
 import io
 import json
@@ -21,7 +16,8 @@ TITLES = {"shipped": "as shipped", "equalised": "equalised: bf16, compiled"}
 class PlotsConfig(ScriptConfig):
     """python -m benchmarks.plots [KEY=VALUE ...]
 
-    Draws the plot of docs/results.md from the newest results in benchmarks/results.
+    Draws the training speeds of docs/results.md, from the newest results of benchmarks.training in
+    benchmarks/results.
     """
 
     out: OutFile = Field(

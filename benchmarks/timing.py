@@ -1,28 +1,52 @@
-"""Interleaved timing and provenance of results, for benchmarks/training.py and generate.py."""
+"""How the benchmarks measure time, and the origin of their results."""
 
 import datetime
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from statistics import median
-from typing import TypeVar
 
 import torch
 
 from clearhead.config.yaml_files import REPOSITORY
 from clearhead.output.machine import git, machine
 
-T = TypeVar("T")  # seconds of a call, or of its parts
+Work = dict[str, Callable[[], object]]
 
 
-def interleave(work: dict[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Returns the seconds that each call returns, by name. Every round runs all calls: A B C, then
-    C B A. So changes in the speed of the machine affect all of them."""
-    seconds: dict[str, list[T]] = {name: [] for name in work}
+def interleave(
+    work: Work,
+    rounds: int,
+    device: torch.device,
+    calls: int = 1,
+    before: Callable[[str], object] | None = None,
+) -> dict[str, list[float]]:
+    """Returns the mean seconds per call in each round, by name.
+
+    Every round runs all: A B C, then C B A. So changes in the speed of the machine affect all of
+    them. before: called with the name when its turn begins; with it, the first call of a turn is
+    not timed.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(rounds):
         for name in list(work)[:: -1 if number % 2 else 1]:
-            seconds[name].append(work[name]())
+            if before:
+                before(name)
+                work[name]()
+            synchronize(device)
+            started = time.perf_counter()
+            for _ in range(calls):
+                work[name]()
+            synchronize(device)
+            seconds[name].append((time.perf_counter() - started) / calls)
     return seconds
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has finished its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def speedup(own: list[float], other: list[float]) -> dict[str, float]:

@@ -4,8 +4,7 @@
 
 Measures complete optimizer steps (forward, backward, clipping, AdamW) in one process, with the same
 random tokens and weights, without dropout. First an equivalence check compares loss, gradient norm
-and update of each implementation with ours. If they differ, the command exits with code 4. Then the
-steps are interleaved: A B C, then C B A, and so on.
+and update of each implementation with ours. If they differ, the command exits with code 4.
 
 There are two tables. As shipped: each project with its default settings on this device. Equalised:
 all in the same precision and compiled. benchmarks/implementations.py defines the rows.
@@ -17,7 +16,6 @@ import functools
 import gc
 import importlib.util
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import Literal
 
@@ -83,11 +81,16 @@ def main(settings: TrainingBenchmark) -> None:
         strategy = dataclasses.replace(strategy, dtype=dtype)
     comparison = Comparison(settings, config, strategy)
     weights = comparison.weights
+    checked = equivalence.check_implementations(
+        comparison.kinds, weights, comparison.batches[0], config.optimizer, strategy
+    )
+    for name, figures in checked.items():
+        print(f"equivalence check in fp32, {name}: {figures}")
     results = origin("benchmarks.training", strategy.device, ("numpy",)) | {
         "settings": settings.model_dump(mode="json", exclude={"debug", "out"}),
         "parameters": weights.num_parameters(),
         "flops_per_token": weights.flops_per_token(settings.length),
-        "equivalence": comparison.check(),
+        "equivalence": checked,
         "tables": {},
     }
     print(f"{settings.model}, {results['parameters']:,} parameters, commit {results['commit']}")
@@ -120,26 +123,22 @@ class Comparison:
         # input_ids and target_ids, (batch_size, length) each
         self.batches = [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in ids]
 
-    def check(self) -> dict[str, dict]:
-        """Runs the equivalence check. Returns its results for each implementation."""
-        checked = equivalence.check_implementations(
-            self.kinds, self.weights, self.batches[0], self.optimizer, self.strategy
-        )
-        for name, figures in checked.items():
-            print(f"equivalence check in fp32, {name}: {figures}")
-        return checked
-
     def measure(self, rows: list[Variant]) -> list[dict]:
         """Times the rows of one table and returns their results."""
         torch.compiler.reset()  # removes the compiled code of the previous table
-        figures, work = [], {}
-        for row in rows:
-            implementation, first = self.start(row)
-            figures.append(first)
-            work[row.name] = functools.partial(self.time_round, implementation)
-        seconds = interleave(work | {PRODUCTS: self.time_products}, self.settings.rounds)
+        gc.collect()  # and its models
+        started = {row.name: self.start(row) for row in rows}
+        work = {name: functools.partial(self.step, each) for name, (each, _) in started.items()}
+        seconds = interleave(
+            work | {PRODUCTS: self.compute_products},
+            self.settings.rounds,
+            self.strategy.device,
+            self.steps,
+            lambda name: name in started and self.set_freed_memory(started[name][0].variant),
+        )
         ours = [seconds[row.name] for row in rows if row.implementation == "ours"][-1]
         tokens = self.settings.batch_size * self.settings.length
+        figures = [first for _, first in started.values()]
         for found in figures:
             own = seconds[found["name"]]
             found["step_seconds"] = own
@@ -147,13 +146,11 @@ class Comparison:
             found["ours_is_times_as_fast"] = speedup(ours, own)
             if found["precision"] == self.strategy.precision:
                 found["of_products_alone"] = speedup(own, seconds[PRODUCTS])
-        del work, implementation
-        gc.collect()
         return figures
 
     def start(self, row: Variant) -> tuple[Implementation, dict]:
         """Runs and checks the first step of a row. This step includes compilation."""
-        set_freed_memory(row.keeps_memory, self.strategy.device)
+        self.set_freed_memory(row)
         implementation = self.kinds[row.implementation](
             row, self.weights, self.optimizer, self.strategy
         )
@@ -176,6 +173,12 @@ class Comparison:
             "first_grad_norm": norm,
         }
 
+    def step(self, implementation: Implementation) -> None:
+        implementation.step(*self.batches[implementation.steps % BATCHES])
+
+    def set_freed_memory(self, row: Variant) -> None:
+        set_freed_memory(row.keeps_memory, self.strategy.device)
+
     @functools.cached_property
     def plain_step(self) -> tuple[float, float]:
         """Loss and gradient norm of the first step of the plain model in fp32."""
@@ -183,27 +186,6 @@ class Comparison:
         _, loss = model(*self.batches[0])
         loss.backward()
         return float(loss.detach()), equivalence.grad_norm(model)
-
-    def time_round(self, implementation: Implementation) -> float:
-        """Returns the seconds per step of an implementation."""
-        set_freed_memory(implementation.variant.keeps_memory, self.strategy.device)
-        return self.seconds_per_step(
-            lambda: implementation.step(*self.batches[implementation.steps % BATCHES])
-        )
-
-    def time_products(self) -> float:
-        """Returns the seconds of a step that consists only of its matrix products."""
-        return self.seconds_per_step(self.compute_products)
-
-    def seconds_per_step(self, step: Callable[[], object]) -> float:
-        """Returns the mean seconds per call, after one call that is not timed."""
-        step()
-        self.synchronize()
-        started = time.perf_counter()
-        for _ in range(self.steps):
-            step()
-        self.synchronize()
-        return (time.perf_counter() - started) / self.steps
 
     def compute_products(self) -> None:
         """Computes the output of each weight matrix and the gradients of its input and of itself.
@@ -213,9 +195,8 @@ class Comparison:
 
     @functools.cached_property
     def products(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The factors of `compute_products`. All matrices are separate, as in a model. The values
-        are random: a GPU multiplies matrices of equal values faster, because it needs less power
-        for them."""
+        """The factors of `compute_products`. The values are random: a GPU multiplies matrices of
+        equal values faster, because it needs less power for them."""
         kind = {"device": self.strategy.device, "dtype": self.strategy.dtype}
         tokens = self.settings.batch_size * self.settings.length
         matrices = [
@@ -226,11 +207,6 @@ class Comparison:
         sizes = {size for matrix in matrices for size in matrix.shape}
         rows = {size: torch.randn(tokens, size, **kind) for size in sizes}
         return [(rows[m.shape[1]], m, rows[m.shape[0]]) for m in matrices]
-
-    def synchronize(self) -> None:
-        """Waits until the device has finished its work. Call it before reading a clock."""
-        if self.strategy.device.type != "cpu":
-            torch.accelerator.synchronize(self.strategy.device)
 
 
 def text_table(rows: list[dict]) -> str:

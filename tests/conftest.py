@@ -41,7 +41,7 @@ PAGE_TIMEOUT = 120_000  # milliseconds that a test of a page waits at most
 # The slowest files run first, so that no process is left with a long one at the end. The three
 # processes get them in turn: ranks and ranks_lost share a fork server, as do the files of W&B.
 SLOWEST = ["ranks", "wandb_faults", "sweep", "ranks_lost", "wandb_pictures", "contributing"]
-SLOWEST += ["kills", "tutorial", "page", "page_use", "page_reading", "page_story", "train"]
+SLOWEST += ["kills", "page", "page_use", "page_reading", "page_story", "train"]
 
 
 def pytest_collection_modifyitems(items):

@@ -1,7 +1,4 @@
-"""attention.py compared with published values, a definition in plain Python and per-head slices.
-
-More published figures: scripts/test_attention_ladder.py.
-"""
+"""attention.py compared with published values, a definition in plain Python and per-head slices."""
 
 import inspect
 import math
@@ -158,20 +155,71 @@ def rounded(tensor):
     return [" ".join(f"{x:.4f}" for x in row) for row in tensor.tolist()]
 
 
+# S. Raschka, Build a Large Language Model (From Scratch), chapter 3: six tokens of three
+# dimensions, and the figures that it prints. docs/tutorial.ipynb computes all of them.
 SIX_TOKENS = [0.43, 0.15, 0.89, 0.55, 0.87, 0.66, 0.57, 0.85, 0.64]
 SIX_TOKENS += [0.22, 0.58, 0.33, 0.77, 0.25, 0.10, 0.05, 0.80, 0.55]
+# Attention without matrices: scores and weights of the second token, context vectors of all.
+SIMPLE_SCORES = "0.9544 1.4950 1.4754 0.8434 0.7070 1.0865"
+SIMPLE_WEIGHTS = "0.1385 0.2379 0.2333 0.1240 0.1082 0.1581"
+SIMPLE_CONTEXT = ["0.4421 0.5931 0.5790", "0.4419 0.6515 0.5683", "0.4431 0.6496 0.5671"]
+SIMPLE_CONTEXT += ["0.4304 0.6298 0.5510", "0.4671 0.5910 0.5266", "0.4177 0.6503 0.5645"]
+# One head of two dimensions, seed 789: scores before the division, weights without and with mask.
+CAUSAL_SCORES = ["0.2899", "0.4656 0.1723", "0.4594 0.1703 0.1731", "0.2642 0.1024 0.1036 0.0186"]
+CAUSAL_SCORES += ["0.2183 0.0874 0.0882 0.0177 0.0786", "0.3408 0.1270 0.1290 0.0198 0.1290 0.0078"]
+WITHOUT_MASK = [
+    "0.1921 0.1646 0.1652 0.1550 0.1721 0.1510",
+    "0.2041 0.1659 0.1662 0.1496 0.1665 0.1477",
+    "0.2036 0.1659 0.1662 0.1498 0.1664 0.1480",
+    "0.1869 0.1667 0.1668 0.1571 0.1661 0.1564",
+    "0.1830 0.1669 0.1670 0.1588 0.1658 0.1585",
+    "0.1935 0.1663 0.1666 0.1542 0.1666 0.1529",
+]
+CAUSAL_WEIGHTS = ["1.0000", "0.5517 0.4483", "0.3800 0.3097 0.3103", "0.2758 0.2460 0.2462 0.2319"]
+CAUSAL_WEIGHTS += ["0.2175 0.1983 0.1984 0.1888 0.1971", WITHOUT_MASK[5]]
+# Two heads of two dimensions, computed sequentially, seed 123.
+WRAPPER = ["-0.4519 0.2216 0.4772 0.1063", "-0.5874 0.0058 0.5891 0.3257"]
+WRAPPER += ["-0.6300 -0.0632 0.6202 0.3860", "-0.5675 -0.0843 0.5478 0.3589"]
+WRAPPER += ["-0.5526 -0.0981 0.5321 0.3428", "-0.5299 -0.1081 0.5077 0.3493"]
+# Its MultiHeadAttention, seed 123, two heads of one dimension.
 FIGURES = ["0.3190 0.4858", "0.2943 0.3897", "0.2856 0.3593"]
 FIGURES += ["0.2693 0.3873", "0.2639 0.3928", "0.2575 0.4028"]
+# The second row of MultiHeadAttention(6, 6, 5, 0.0, num_heads=2) on torch.randn(2, 5, 6), seed 123.
+# The tutorial "Writing GPT2 from Scratch - Attention" ("Weight split code") prints the first.
+DIVIDED_BY_D_OUT = "-0.2962 -0.2681 0.1179 0.1136 0.0953 -0.4015"
+DIVIDED_BY_HEAD_DIM = "-0.2804 -0.2545 0.1131 0.1270 0.0898 -0.4088"
+
+
+def test_causal_figures_of_the_book():
+    """One head: scores and weights from the matrices of seed 789, and the scale of a score."""
+    torch.manual_seed(789)
+    W_query, W_key = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+    x = torch.tensor(SIX_TOKENS).view(1, 1, 6, 3)
+    scores = causal_attn_scores(W_query(x), W_key(x))[0, 0] * math.sqrt(2)
+    weights = causal_attn_weights(W_query(x), W_key(x))[0, 0]
+    for t in range(6):
+        assert rounded(scores[t, None, : t + 1]) == [CAUSAL_SCORES[t]]
+        assert rounded(weights[t, None, : t + 1]) == [CAUSAL_WEIGHTS[t]]
 
 
 @each_of_the_formula
 def test_figures_of_the_book(name):
-    """S. Raschka, Build a Large Language Model (From Scratch), the output of its
-    MultiHeadAttention on six tokens: seed 123, two heads of one dimension."""
+    """Several heads: sequential ones, joined to one matrix; its own module; the right scale."""
+    x = torch.tensor([SIX_TOKENS] * 2).view(2, 6, 3)
+    torch.manual_seed(123)
+    linears = [nn.Linear(3, 2, bias=False) for _ in range(6)]  # three of each head
+    joined = MultiHeadAttention(3, 4, 6, 0.0, num_heads=2, attention=name)
+    joined.out_proj = nn.Identity()
+    for i, linear in enumerate((joined.W_query, joined.W_key, joined.W_value)):
+        linear.weight = nn.Parameter(torch.cat([linears[i].weight, linears[3 + i].weight]))
     torch.manual_seed(123)
     module = MultiHeadAttention(3, 2, 6, 0.0, num_heads=2, attention=name)
-    for copy in module(torch.tensor([SIX_TOKENS] * 2).view(2, 6, 3)):
-        assert rounded(copy) == FIGURES
+    for of_wrapper, of_module in zip(joined(x), module(x), strict=True):
+        assert (rounded(of_wrapper), rounded(of_module)) == (WRAPPER, FIGURES)
+    torch.manual_seed(123)
+    x = torch.randn(2, 5, 6)
+    module = MultiHeadAttention(6, 6, 5, 0.0, num_heads=2, attention=name)
+    assert rounded(module(x)[0, [1]]) == [DIVIDED_BY_HEAD_DIM]
 
 
 def by_hand(module, x):

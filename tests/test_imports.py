@@ -11,11 +11,8 @@ from pathlib import Path
 
 from helpers import REPOSITORY
 
-# train.py: test_config.py. attention_ladder is written to be read from top to bottom, so it imports
-# torch at its top.
-COMMANDS = ["generate"]
+COMMANDS = ["generate"]  # train.py: test_config.py
 COMMANDS += [f"scripts.{path.stem}" for path in sorted((REPOSITORY / "scripts").glob("[a-z]*.py"))]
-COMMANDS.remove("scripts.attention_ladder")
 MISSPELT = """
 import runpy, sys
 for name in sys.argv[1:]:

@@ -52,7 +52,7 @@ def test_flops_of_gpt2_small():
     # nanoGPT counts both halves of attention, and the vectors of norms and biases.
     parameters = small.num_parameters() - small.pos_emb.weight.numel()
     of_nanogpt = 6 * parameters + 12 * L * C * T
-    assert f"{small.flops_per_token(T) / of_nanogpt:.2f}" == "0.93"  # docs/glossary.md
+    assert f"{small.flops_per_token(T) / of_nanogpt:.2f}" == "0.93"  # docs/questions.md
 
 
 def test_impossible_shapes_are_refused():

@@ -4,6 +4,7 @@ No speed is asserted. The checkout is a small model with the interface of the re
 """
 
 import functools
+import itertools
 import json
 from statistics import median
 
@@ -77,21 +78,6 @@ def test_products_alone_have_the_flops_of_a_step_without_attention():
         assert all(len(matrix.unique()) > 100 for matrix in factors)
 
 
-def test_the_first_call_is_not_timed(strategy, monkeypatch):
-    """It builds the products, and may compile."""
-    settings = TrainingBenchmark(model="gpt2-nano", batch_size=1, length=8, steps=2)
-    compared = Comparison(settings, compose(["model=gpt2-nano", *SMALL]), strategy)
-    calls, readings = [], iter([5.0, 11.0])
-
-    def clock():
-        calls.append("clock")
-        return next(readings)
-
-    monkeypatch.setattr("benchmarks.training.time.perf_counter", clock)
-    assert compared.seconds_per_step(lambda: calls.append("step")) == 3.0
-    assert calls == ["step", "clock", "step", "step", "clock"]
-
-
 def batch(seed=0):
     ids = random_ids(T=12, seed=seed)
     return ids[:, :-1], ids[:, 1:]
@@ -151,7 +137,7 @@ def test_another_computation_is_not_timed(bench, nanogpt, monkeypatch):
 
 
 def test_each_timed_row_is_checked(bench, nanogpt, monkeypatch):
-    monkeypatch.setattr(Comparison, "check", lambda self: {})
+    monkeypatch.setattr("benchmarks.equivalence.check_implementations", lambda *_: {})
     monkeypatch.setattr(training, "interleave", None)
     code, _, err = bench(f"nanogpt={nanogpt('return logits, F', 'return logits, 1.1 * F')}")
     assert (code, printed_keys(err)) == (4, ["implementations"])
@@ -171,11 +157,16 @@ def test_our_step_is_that_of_training_bit_for_bit(make_run):
         assert torch.equal(own, trained)
 
 
-def test_calls_are_interleaved():
-    taken, seconds = [], iter(range(9))
-    work = {name: lambda name=name: taken.append(name) or next(seconds) for name in "ABC"}
-    assert interleave(work, 3) == {"A": [0, 5, 6], "B": [1, 4, 7], "C": [2, 3, 8]}
-    assert "".join(taken) == "ABCCBAABC"
+def test_calls_are_interleaved(monkeypatch):
+    """With `before`, the first call of a turn is not timed: it may compile."""
+    taken, clock = [], itertools.count()
+    monkeypatch.setattr("benchmarks.timing.time.perf_counter", lambda: next(clock))
+    work = {name: functools.partial(taken.append, name) for name in "AB"}
+    assert interleave(work, 3, torch.device("cpu"), calls=2) == {"A": [0.5] * 3, "B": [0.5] * 3}
+    assert "".join(taken) == "AABB" + "BBAA" + "AABB"
+    taken.clear()
+    interleave(work, 1, torch.device("cpu"), before=lambda name: taken.append(name.lower()))
+    assert "".join(taken) == "aAAbBB"
 
 
 def test_ratios_are_those_of_a_round():

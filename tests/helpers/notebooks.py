@@ -42,7 +42,7 @@ def outputs(notebook: nbformat.NotebookNode) -> list[list]:
             if "image/png" in data:
                 found.append(("image", data["image/png"]))
             elif html:
-                found.append(("page" if html.startswith("<iframe") else "image", html))
+                found.append(("page" if "<iframe" in html[:20] else "image", html))
             else:  # printed text, or the value of the last line
                 found.append(("text", data["text/plain"] if data else output.text))
         groups = itertools.groupby(found, lambda item: item[0])

@@ -44,13 +44,11 @@ SHORT = {
     "scripts.compare_heads": [],
     "scripts.render": [],
     "scripts.plan": [],
-    "scripts.attention_ladder": [],
     "benchmarks.plots": ["out=speed.png"],
-    "benchmarks.tokenizers": ["texts=[my.txt]", "megabytes=1", "repeats=1"],
     "scripts.runs": ["yes=true"],  # last, because it removes what the others read
 }
 # Not executed: they need other projects, minutes, hours, the network or an account.
-ELSEWHERE = {"benchmarks.training", "benchmarks.data", "benchmarks.generate", "benchmarks.gpu"}
+ELSEWHERE = {"benchmarks.training", "benchmarks.generate", "benchmarks.gpu"}
 ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval", "scripts.wandb_workspace"}
 # Serves until it is stopped: tests/output/test_live.py starts it.
 ELSEWHERE |= {"scripts.live"}

@@ -50,7 +50,7 @@ def headings(page: Path) -> set[str]:
 def test_targets_of_links_exist():
     folders = (REPOSITORY / "docs", REPOSITORY / "headlens", REPOSITORY / "headlens/docs")
     docs = [page for folder in folders for page in folder.glob("*.[mi][dp]*")]
-    results = (REPOSITORY / "benchmarks" / "results").glob("*.md")
+    results = (REPOSITORY / "benchmarks").rglob("*.md")
     for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *docs, *results]:
         text = page.read_text("utf-8")
         if page.suffix == ".ipynb":
