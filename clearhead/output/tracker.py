@@ -182,12 +182,6 @@ class Tracker:
             say(f"an image, page or table was not logged ({cause(error)})")
         return media
 
-    def log_histograms(self, found: dict[str, tuple], step: int) -> None:
-        """Logs histograms to W&B. step: that of the next row, which W&B adds to it."""
-        if self.run and step >= self.first_step:
-            row = {key: self.wandb.Histogram(np_histogram=value) for key, value in found.items()}
-            self._call(lambda run: run.log(row, step=step))
-
     def summary(self, values: dict[str, float]) -> None:
         """Sets summary values, the columns in the table of runs on the dashboard."""
         self._call(lambda run: run.summary.update(values))
