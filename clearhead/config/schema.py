@@ -337,7 +337,6 @@ class WandbConfig(Settings):
     notes: Name | None
     dir: Name | None
     log_model: Literal[False, "best", "last"]
-    alerts: bool
     save_code: bool
     console: Annotated[
         Literal["off", "auto", "wrap", "redirect", "wrap_raw", "wrap_emu"],
@@ -356,7 +355,7 @@ class WandbConfig(Settings):
 
     def ignored(self) -> list[str]:
         """Returns a line for each setting that has no effect because W&B is off or offline."""
-        keys = {"disabled": ("log_model", "alerts", "save_code", "workspace")}
+        keys = {"disabled": ("log_model", "save_code", "workspace")}
         mode = self.wanted()
         asked = [k for k in (keys | {"offline": ("workspace",)}).get(mode, ()) if getattr(self, k)]
         return [f"wandb.{key}: no effect, because W&B is {mode}" for key in asked]

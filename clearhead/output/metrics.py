@@ -12,7 +12,6 @@ from clearhead.checkpoint.format import State
 from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.errors import DIVERGENCE_HINT, DivergedError
 from clearhead.output.console import Console
-from clearhead.output.tracker import Tracker
 from clearhead.parallel.strategy import Strategy
 
 
@@ -26,7 +25,6 @@ class Metrics:
     strategy: Strategy
     nonfinite: NonFiniteCheck
     console: Console  # prints skipped steps and loss spikes
-    tracker: Tracker  # sends alerts about them
     tokens_per_step: int  # over all ranks
     flops_per_token: float  # forward and backward
     peak_flops: float | None  # of one device in the precision of the run, FLOP/s; None if unknown
@@ -89,7 +87,7 @@ class Metrics:
             reason = (
                 f"the loss rose to {max(finite):.2f}, far above the average of the steps before"
             )
-            self.notify("Loss spike", f"step {state.step}  loss spike: {reason}")
+            self.console.print(f"step {state.step}  loss spike: {reason}")
         speed = self.tokens_per_step * self.steps / (time.perf_counter() - self.since)
         row = {
             "train/loss": self.train_loss,
@@ -107,11 +105,6 @@ class Metrics:
         self.start()
         return row
 
-    def notify(self, title: str, text: str) -> None:
-        """Prints a warning and sends it as an alert."""
-        self.console.print(text)
-        self.tracker.alert(title, text, "WARN")
-
     def check_skipped(self, state: State) -> None:
         """Updates the counters of skipped steps in the state, which are equal on all ranks, and
         reports new ones. Synchronizes. Raises DivergedError after too many consecutive ones."""
@@ -128,4 +121,4 @@ class Metrics:
             which = "skipped" if more == 1 else f"{more} steps were skipped"
             limits = f"consecutive skipped steps: {state.skipped_in_a_row}, the run ends at {limit}"
             reason = f"the loss or gradient is NaN or inf ({limits})"
-            self.notify("Steps skipped", f"step {state.step}  {which}: {reason}")
+            self.console.print(f"step {state.step}  {which}: {reason}")

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from headlens.snapshots import Snapshot
 
 MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
-ALERT_SECONDS = 3600  # between two alerts with the same title
 
 
 class Tracker:
@@ -186,11 +185,6 @@ class Tracker:
         """Sets summary values, the columns in the table of runs on the dashboard."""
         self._call(lambda run: run.summary.update(values))
 
-    def alert(self, title: str, text: str, level: str) -> None:
-        """Sends an alert if wandb.alerts=true. level: WARN or ERROR."""
-        if self.config.alerts:
-            self._call(lambda run: run.alert(title, text, level, wait_duration=ALERT_SECONDS))
-
     def log_model(self, best_step: int | None) -> str | None:
         """Uploads the model of wandb.log_model (best or last); returns its name on W&B, or None.
 
@@ -298,7 +292,7 @@ class NoTracker(Tracker):
     def _nothing(self, *_, **__) -> None: ...
 
     run_id = property(_nothing)
-    log = log_model = summary = alert = sync = finish = where = _nothing
+    log = log_model = summary = sync = finish = where = _nothing
 
 
 def _wandb_folder(run) -> Path:

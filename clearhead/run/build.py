@@ -384,7 +384,6 @@ class Builder:
             self.strategy,
             NonFiniteCheck(limit, self.strategy.device),
             log.console,
-            log.tracker,
             tokens_per_step=trainer.batch_size * length,
             flops_per_token=self.model.flops_per_token(length),
             peak_flops=device.peak_flops(self.strategy.device, self.strategy.dtype),

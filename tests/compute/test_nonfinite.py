@@ -140,20 +140,6 @@ def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(make_ru
         assert values(rest.directory, key) == values(whole.directory, key)
 
 
-def test_spikes_skipped_steps_and_failures_are_alerts(make_run, capsys):
-    run = make_run(*LOOP, "trainer.max_skips=2")
-    # The first loss, about log(257) = 5.5 of 257 equally likely tokens, is a spike after these.
-    run.state.spikes = LossSpikes(seen=99, mean=1.0, variance=0.01)
-    sent = []
-    run.log.tracker.alert = lambda title, text, level: sent.append((text, level, run.state.step))
-    spoil(run, range(1, 99))
-    with pytest.raises(DivergedError) as caught:
-        fit(run)
-    assert [alert[1:] for alert in sent] == [("WARN", 1), ("WARN", 2), ("ERROR", 3)]
-    assert sent[1][0] in capsys.readouterr().out
-    assert sent[2][0] == str(caught.value)
-
-
 @pytest.mark.parametrize("limit", ["trainer.on_nonfinite=stop", "trainer.max_skips=6"])
 def test_too_many_skipped_steps_end_the_run_and_keep_the_checkpoint_before_them(make_run, limit):
     settings = (*LOOP, "trainer.max_steps=12", "trainer.save_every=2", "trainer.keep=1")

@@ -81,7 +81,6 @@ def test_the_tracker_of_other_ranks_does_nothing():
     tracker = NoTracker()
     tracker.log({"train/loss": 1.5}, 1, None, None)
     tracker.summary({"parameters": 1})
-    tracker.alert("a", "b", "WARN")
     tracker.sync()
     assert (tracker.run_id, tracker.where(), tracker.log_model(1)) == (None, None, None)
     tracker.finish()
