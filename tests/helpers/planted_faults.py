@@ -344,10 +344,9 @@ def slow(seconds: float) -> None:
     parts += [
         "run.build.model_from_tensors",
         "checkpoint.format.write",
-        "lens.snapshots.Lens.snapshot",
     ]
-    for name in parts:
-        on_call(f"clearhead.{name}", lambda *_: time.sleep(seconds))
+    for name in (*(f"clearhead.{part}" for part in parts), "headlens.snapshots.Lens.snapshot"):
+        on_call(name, lambda *_: time.sleep(seconds))
 
 
 def compiler(backend: str) -> None:
