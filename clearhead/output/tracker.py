@@ -32,7 +32,6 @@ from clearhead.output.report import sample_page
 from clearhead.output.wandb_process import (
     call_with_timeout,
     cause,
-    create_workspace,
     define_metrics,
     next_step,
     say,
@@ -64,7 +63,6 @@ class Tracker:
         self.last_step = settings.get("trainer", {}).get("max_steps") or 0
         self.first_step = 0  # the first step that W&B does not have
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
-        self.workspace_is_due = config.workspace  # at the first attention snapshot
         self.run, self.is_shared = None, False  # with a W&B run that the user has open
         self.failures = Failures()  # of calls
         self.stopped: str | None = None  # why logging stopped
@@ -140,10 +138,6 @@ class Tracker:
         self._call(lambda run: run.log(metrics, step=step, commit=not media))
         if media:
             self._call(lambda run: run.log(media, step=step, commit=True))
-        if self.run and self.workspace_is_due and files:
-            self.workspace_is_due = False
-            if line := create_workspace(self.run, row.keys()):
-                say(line)
 
     def _media(
         self, step: int, snapshot: "Snapshot | None", sample: dict | None
