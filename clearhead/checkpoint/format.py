@@ -32,7 +32,7 @@ import json
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NotRequired, Self
 
@@ -41,7 +41,6 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from safetensors.torch import save_file
 from typing_extensions import TypedDict
 
-from clearhead.checkpoint.loss_spikes import LossSpikes, Number, StoredCount
 from clearhead.checkpoint.run_directory import OPTIMIZER
 from clearhead.config.schema import TrainerConfig
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
@@ -55,6 +54,10 @@ CHECKSUMS = "SHA256SUMS"
 MODEL_FILES = (MODEL, STATE, TOKENIZER, CHECKSUMS)  # enough for inference; TOKENIZER is optional
 MAX_STATE_BYTES, MAX_CHECKSUMS_BYTES = 2**28, 2**12  # larger files are refused
 CHECKPOINT_NAME = re.compile(r"step_(\d{8,})")  # directory name of a complete checkpoint
+
+# Types of values in state.json. The square of a Number is finite.
+StoredCount = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+Number = Annotated[float, Field(strict=True, ge=-1e100, le=1e100)]
 
 # (Model tensors, optimizer tensors). On rank 0, each maps a name in the file to a tensor. On the
 # other ranks, each maps the same names to None.
@@ -103,9 +106,8 @@ class StoredSettings(TypedDict):
 
 @dataclass
 class State:
-    """The contents of state.json: the state of a run without the tensors."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    """The contents of state.json: the state of a run without the tensors. Other fields, of an
+    older version, are ignored."""
 
     step: StoredCount  # number of optimizer steps; equals the number in the directory name
     settings: StoredSettings  # all settings of the run, checked when they are used
@@ -121,7 +123,6 @@ class State:
     losses: list[Loss] | None = None  # of each step since the last row of metrics.jsonl
     skipped: StoredCount = 0  # number of steps skipped because the gradient was NaN or inf
     skipped_in_a_row: StoredCount = 0  # number of consecutive skipped steps up to this step
-    spikes: LossSpikes = field(default_factory=LossSpikes)  # running statistics of the loss
     format: StoredCount = FORMAT  # version of the checkpoint format
 
     @classmethod

@@ -337,14 +337,11 @@ class WandbConfig(Settings):
     notes: Name | None
     dir: Name | None
     log_model: Literal[False, "best", "last"]
-    alerts: bool
-    watch: Literal[False, "gradients", "parameters", "all"]
     save_code: bool
     console: Annotated[
         Literal["off", "auto", "wrap", "redirect", "wrap_raw", "wrap_emu"],
         BeforeValidator(_off),
     ]
-    workspace: bool
 
     def wanted(self) -> str:
         """Returns the mode; for auto, the mode that WANDB_MODE or WANDB_DISABLED gives, if any."""
@@ -356,11 +353,11 @@ class WandbConfig(Settings):
         return OTHER_MODES.get(mode, mode)
 
     def ignored(self) -> list[str]:
-        """Returns a line for each setting that has no effect because W&B is off or offline."""
-        keys = {"disabled": ("log_model", "alerts", "watch", "save_code", "workspace")}
-        mode = self.wanted()
-        asked = [k for k in (keys | {"offline": ("workspace",)}).get(mode, ()) if getattr(self, k)]
-        return [f"wandb.{key}: no effect, because W&B is {mode}" for key in asked]
+        """Returns a line for each setting that has no effect because W&B is off."""
+        if self.wanted() != "disabled":
+            return []
+        asked = [key for key in ("log_model", "save_code") if getattr(self, key)]
+        return [f"wandb.{key}: no effect, because W&B is disabled" for key in asked]
 
 
 @rule

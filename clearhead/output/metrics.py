@@ -1,4 +1,4 @@
-"""Training metrics: loss, gradient norm, speed, skipped steps and loss spikes."""
+"""Training metrics: loss, gradient norm, speed and skipped steps."""
 
 import contextlib
 import math
@@ -12,7 +12,6 @@ from clearhead.checkpoint.format import State
 from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.errors import DIVERGENCE_HINT, DivergedError
 from clearhead.output.console import Console
-from clearhead.output.tracker import Tracker
 from clearhead.parallel.strategy import Strategy
 
 
@@ -25,8 +24,7 @@ class Metrics:
 
     strategy: Strategy
     nonfinite: NonFiniteCheck
-    console: Console  # prints skipped steps and loss spikes
-    tracker: Tracker  # sends alerts about them
+    console: Console  # prints skipped steps
     tokens_per_step: int  # over all ranks
     flops_per_token: float  # forward and backward
     peak_flops: float | None  # of one device in the precision of the run, FLOP/s; None if unknown
@@ -83,13 +81,6 @@ class Metrics:
         self.check_skipped(state)
         finite = [loss for loss in losses if math.isfinite(loss)]  # others are of skipped steps
         self.train_loss = sum(finite) / len(finite) if finite else math.nan
-        spikes_before = state.spikes.count
-        z_scores = [z for loss in losses if (z := state.spikes.add(loss)) is not None]
-        if state.spikes.count > spikes_before:
-            reason = (
-                f"the loss rose to {max(finite):.2f}, far above the average of the steps before"
-            )
-            self.notify("Loss spike", f"step {state.step}  loss spike: {reason}")
         speed = self.tokens_per_step * self.steps / (time.perf_counter() - self.since)
         row = {
             "train/loss": self.train_loss,
@@ -97,20 +88,12 @@ class Metrics:
             "train/grad_norm": float(self.grad_norm),
             "train/tokens_per_second": speed,
             "train/skipped_steps": state.skipped,
-            "train/loss_spikes": state.spikes.count,
         }
-        if z_scores:
-            row["train/loss_z_score"] = max(z_scores)
         if self.peak_flops:
             achieved = self.flops_per_token * speed / self.strategy.world_size
             row["train/mfu"] = achieved / self.peak_flops
         self.start()
         return row
-
-    def notify(self, title: str, text: str) -> None:
-        """Prints a warning and sends it as an alert."""
-        self.console.print(text)
-        self.tracker.alert(title, text, "WARN")
 
     def check_skipped(self, state: State) -> None:
         """Updates the counters of skipped steps in the state, which are equal on all ranks, and
@@ -128,4 +111,4 @@ class Metrics:
             which = "skipped" if more == 1 else f"{more} steps were skipped"
             limits = f"consecutive skipped steps: {state.skipped_in_a_row}, the run ends at {limit}"
             reason = f"the loss or gradient is NaN or inf ({limits})"
-            self.notify("Steps skipped", f"step {state.step}  {which}: {reason}")
+            self.console.print(f"step {state.step}  {which}: {reason}")

@@ -32,7 +32,6 @@ from clearhead.output.report import sample_page
 from clearhead.output.wandb_process import (
     call_with_timeout,
     cause,
-    create_workspace,
     define_metrics,
     next_step,
     say,
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from headlens.snapshots import Snapshot
 
 MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
-ALERT_SECONDS = 3600  # between two alerts with the same title
 
 
 class Tracker:
@@ -65,7 +63,6 @@ class Tracker:
         self.last_step = settings.get("trainer", {}).get("max_steps") or 0
         self.first_step = 0  # the first step that W&B does not have
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
-        self.workspace_is_due = config.workspace  # at the first attention snapshot
         self.run, self.is_shared = None, False  # with a W&B run that the user has open
         self.failures = Failures()  # of calls
         self.stopped: str | None = None  # why logging stopped
@@ -141,10 +138,6 @@ class Tracker:
         self._call(lambda run: run.log(metrics, step=step, commit=not media))
         if media:
             self._call(lambda run: run.log(media, step=step, commit=True))
-        if self.run and self.workspace_is_due and files:
-            self.workspace_is_due = False
-            if line := create_workspace(self.run, row.keys()):
-                say(line)
 
     def _media(
         self, step: int, snapshot: "Snapshot | None", sample: dict | None
@@ -182,20 +175,9 @@ class Tracker:
             say(f"an image, page or table was not logged ({cause(error)})")
         return media
 
-    def log_histograms(self, found: dict[str, tuple], step: int) -> None:
-        """Logs histograms to W&B. step: that of the next row, which W&B adds to it."""
-        if self.run and step >= self.first_step:
-            row = {key: self.wandb.Histogram(np_histogram=value) for key, value in found.items()}
-            self._call(lambda run: run.log(row, step=step))
-
     def summary(self, values: dict[str, float]) -> None:
         """Sets summary values, the columns in the table of runs on the dashboard."""
         self._call(lambda run: run.summary.update(values))
-
-    def alert(self, title: str, text: str, level: str) -> None:
-        """Sends an alert if wandb.alerts=true. level: WARN or ERROR."""
-        if self.config.alerts:
-            self._call(lambda run: run.alert(title, text, level, wait_duration=ALERT_SECONDS))
 
     def log_model(self, best_step: int | None) -> str | None:
         """Uploads the model of wandb.log_model (best or last); returns its name on W&B, or None.
@@ -304,7 +286,7 @@ class NoTracker(Tracker):
     def _nothing(self, *_, **__) -> None: ...
 
     run_id = property(_nothing)
-    log = log_model = summary = alert = sync = finish = where = _nothing
+    log = log_model = summary = sync = finish = where = _nothing
 
 
 def _wandb_folder(run) -> Path:

@@ -7,11 +7,10 @@ import contextlib
 import glob
 import json
 import os
-import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +27,6 @@ FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT overrides it
 FLUSH_SECONDS = 0.1  # between two writes to the record of a W&B run
 MODEL_SECONDS = 600  # for the upload of the model, 0.5 GB for GPT-2 small
 TEARDOWN_SECONDS = 5  # for the W&B process to end
-WORKSPACE_SECONDS = 10  # to create the view of the project
 X_AXIS = "train/tokens"  # of all curves, so that runs with other batch sizes can be compared
 OF_WANDB_INIT = ("entity", "project", "group", "job_type", "tags", "notes")
 
@@ -154,27 +152,6 @@ def teardown() -> None:
         import wandb
 
         call_with_timeout(TEARDOWN_SECONDS, wandb.teardown)
-
-
-def create_workspace(run, keys: Iterable[str]) -> str | None:
-    """Creates the saved view of the project of an online run, unless it has one.
-
-    run: the W&B run. keys: what it has logged. Returns a line for the user, also after an error.
-    """
-    entity, project = run.entity, run.project
-
-    def create() -> str | None:
-        from clearhead.output.workspace import save_view  # imports an optional package
-
-        return save_view(entity, project, keys, replace=False)
-
-    try:
-        url = None if run.offline else call_with_timeout(WORKSPACE_SECONDS, create)
-        return url and f"created the workspace {url}"
-    except Exception as error:
-        command = f"python -m scripts.wandb_workspace project={shlex.quote(project)}"
-        command += f" entity={entity}"
-        return f"no workspace was created ({cause(error)}); create it with: {command}"
 
 
 def call_with_timeout(seconds: float, function: Callable):

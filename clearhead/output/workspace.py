@@ -27,17 +27,14 @@ def logged_keys(entity: str | None, project: str) -> tuple[str, set[str]]:
     return entity, {key for run in islice(runs, RECENT) for key in dict(run.summary)}
 
 
-def save_view(entity: str, project: str, keys: Iterable[str], replace: bool = True) -> str | None:
+def save_view(entity: str, project: str, keys: Iterable[str]) -> str:
     """Creates the view of a project, or replaces its sections; returns its URL.
 
-    keys: what runs have logged. Sections with other names stay, after those of `sections`. With
-    replace=False an existing view is not changed, and the result is None.
+    keys: what runs have logged. Sections with other names stay, after those of `sections`.
     """
     views = wandb.Api().reports(f"{entity}/{project}")
     views.variables["viewType"] = "project-view"  # W&B stores reports and saved views alike
     found = next((view.name for view in views if view.display_name == NAME), None)
-    if found and not replace:
-        return None
     view = Workspace(entity=entity, project=project, name=NAME)
     if found:
         in_url = found.removeprefix("nw-").removesuffix("-v")

@@ -44,7 +44,6 @@ from clearhead.output.metrics import Metrics
 from clearhead.output.profiler import Profiler
 from clearhead.output.run_log import RunLog
 from clearhead.output.tracker import NoTracker, Tracker
-from clearhead.output.watch import watch
 from clearhead.parallel import device, launch
 from clearhead.parallel.build import build_strategy
 from clearhead.parallel.device_memory import free_pinned_memory, use_expandable_segments
@@ -137,7 +136,6 @@ class Builder:
             self.state = self.restore()
             self.notes += long_warmup(self.config)
             saver, log = self.open_log()
-            self.watch_model(log.tracker)
             self.evaluator = self.build_evaluator()
             config, strategy = self.config, self.strategy
             targets = self.data.train.num_targets(config.trainer.batch_size)
@@ -379,13 +377,6 @@ class Builder:
 
     # -------------------------------------------------------- metrics, evaluation, output
 
-    def watch_model(self, tracker: Tracker) -> None:
-        """Logs histograms of gradients or parameters to W&B, if wandb.watch asks for it."""
-        if self.config.wandb.watch and self.strategy.name == "fsdp":
-            self.notes.append("wandb.watch: no effect with FSDP")
-        elif self.config.wandb.watch and tracker.run_id:
-            watch(tracker, self.model, self.optimizer, self.config.trainer, self.state)
-
     def build_metrics(self, log: RunLog) -> Metrics:
         trainer, length = self.config.trainer, self.config.data.max_length
         limit = 1 if trainer.on_nonfinite == "stop" else trainer.max_skips
@@ -393,7 +384,6 @@ class Builder:
             self.strategy,
             NonFiniteCheck(limit, self.strategy.device),
             log.console,
-            log.tracker,
             tokens_per_step=trainer.batch_size * length,
             flops_per_token=self.model.flops_per_token(length),
             peak_flops=device.peak_flops(self.strategy.device, self.strategy.dtype),

@@ -26,7 +26,7 @@ from clearhead.checkpoint.run_directory import (
 )
 from clearhead.compute.optimizers import learning_rate
 from clearhead.config.schema import Config
-from clearhead.errors import DivergedError, RunError, best_effort, format_error
+from clearhead.errors import RunError, best_effort
 from clearhead.files import as_json, atomic_write, last_values, read_object, script_path
 from clearhead.output.charts import minimum_before_rise
 from clearhead.output.metrics import Metrics
@@ -92,9 +92,6 @@ class Run:
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         """Closes all components; pending writes are completed."""
-        if isinstance(error, Exception):
-            title = "Diverged" if isinstance(error, DivergedError) else "Failed"
-            self.log.tracker.alert(title, format_error(error), "ERROR")
         if error is not None:
             self.log.write_report()  # shows the metrics up to the error
         self.is_closed = True

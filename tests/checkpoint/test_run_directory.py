@@ -227,12 +227,10 @@ STATES = {
     "data": [5, [["a"]], [["a", [1]]], {}],
     "skipped": [-1],
     "wandb_id": ["../x"],
-    "spikes": [5, {"other": 1}, {"variance": -1.0}],
     "scaler": [5, {"scale": "x"}],
     "settings": [5, {}],
     "settings.lens": [5],
     "format": [2, 99],
-    "other": [1],
 }
 TEXTS = ["", "[]", "[" * 100_000, '{"step": 1}', '{"%s": 1}' % ("x" * 5000)]
 

@@ -1,8 +1,6 @@
-"""NaN and inf: skipped steps, the end of a run, loss spikes."""
+"""NaN and inf: skipped steps, the end of a run."""
 
 import math
-import random
-import statistics
 from collections import namedtuple
 
 import pytest
@@ -12,7 +10,6 @@ from helpers.refusals import refused
 from helpers.runs import assert_same, rows, train_past_checkpoint, weights
 
 from clearhead.checkpoint import listing
-from clearhead.checkpoint.loss_spikes import LossSpikes
 from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.errors import DivergedError
 from train import fit, train_step
@@ -48,40 +45,6 @@ def test_an_overflow_of_fp16_does_not_count_while_the_scale_can_fall():
     assert check.read() == Counts(skipped=9, in_a_row=0, halted_for=0)
     assert found_inf(check, [INF, INF]) == [1, 1]
     assert check.read() == Counts(skipped=11, in_a_row=2, halted_for=1)
-
-
-def test_the_z_score_uses_the_previous_losses():
-    spikes = LossSpikes()
-    losses = [random.Random(n).gauss(3, 0.1) for n in range(LossSpikes.WARM_UP)]
-    assert [spikes.add(loss) for loss in losses] == [None] * LossSpikes.WARM_UP
-    mean, deviation = statistics.fmean(losses), statistics.pstdev(losses)
-    assert spikes.mean == pytest.approx(mean)
-    assert math.sqrt(spikes.variance) == pytest.approx(deviation)
-    assert spikes.add(4.0) == pytest.approx((4.0 - mean) / deviation)
-    assert spikes.count == 1
-
-
-def test_a_spike_does_not_hide_the_next_and_falling_losses_are_no_spikes():
-    spikes = LossSpikes()
-    chance = random.Random(0)
-    for step in range(1000):
-        spikes.add(8 * math.exp(-step / 200) + chance.gauss(3, 0.1))
-    assert spikes.count == 0
-    for loss in (9.0, 3.0, 9.0, NAN, 3.0, 9.0):
-        spikes.add(loss)
-    assert spikes.count == 3
-
-
-def test_spikes_in_early_training():
-    """The first losses of GPT-2 small with a too short warm-up: seed 0, 12 steps."""
-    spikes = LossSpikes()
-    falling = [10.86, 10.77, 10.40, 9.93, 9.70, 9.49, 9.31, 9.02, 8.77, 8.41, 8.11]
-    for losses, count in [(falling, 0), ([12.63, 7.58, 7.41, 7.65], 1)]:
-        for loss in losses:
-            spikes.add(loss)
-        assert spikes.count == count
-    spikes = LossSpikes()
-    assert {spikes.add(2.0) for _ in range(200)} == {None}  # constant losses have no z-score
 
 
 def spoil(run, steps, how=lambda loss: loss * NAN):
@@ -121,9 +84,8 @@ def test_a_skipped_step_changes_nothing(make_run, how):
     assert run.metrics.nonfinite.read() == Counts(skipped=1, in_a_row=0, halted_for=0)
 
 
-def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(make_run, monkeypatch):
+def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(make_run):
     """This includes a skipped step."""
-    monkeypatch.setattr(LossSpikes, "WARM_UP", 1)
     settings = (*LOOP, "trainer.log_every=4")
     whole, half = make_run(*settings, "name=whole"), make_run(*settings)
     for run in (whole, half):
@@ -135,23 +97,8 @@ def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(make_ru
     assert rest.metrics.nonfinite.read() == Counts(skipped=2, in_a_row=2, halted_for=0)
     fit(rest)
     assert rows(rest.directory)[-1]["train/skipped_steps"] == 2
-    assert "train/loss_z_score" in rows(whole.directory)[-1]
-    for key in ("train/loss", "train/tokens", "train/loss_spikes", "train/loss_z_score"):
+    for key in ("train/loss", "train/tokens"):
         assert values(rest.directory, key) == values(whole.directory, key)
-
-
-def test_spikes_skipped_steps_and_failures_are_alerts(make_run, capsys):
-    run = make_run(*LOOP, "trainer.max_skips=2")
-    # The first loss, about log(257) = 5.5 of 257 equally likely tokens, is a spike after these.
-    run.state.spikes = LossSpikes(seen=99, mean=1.0, variance=0.01)
-    sent = []
-    run.log.tracker.alert = lambda title, text, level: sent.append((text, level, run.state.step))
-    spoil(run, range(1, 99))
-    with pytest.raises(DivergedError) as caught:
-        fit(run)
-    assert [alert[1:] for alert in sent] == [("WARN", 1), ("WARN", 2), ("ERROR", 3)]
-    assert sent[1][0] in capsys.readouterr().out
-    assert sent[2][0] == str(caught.value)
 
 
 @pytest.mark.parametrize("limit", ["trainer.on_nonfinite=stop", "trainer.max_skips=6"])

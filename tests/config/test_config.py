@@ -398,7 +398,7 @@ def test_environment_variables_of_wandb(monkeypatch):
 def test_a_choice_of_wandb_changes_the_mode_of_a_resumed_run():
     stored = default_values() | {"data": {"path": "none"}}
     stored["wandb"] |= {"mode": "offline", "project": "heads", "tags": ["a"]}
-    kept, changed = ("wandb.alerts=true", "heads"), ("wandb.project=clearhead", "clearhead")
+    kept, changed = ("wandb.save_code=true", "heads"), ("wandb.project=clearhead", "clearhead")
     for given, project in (kept, changed):
         config = compose(["trainer.resume=runs/a", "wandb=online", given])
         found, _ = complete(config, "runs/a/checkpoints/step_00000001", stored)

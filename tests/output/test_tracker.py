@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -22,16 +21,15 @@ from helpers import REPOSITORY
 from helpers.refusals import refused
 from helpers.runs import contents, repeatable_rows, rows, train_in
 
-from clearhead.checkpoint.format import FILES, State
+from clearhead.checkpoint.format import FILES
 from clearhead.checkpoint.listing import find_checkpoint
-from clearhead.config.schema import TrainerConfig, WandbConfig
+from clearhead.config.schema import WandbConfig
 from clearhead.config.yaml_files import environment_variable
 from clearhead.errors import DamagedCheckpointError
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output.machine import environment, git
 from clearhead.output.report import sample_page
 from clearhead.output.tracker import MAX_SAMPLES, NoTracker, Tracker
-from clearhead.output.watch import histogram, histograms, watch
 from headlens.snapshots import Snapshot
 from headlens.statistics import STATISTICS
 
@@ -83,7 +81,6 @@ def test_the_tracker_of_other_ranks_does_nothing():
     tracker = NoTracker()
     tracker.log({"train/loss": 1.5}, 1, None, None)
     tracker.summary({"parameters": 1})
-    tracker.alert("a", "b", "WARN")
     tracker.sync()
     assert (tracker.run_id, tracker.where(), tracker.log_model(1)) == (None, None, None)
     tracker.finish()
@@ -178,7 +175,7 @@ def watched(tmp_path_factory):
     """A complete offline run without an account: (run directory, and from W&B's files: rows, all
     records, folder of media files)."""
     named = ("wandb.notes='What is new, [here]: nothing'", "wandb.group=first tries")
-    named += ("wandb.mode=offline", "wandb.log_model=best", "wandb.watch=all")
+    named += ("wandb.mode=offline", "wandb.log_model=best")
     named += ("wandb.console=wrap", "wandb.save_code=true")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
@@ -269,7 +266,7 @@ def test_docs_list_the_recorded_keys(watched):
     recorded = {chart.sub(r"\1", key) for key in recorded}
     found = {(key, name) for key in recorded for name in patterns if re.fullmatch(name, key)}
     assert {key for key, _ in found} == recorded
-    sometimes = {"train/mfu", "train/loss_z_score", "val/accuracy"}
+    sometimes = {"train/mfu", "val/accuracy"}
     assert set(patterns) - {name for _, name in found} <= sometimes
 
 
@@ -346,56 +343,11 @@ def test_commit_command_and_environment(watched):
     assert "validation loss" in (files / "output.log").read_text()
 
 
-def test_histograms_of_gradients_and_parameters(watched):
-    """Of each validation step, in its row, for all parameters."""
-    folder, logged, *_ = watched
-    model = load_pretrained(folder / "checkpoints" / "last").model
-    sizes = {name: value.numel() for name, value in model.named_parameters()}
-    for kind in ("gradients", "parameters"):
-        for row in logged:
-            found = {name for name in sizes if f"{kind}/{name}.values" in row}
-            assert found == (sizes.keys() if row["_step"] in (2, 4) else set())
-        for name, size in sizes.items():
-            assert sum(logged[4][f"{kind}/{name}.values"]) == size
-
-
 def test_environment_without_git_and_without_a_package(tmp_path, monkeypatch):
     monkeypatch.setattr("clearhead.output.machine.REPOSITORY", tmp_path)
     monkeypatch.setattr("clearhead.output.machine.PACKAGES", ("no-such-package",))
     found = environment("cpu", 1)
     assert (found["commit"], found["clean"], found["no-such-package"]) == ("", None, None)
-
-
-@pytest.mark.parametrize(("every", "expected"), [(0, [4]), (3, [3, 4])])
-def test_steps_with_histograms(every, expected):
-    model, tracker, state = torch.nn.Linear(2, 2), Mock(), State(step=0, settings={})
-    optimizer = torch.optim.SGD(model.parameters())
-    trainer = TrainerConfig.with_defaults(max_steps=4, eval_every=every)
-    tracker.config.watch = "all"
-    watch(tracker, model, optimizer, trainer, state)
-    for state.step in range(4):
-        optimizer.step()
-    assert [call.args[1] for call in tracker.log_histograms.call_args_list] == expected
-
-
-def test_values_of_histograms():
-    """Of gradients after clipping, also if the fused kernel clips them."""
-    model = torch.nn.Linear(30, 20)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    model.bias.grad[0] = math.inf
-    optimizer = torch.optim.SGD(model.parameters())
-    optimizer.grad_scale = torch.tensor(4.0)
-    found = histograms(model, optimizer, "all")
-    assert found.keys() == {"gradients/weight", "parameters/weight", "parameters/bias"}
-    for key, values in (("gradients", model.weight.grad / 4), ("parameters", model.weight)):
-        values = values.detach().numpy()
-        counts, edges = np.histogram(values, 64, (values.min(), values.max()))
-        assert np.abs(found[f"{key}/weight"][0] - counts).sum() <= 4  # rounding at an edge
-        assert found[f"{key}/weight"][1] == pytest.approx(edges, abs=1e-6)
-    many = torch.zeros(2**24 + 9)
-    for values, size in ((many, 2**24 + 9), (torch.full((5,), 3.0), 5)):
-        assert histogram(values)[0].sum() == size
 
 
 def test_one_chart_per_statistic(watched):

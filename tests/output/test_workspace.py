@@ -2,19 +2,12 @@
 
 import json
 import re
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 from helpers.refusals import printed_keys
 from helpers.wandb_server import WandbServer
-from PIL import Image
 
-from clearhead.config.schema import WandbConfig
-from clearhead.output import tracker, wandb_process
 from headlens.heads import KINDS
-from headlens.snapshots import Snapshot
 from headlens.statistics import STATISTICS
 from scripts import wandb_workspace
 
@@ -45,8 +38,6 @@ class Server(WandbServer):
             return {"data": {"project": self.page("runs", runs) if runs else None}}
         if "allViews(" in query:
             assert given["viewType"] == "project-view"
-            if self.views_fault == "error":
-                return {"errors": [{"message": "no"}]}
             if self.views_fault == "hangs":
                 self.ended.wait()
             name = given.get("viewName")
@@ -137,15 +128,6 @@ def test_the_view_is_created_once_and_then_updated(call, online, capsys):
     assert after == [*before, ("my own", 2)]
 
 
-def forget_package(monkeypatch) -> None:
-    """From now on, imports of wandb-workspaces fail."""
-    for name in [*sys.modules]:
-        if name.startswith(("wandb_workspaces", "clearhead.output.workspace")):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("clearhead.output.workspace", raising=False)
-    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
-
-
 def sections_of(view: dict) -> list[dict]:
     return json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
 
@@ -165,48 +147,3 @@ def test_a_failure_is_one_line(monkeypatch, call, summaries, fault, key, code, p
         found, out, err = call(server, key=key)
         assert server.views == {}
     assert (found, out, printed_keys(err)) == (code, "", [printed])
-
-
-@pytest.fixture
-def logged(online, tmp_path, capsys, monkeypatch):
-    """logged(server) -> (lines on stderr, uploaded steps) of an online run with wandb.workspace."""
-
-    def run(server: WandbServer) -> tuple[list[str], list[int]]:
-        online(server)
-        monkeypatch.delenv("WANDB_MODE", raising=False)
-        folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        config = WandbConfig.with_defaults(mode="online", workspace=True)
-        made = tracker.Tracker(config, folder, {})
-        picture = folder / "a.png"
-        Image.new("RGB", (9, 9)).save(picture)
-        snapshot = Snapshot({"attention_layers/entropy/L00": 1.0}, {}, {}, {HEATMAPS[0]: picture})
-        for step in range(3):
-            made.log({"train/loss": 1.0}, step, snapshot)
-        made.finish()
-        steps = [row["_step"] for row in server.rows()]
-        return capsys.readouterr().err.splitlines(), steps
-
-    return run
-
-
-def test_a_run_creates_the_view_if_the_project_has_none(logged):
-    with Server() as server:
-        lines, steps = logged(server)
-        (created,) = map(dict, server.views.values())
-        assert steps == [0, 1, 2]
-        assert len(lines) == 1
-        assert [len(section["panels"]) for section in sections_of(created)] == [1, 2, 1, 1, 1, 1]
-        assert logged(server)[0] == []
-        assert list(server.views.values()) == [created]
-
-
-@pytest.mark.parametrize("fault", ["error", "hangs", "package"])
-def test_a_run_continues_without_a_view(logged, monkeypatch, fault):
-    if fault == "package":
-        forget_package(monkeypatch)
-    elif fault == "hangs":
-        monkeypatch.setattr(wandb_process, "WORKSPACE_SECONDS", 0.5)
-    with Server(fault=fault) as server:
-        lines, steps = logged(server)
-    assert (len(lines), steps, server.views) == (1, [0, 1, 2], {})
-    assert "scripts.wandb_workspace project=clearhead" in lines[0]
