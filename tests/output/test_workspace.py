@@ -20,7 +20,7 @@ from scripts import wandb_workspace
 
 HEATMAPS = ["attention/heatmap/1-the-bell", "attention/heatmap/2-repeated"]
 KEY = "k" * 40
-PAGES = ["attention/viewer", "attention/timelapse"]
+PAGES = ["attention/timelapse"]
 SUMMARY = dict.fromkeys([*HEATMAPS, *PAGES, "train/loss", "val/loss", "val/perplexity"], 1.0)
 SUMMARY |= {f"attention_best/{key}": 0.5 for key in KINDS}
 SUMMARY |= {f"attention_layers/{key}/L{n:02d}": 0.5 for key in STATISTICS for n in range(2)}
@@ -195,7 +195,7 @@ def test_a_run_creates_the_view_if_the_project_has_none(logged):
         (created,) = map(dict, server.views.values())
         assert steps == [0, 1, 2]
         assert len(lines) == 1
-        assert [len(section["panels"]) for section in sections_of(created)] == [1, 2, 1, 1, 1, 1]
+        assert [len(section["panels"]) for section in sections_of(created)] == [1, 1, 1, 1, 1, 1]
         assert logged(server)[0] == []
         assert list(server.views.values()) == [created]
 
