@@ -16,9 +16,7 @@ const KEYS = [
   ["c", "stretch the colours of each head, or use the same colours for all heads"],
   ["v", "map: weights, or weights times value norms"],
   ["l", "colours of the text: attention or loss"],
-  ["a", "arcs from the query token to its key tokens in the text"],
-  ["Shift and click", "select several heads"],
-  ["m", "several heads: overlaid, or their mean"],
+  ["Shift and click", "select several heads: their mean"],
   ["d", "compare with the first step or the other run; stop the comparison"],
   ["t", "light or dark theme"],
   ["← →", "during the tour: the stop before, the next stop"],
@@ -87,9 +85,8 @@ export function buildHelp() {
       "the loss is measured on the validation data at the last step. The first-order estimate " +
       "can be wrong for large changes."),
     heading("Several heads"),
-    text("Arcs lead from the query token to the 12 key tokens with the largest weights; a thicker " +
-      "arc is a larger weight. Select more heads with a Shift-click or with “+ head”: each has " +
-      "its own colour. “mean” shows the mean of their weights, also in the enlarged heatmap."),
+    text("Select more heads with a Shift-click or with “+ head”: the enlarged heatmap shows the mean " +
+      "of their weights."),
     heading("Value-weighted attention"),
     text("The output of a head is a sum of vectors, one for each key token: its weight times its " +
       "value vector after the output projection. “weights × value norm” shows the lengths of these " +

@@ -37,8 +37,6 @@ const SHORTCUTS = {
   c: () => update({ stretch: !state.stretch }),
   v: () => update({ map: state.map === "valued" ? "weights" : "valued" }),
   l: () => update({ text: state.text === "loss" ? "attention" : "loss" }),
-  a: () => update({ arcs: !state.arcs }),
-  m: () => update({ mean: !state.mean }),
   d: toggleCompare,
   t: toggleTheme,
   "?": () => openHelp(),

@@ -11,7 +11,6 @@ import {
   showDetail,
 } from "./grid.js";
 import { prepareMaps } from "./kinds.js";
-import { buildArcs, drawArcs } from "./arcs.js";
 import { buildDetail, drawDetail } from "./detail.js";
 import { drawContexts } from "./contexts.js";
 import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";
@@ -83,7 +82,6 @@ function listen() {
     drawCharts();
     drawPositions();
   }).observe($("side"));
-  new ResizeObserver(() => drawArcs()).observe($("text"));
   const sizes = new ResizeObserver(measureBar);
   for (const id of ["bar", "all"]) sizes.observe($(id));
   new ResizeObserver(drawTimeline).observe($("track"));
@@ -104,7 +102,6 @@ async function start() {
   window.lens.runs = runs;
   buildGrid();
   buildDetail();
-  buildArcs();
   buildCharts();
   buildPositions();
   buildLegend();

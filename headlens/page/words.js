@@ -46,7 +46,6 @@ export function drawTextTools() {
   $("colour-by").hidden = !found;
   checkRadio("colour-by", kind);
   $("colour-by").querySelector("[value='attention']").disabled = selected() === null;
-  $("arcs").parentNode.hidden = selected() === null;
   $("loss-scale").hidden = kind !== "loss";
   if (kind !== "loss") return;
   const signed = lossesShown() === "difference";
