@@ -16,7 +16,6 @@ import { drawContexts } from "./contexts.js";
 import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";
 import { isBeyondTour, keepLink, readLink, restore } from "./link.js";
 import { buildChoices, buildControls, showControls } from "./controls.js";
-import { buildPositions, drawPositions } from "./positions.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
 import { buildLegend, buildSubject, drawLegend } from "./legend.js";
 import { drawFinding, openingView } from "./finding.js";
@@ -43,7 +42,6 @@ function drawAll() {
   drawDetail();
   drawContexts();
   drawCharts();
-  drawPositions();
   drawGroups();
   drawTimeline();
   showHovered();
@@ -80,7 +78,6 @@ function listen() {
     if (!measureSide()) return;
     drawDetail();
     drawCharts();
-    drawPositions();
   }).observe($("side"));
   const sizes = new ResizeObserver(measureBar);
   for (const id of ["bar", "all"]) sizes.observe($(id));
@@ -103,7 +100,6 @@ async function start() {
   buildGrid();
   buildDetail();
   buildCharts();
-  buildPositions();
   buildLegend();
   buildTimeline();
   buildHelp();
