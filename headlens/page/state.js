@@ -144,9 +144,6 @@ export function rangeOf(of, key) {
   return [Math.min, Math.max].map((most) => values.reduce((a, b) => most(a, b)));
 }
 
-/** Returns the losses at the positions of the prompt at the step of a side, [] if unknown. */
-export const lossesOf = (of) => of.run.losses[of.at]?.[of.prompt] ?? [];
-
 /** Returns the mean loss in copy 1 or 2 of a repeated sequence. The loss of the first token of copy
  * 2, which nothing predicts, does not count. */
 export function meanLoss(losses, period, copy) {
