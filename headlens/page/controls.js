@@ -56,7 +56,6 @@ function listenToControls() {
     on(id, "change", (event) => update({ [name]: event.target[property] }));
   }
   on("sort", "change", (event) => sortBy(event.target.value));
-  on("colour-by", "change", (event) => update({ text: event.target.value }));
   on("direction", "click", () => update({ descending: !state.descending }));
   on("filter-statistic", "change", async (event) => {
     const filter = event.target.value;

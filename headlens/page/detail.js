@@ -9,7 +9,7 @@ import {
 import { firstKey, paint } from "./maps.js";
 import { cellOf } from "./kinds.js";
 import { drawMarks, placePlots, plots } from "./plots.js";
-import { drawText, drawTextTools } from "./words.js";
+import { drawText } from "./words.js";
 import { drawLayers, drawNextToken } from "./predictions.js";
 import { toggleHead, withUniform } from "./grid.js";
 import { isPlaying } from "./player.js";
@@ -82,8 +82,7 @@ export function drawDetail() {
   const index = enlarged();
   $("detail").hidden = index === null;
   if (hovered.query >= A.T) Object.assign(hovered, { query: null, key: null });
-  drawTextTools();
-  if (index === null) return drawReading();
+  if (index === null) return;
   $("detail-title").textContent = indexName(index);
   const order = B?.same ? [...new Set([state.show, "a", "b", "difference"])] : ["a"];
   plots.forEach((plot, n) => (plot.what = order[n]));
@@ -108,11 +107,11 @@ export function drawDetail() {
 
 /** Draws cross-hairs, readout and text for the token under the pointer. */
 function drawReading() {
+  if (selected() === null) return;
   const query = hovered.query ?? selectedQuery();
   drawText(query);
   drawNextToken(query);
   drawLayers(query);
-  if (selected() === null) return;
   const key = hovered.key ?? strongestKey(query);
   for (const plot of plots) if (plot.what) drawMarks(plot, query, key, hovered.key !== null);
   drawReadout(query, key, hovered.key === null);

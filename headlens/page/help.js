@@ -15,7 +15,6 @@ const KEYS = [
   ["h", "hide or show the first column"],
   ["c", "stretch the colours of each head, or use the same colours for all heads"],
   ["v", "map: weights, or weights times value norms"],
-  ["l", "colours of the text: attention or loss"],
   ["Shift and click", "select several heads: their mean"],
   ["d", "compare with the first step or the other run; stop the comparison"],
   ["t", "light or dark theme"],
@@ -73,8 +72,7 @@ export function buildHelp() {
         "on the tokens of the name.")] : []),
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +
-      "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half. With " +
-      "“loss”, the text shows at each token the loss with which this token was predicted."),
+      "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half."),
     text("The logit lens shows what the output layer would predict from the input of each layer, " +
       "with the final layer norm: at which layer the prediction forms. It is an approximation, " +
       "because early layers were not trained for this. Source: nostalgebraist 2020, interpreting " +

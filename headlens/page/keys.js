@@ -36,7 +36,6 @@ const SHORTCUTS = {
   h: () => update({ hideFirst: !state.hideFirst }),
   c: () => update({ stretch: !state.stretch }),
   v: () => update({ map: state.map === "valued" ? "weights" : "valued" }),
-  l: () => update({ text: state.text === "loss" ? "attention" : "loss" }),
   d: toggleCompare,
   t: toggleTheme,
   "?": () => openHelp(),

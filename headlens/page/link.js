@@ -15,7 +15,6 @@ const same = (...values) => Object.fromEntries(values.map((value) => [value, val
 const CHOICES = [
   ["theme", "theme", same("light", "dark")],
   ["map", "map", same("valued")],
-  ["text", "text", same("loss")],
   ["statistics", "over", same("mean", "prompt")],
   ["scale", "scale", same("linear")],
   ["first", "hideFirst", { hidden: true }],

@@ -10,7 +10,6 @@ export const DEFAULTS = {
   head: null,
   more: [], // indices of more selected heads; the enlarged heatmap is the mean of all
   map: "weights", // or "valued": weights times norms of values
-  text: "attention", // what colours the prompt as text, or "loss"
   query: null, // position of the query token; null: the last
   sort: "", // "" is layer order, else a statistic's key or "significance"
   descending: true,

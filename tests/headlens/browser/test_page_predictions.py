@@ -20,10 +20,6 @@ SPANS = """all => all.map((span) => {
 })"""
 
 
-def losses_at(step, prompt=0, run=None):
-    return (run or a_run()).predictions[step][prompt][-1].losses
-
-
 def alphas(lens):
     """Returns the strength of the colour of each token in the text."""
     spans = lens.locator("#text [data-token]").evaluate_all(SPANS)
@@ -45,33 +41,21 @@ def without_predictions(data):
     return dataclasses.replace(data, details={"statistics": data.details["statistics"]}, norms=[])
 
 
-def test_text_is_coloured_by_the_loss_of_each_token(shown):
-    """Also without an enlarged head. The scale of all steps ends at the largest first loss."""
-    lens = shown(fragment="#head=none")
-    most = losses_at(0).max()
-    assert losses_at(120).max() > most
-    assert f"{most:.1f}" in lens.locator("#loss-scale").inner_text()
-    for frame, step in ((3, 120), (0, 0)):
-        lens.locator("#step").fill(str(frame))
-        part = alphas(lens)
-        assert part[0] == 0
-        assert part[1:] == pytest.approx(0.85 * (losses_at(step) / most).clip(0, 1), abs=0.012)
-    lens.locator("#step").fill("3")
+def test_text_is_coloured_by_the_weights_of_the_query_token(shown):
+    """In both themes, readable."""
+    lens, weights = shown(fragment="#head=1.1&query=9"), a_run().weights[120][0][1, 1]
     for theme in ("light", "dark"):
-        lens.evaluate(
-            "theme => theme === document.documentElement.dataset.theme || "
-            "document.getElementById('theme').click()",
-            theme,
-        )
+        pages.go_to(lens, f"head=1.1&query=9&theme={theme}")
+        part = alphas(lens)
+        assert part[:10] == pytest.approx(0.85 * np.sqrt(weights[9, :10]), abs=0.012)
+        assert not part[10:].any()
         assert_readable(lens)
-
-    pages.tile(lens, 1, 1).click()
-    assert lens.locator("#loss-scale").is_hidden()
-    attention = alphas(lens)
-    lens.locator("#colour-by label").nth(1).click()
-    assert alphas(lens)[1:] == pytest.approx(0.85 * (losses_at(120) / most).clip(0, 1), abs=0.012)
-    lens.keyboard.press("l")
-    assert (alphas(lens) == attention).all()
+    lens.locator("#text [data-token]").nth(7).hover()
+    assert alphas(lens)[:8] == pytest.approx(0.85 * np.sqrt(weights[7, :8]), abs=0.012)
+    pages.go_to(lens, "head=1.1&query=9&compare=step:40")
+    change = weights - a_run().weights[40][0][1, 1]
+    found = alphas(lens)[:10]
+    assert found == pytest.approx(0.85 * np.sqrt(np.abs(change[9, :10])), abs=0.05)
 
 
 def predicted(lens, side=0):
@@ -103,7 +87,7 @@ def assert_predicts(lens, predictions, query, words, side=0):
 
 
 def test_most_likely_next_tokens_of_the_query_token(shown):
-    lens, run = shown(fragment="#head=none"), a_run()
+    lens, run = shown(fragment=f"#head=1.1&query={len(WORDS) - 1}"), a_run()
     found = run.predictions[120][0][-1]
     assert_predicts(lens, found, len(WORDS) - 1, WORDS)
     lens.locator("#text [data-token]").nth(4).hover()
@@ -128,9 +112,9 @@ def test_true_token_is_marked_among_the_most_likely_tokens(shown):
     found = run.predictions[0][0][-1]
     among = [n for n in range(199) if n + 1 in found.token_ids[n]]
     assert among
-    lens = shown(run, fragment="#head=none")
+    lens = shown(run, fragment="#head=0.0")
     for query in (among[0], next(n for n in range(199) if n not in among)):
-        pages.go_to(lens, f"head=none&query={query}")
+        pages.go_to(lens, f"head=0.0&query={query}")
         assert_predicts(lens, found, query, words)
 
 
@@ -173,13 +157,11 @@ def test_data_with_neither_predictions_nor_norms(shown):
     run = a_run()
     bare = [frame_data(without_predictions(run.frames[step])) for step in STEPS]
     lens = shown(dataclasses.replace(run, data=run.data | {"frames": bare}), fragment="#head=none")
-    assert lens.locator("#words").is_hidden()
     assert lens.locator("#kind").is_hidden()
-    pages.go_to(lens, "head=1.1&map=valued&text=loss")
+    pages.go_to(lens, "head=1.1&map=valued")
     pages.assert_drawn(lens, np.sqrt(run.weights[120][0]))
     assert lens.locator("#text").is_visible()
     assert lens.locator("#next").is_hidden()
-    assert lens.locator("#colour-by").is_hidden()
     assert alphas(lens).any()
 
 

@@ -171,7 +171,7 @@ def test_prompt_of_two_tokens(shown):
 
 
 def test_shorter_prompt_while_the_pointer_is_on_a_later_token(shown):
-    lens = shown(fragment="#head=none")
+    lens = shown(fragment="#head=0.1")
     lens.locator("#text [data-token]").nth(11).hover()
     lens.keyboard.press("p")
     expect(lens.locator("#prompt")).to_have_value("1")
