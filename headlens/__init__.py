@@ -20,8 +20,7 @@ file), rounding.py (digits of numbers), heatmap.py, fonts.py, panel.py, figure.p
 (images), ablation.py (what a head is good for), page/ and assemble.py (the interactive page),
 render.py (images and pages from snapshot files), snapshots.py (attention snapshots during
 training), trainer.py (of transformers' Trainer), notebook.py (the page in a notebook), live.py (the
-data of a page that follows a run). matching.py, matching_runs.py and matching_page/ find the heads
-that several runs have in common.
+data of a page that follows a run). matching.py finds the heads that several runs have in common.
 """
 
 import importlib

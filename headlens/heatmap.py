@@ -1,4 +1,4 @@
-"""Heatmaps of attention heads as PNG: a grid of all heads.
+"""Heatmaps of attention heads as pixels: their colours, labels and titles, a grid of all heads.
 
 Pillow draws an image in a few milliseconds; training waits until it is written. The colour map and
 the font are matplotlib's.
@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from .fonts import DrawnText, drawn, font_of
+from .fonts import DrawnText, drawn
 from .history import atomic_write
 from .prompts import BYTES_OF_TOKEN, Prompt, plain_text
-from .snapshot_data import from_codes, triangle_to_square
-from .statistics import uniform_attention
+from .snapshot_data import triangle_to_square
 
 COLOUR_MAP = "viridis"  # perceptually uniform; readable in grey and by colour-blind people
 # The same as "position:colour", positions from 0 to 255, interpolated: the maximum error is 2/255.
@@ -28,54 +27,12 @@ VIRIDIS = (
     "162:2ab07f 174:3bbb75 193:60ca60 201:73d056 215:95d840 233:c5e021 240:d8e219 246:e7e419 "
     "251:f4e61e 255:fde725"
 )
-WIDTH = 800  # approximate width of a grid in pixels
 TICKS = (0, 0.01, 0.1, 0.25, 0.5, 1)  # of the colour bar, whose scale is the square root
 MASKED = 236  # grey level of cells above the diagonal, which the causal mask excludes
 ACCENT = (200, 62, 10)  # outlines of heads
 # Images are drawn as indices of colours, see _palette. The indices from INK to WHITE are greys of
 # increasing brightness, because Pillow blends the edges of letters, here their indices.
 ACCENT_INDEX, INK, PALE_INK, MASKED_INDEX, WHITE = 225, 226, 234, 253, 255
-
-
-def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
-    """Writes a PNG of all heads: a row for each layer, a column for each head.
-
-    codes: uint8 (L, H, T (T + 1) / 2), the lower triangles on a square-root scale (probe.to_codes):
-    a weight of 0.04 is a fifth as bright as a weight of 1.
-    """
-    num_layers, num_heads, _ = codes.shape
-    num_tokens = prompt.shown
-    uniform = uniform_attention(num_tokens)[0].numpy()[np.tril_indices(num_tokens)]
-    is_uniform = np.abs(from_codes(codes) - uniform).max() < 0.1
-    room, gap = min(250, max(40, WIDTH // num_heads - 8)), 6
-    most = max(room, 128)
-    size = most if num_tokens > most else max(1, round(room / num_tokens)) * num_tokens
-    grid = tile(codes, size, gap)
-    height, width = grid.shape
-
-    letters = round(min(30, max(17, (width + 60) / 42)))
-    font, bold, small = font_of(letters), font_of(letters + 4, "Bold"), font_of(letters - 3)
-    left = round(font.getlength(f"L{num_layers - 1}")) + 12
-    total = max(left + width + 12, 560)
-    text_top, grid_top = 14 + letters + 14, 2 * letters + 56 + letters
-    image = Image.new("L", (total, grid_top + height + 2 * letters + 40), WHITE)
-    draw = ImageDraw.Draw(image)
-
-    draw.text((left, 10), f"step {step:,}", INK, bold)
-    after = left + bold.getlength(f"step {step:,}") + letters
-    what = " × ".join(
-        f"{count} {name}{'s' if count > 1 else ''}"
-        for count, name in ((num_layers, "layer"), (num_heads, "head"))
-    )
-    if is_uniform:
-        what += ", close to uniform attention"
-    draw.text((after, 12), what, PALE_INK, font)
-    fit_title(prompt, total - left - 8, letters - 3).draw(draw, left, text_top, INK, "la")
-
-    image.paste(Image.fromarray(grid), (left, grid_top))
-    label_grid(draw, (left, grid_top), codes.shape, size, gap, font)
-    _draw_scale(image, left, grid_top + height + 16, small)
-    save(image, path)
 
 
 def label_grid(
@@ -101,21 +58,6 @@ def outline(draw: ImageDraw.ImageDraw, corner: tuple[int, int], size: int) -> No
     """Draws a frame around a heatmap of a grid."""
     x, y = corner
     draw.rectangle((x - 2, y - 2, x + size + 1, y + size + 1), outline=ACCENT_INDEX, width=2)
-
-
-def _draw_scale(image: Image.Image, x: int, y: int, font: ImageFont.FreeTypeFont) -> None:
-    """Draws the colour bar with ticks, and a legend for rows and columns."""
-    draw, width, height = ImageDraw.Draw(image), 18 * round(font.size), round(font.size * 0.8)
-    draw.text((x, y - 2), "weight", PALE_INK, font)
-    left = round(x + font.getlength("weight  "))
-    bar = np.linspace(0, 255, width).astype(np.uint8)[None].repeat(height, 0)
-    image.paste(Image.fromarray(_indices()[bar]), (left, y))
-    for weight in TICKS:
-        place = left + math.sqrt(weight) * (width - 1)
-        draw.line((place, y + height, place, y + height + 3), PALE_INK)
-        draw.text((place, y + height + 4), f"{weight:g}", PALE_INK, font, anchor="ma")
-    legend = "row: query token\ncolumn: key token"
-    draw.text((left + width + 2 * font.size, y - 2), legend, PALE_INK, font)
 
 
 def colour(codes: np.ndarray) -> np.ndarray:

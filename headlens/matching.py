@@ -1,8 +1,7 @@
 """Matches the heads of several runs by the similarity of their attention maps.
 
-    runs = read_runs([runs/NAME/attention, ...])  # lens/matching_runs.py
-    pairs = all_pairs([run.directions for run in runs])
-    groups = match_heads(pairs)
+    runs = read_runs([Path("runs/a/attention"), Path("runs/b/attention")])
+    rows = match_heads(runs, all_pairs(runs))
 
 The order of the heads of a layer has no meaning: two runs with different seeds can learn the same
 head at different places. The similarity of two heads is the cosine of their attention weights A and
@@ -14,56 +13,77 @@ B after subtracting uniform attention U, where U[q, k] = 1 / (q + 1), as a mean 
 that is uniform on a prompt has no direction there: its cosine is 0. A prompt on which both heads
 are uniform does not count.
 
-A group has at most one head of each run, all in the same layer. Runs are added sequentially, each
-by an optimal assignment of its heads to the groups of the runs before.
-
 Shapes: L layers, H heads, T tokens, N = T (T + 1) / 2 weights, R runs, G groups of a layer.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from .heads import ALL_NAMES, title_of
 from .probe import to_codes
-from .snapshot_data import from_codes
+from .snapshot_data import SnapshotData, from_codes, read_snapshot, snapshot_files
 from .statistics import uniform_attention
 
 MATCHED_FROM = 0.5  # smallest similarity of a match
 UNIFORM_BELOW = 0.03  # mean total variation distance to uniform attention
-CLEAR_FROM = 0.1  # smallest margin of a match that is not ambiguous
 
 
 @dataclass
-class Member:
-    """A head of a group."""
+class MatchedRun:
+    """The heads of a run."""
 
-    head: int
-    similarity: float  # mean over the other heads of the group; 0 without others
-    # similarity minus the best alternative: this head in another group, or another head of this run
-    # in this group
-    margin: float
+    name: str
+    directions: list[np.ndarray]  # at the last step, on the compared prompts
+    names: np.ndarray  # of each head, keys as in heads.py, (L, H)
+    since: np.ndarray  # first step from which a head is similar to its last map, or -1, (L, H)
 
 
-@dataclass
-class Group:
-    """Matched heads of a layer, at most one of each run."""
+def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:
+    """Returns the runs, on the prompts that all have. paths: of their folders "attention", or of
+    single snapshot files. Raises ValueError for a run that cannot be read or compared."""
+    files = []
+    for path in paths:
+        files.append([path] if path.suffix == ".npz" else snapshot_files(path))
+        if not files[-1]:
+            raise ValueError(f"{path} has no snapshots")
+    last_of = [read_snapshot(of_run[-1]) for of_run in files]
+    shapes = {last.row.names.shape for last in last_of}
+    if len(shapes) > 1:
+        raise ValueError(f"the runs have different numbers of (layers, heads): {sorted(shapes)}")
+    prompts = [p for p in tokens_of(last_of[0]) if all(p in tokens_of(last) for last in last_of)]
+    if not prompts:
+        raise ValueError("the runs have no prompt with the same tokens")
+    runs = [_load(*of_run, prompts) for of_run in zip(files, last_of, strict=True)]
+    count = Counter(run.name for run in runs)
+    for number, run in enumerate(runs, start=1):
+        run.name += f" ({number})" * (count[run.name] > 1)
+    return runs
 
-    layer: int
-    members: dict[int, Member]  # by the number of the run
-    stability: float  # mean similarity over all pairs of runs; 0 for a pair without both heads
 
-    @property
-    def margin(self) -> float:
-        """The smallest margin of its heads."""
-        return min(member.margin for member in self.members.values())
+def tokens_of(snapshot: SnapshotData) -> list[list[str]]:
+    """Returns the tokens of each prompt."""
+    return [prompt.tokens for prompt in snapshot.prompts]
 
-    @property
-    def is_ambiguous(self) -> bool:
-        """Whether another choice of heads fits almost as well."""
-        return len(self.members) > 1 and self.margin < CLEAR_FROM
+
+def _load(files: Sequence[Path], last: SnapshotData, prompts: Sequence[list[str]]) -> MatchedRun:
+    """Returns a run. prompts: the tokens of the compared prompts. Uses the snapshots that have the
+    prompts of the last one, and has one of them in memory at a time."""
+    places = [tokens_of(last).index(tokens) for tokens in prompts]
+    at_end = directions([last.codes[place] for place in places])
+    since = np.full(last.row.names.shape, -1)
+    for snapshot in map(read_snapshot, files):
+        if snapshot.prompts == last.prompts:
+            now = directions([snapshot.codes[place] for place in places])
+            is_similar = similarities(now, at_end).diagonal(axis1=1, axis2=2) >= MATCHED_FROM
+            is_first = is_similar & (since < 0)
+            since[is_first], since[~is_similar] = snapshot.step, -1
+    return MatchedRun(last.run, at_end, np.array(ALL_NAMES)[last.row.names], since)
 
 
 def directions(codes: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -84,7 +104,8 @@ def directions(codes: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def similarities(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the similarity of each head of one run to each of another one, (L, H, H)."""
+    """Returns the similarity of each head of one run to each of another one, (L, H, H). first,
+    second: their directions."""
     total, count = 0, 0
     for a, b in zip(first, second, strict=True):
         total = total + a @ b.transpose(0, 2, 1)
@@ -93,33 +114,11 @@ def similarities(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> n
     return total / np.maximum(count, 1)
 
 
-def assign(values: np.ndarray) -> np.ndarray:
-    """Returns a different column for each row, so that the sum of their values is the largest.
-
-    values: (rows, columns), at least as many columns as rows. Raises ImportError without scipy.
-    """
-    try:
-        from scipy.optimize import linear_sum_assignment
-    except ImportError as error:
-        raise ImportError("matching heads needs scipy: pip install scipy") from error
-
-    return linear_sum_assignment(values, maximize=True)[1]
-
-
-def match_heads(pairs: np.ndarray) -> list[Group]:
-    """Returns the groups of all layers; of each layer, those in the most runs first, then the most
-    stable. pairs: the similarities of all pairs of runs, (R, R, L, H, H)."""
-    groups = [
-        group
-        for layer in range(pairs.shape[2])
-        for group in _measured(layer, pairs[:, :, layer], _match_layer(pairs[:, :, layer]))
-    ]
-    return sorted(groups, key=lambda group: (group.layer, -len(group.members), -group.stability))
-
-
-def all_pairs(runs: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
-    """Returns the similarities of all pairs of runs, (R, R, L, H, H). runs: their directions."""
-    return np.stack([np.stack([similarities(a, b) for b in runs]) for a in runs])
+def all_pairs(runs: Sequence[MatchedRun]) -> np.ndarray:
+    """Returns the similarities of all pairs of runs, (R, R, L, H, H)."""
+    return np.stack(
+        [np.stack([similarities(a.directions, b.directions) for b in runs]) for a in runs]
+    )
 
 
 def mean_similarity(pairs: np.ndarray) -> np.ndarray:
@@ -130,8 +129,57 @@ def mean_similarity(pairs: np.ndarray) -> np.ndarray:
     return np.reshape(best, pairs.shape[:3]).mean(-1)
 
 
-def _match_layer(pairs: np.ndarray) -> np.ndarray:
-    """Returns the head of each group in each run, -1 for none. (R, R, H, H) -> (G, R)."""
+def assign(values: np.ndarray) -> np.ndarray:
+    """Returns a different column for each row, so that the sum of their values is the largest.
+
+    values: (rows, columns), at least as many columns as rows. Raises ImportError without scipy.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    return linear_sum_assignment(values, maximize=True)[1]
+
+
+def match_heads(runs: Sequence[MatchedRun], pairs: np.ndarray) -> list[dict]:
+    """Returns a row for each head of each run. pairs: all_pairs(runs).
+
+    A group has at most one head of each run, all in the same layer. The rows of a group follow each
+    other; of a layer, the groups of the most runs are first, then the most stable. stability: the
+    mean similarity over all pairs of runs, 0 for a pair without both heads. similarity: to the
+    other heads of the group. margin: similarity minus the best alternative, which is this head in
+    another group or another head of this run in this group.
+    """
+    rows, number = [], itertools.count(1)
+    for layer in range(pairs.shape[2]):
+        of_layer = pairs[:, :, layer]
+        members = _groups(of_layer)
+        tables = [_to_groups(of_layer, members, run) for run in range(len(runs))]  # (H, G) each
+        groups = []
+        for place, of_runs in enumerate(members.tolist()):
+            heads = {run: head for run, head in enumerate(of_runs) if head >= 0}
+            both = [of_layer[a, b, heads[a], heads[b]] for a, b in itertools.combinations(heads, 2)]
+            groups.append((place, heads, float(sum(both)) / math.comb(len(runs), 2)))
+        for place, heads, stability in sorted(
+            groups, key=lambda group: (-len(group[1]), -group[2])
+        ):
+            names = Counter(filter(None, (runs[run].names[layer, h] for run, h in heads.items())))
+            title = title_of(names.most_common(1)[0][0]) if names else "no name"
+            group = {"layer": layer, "group": next(number), "group_title": title}
+            group |= {"runs": len(heads), "stability": round(stability, 4)}
+            for run, head in heads.items():
+                table = tables[run]
+                others = [*np.delete(table[head], place), *np.delete(table[:, place], head), 0]
+                values = {"run": runs[run].name, "head": head, "name": runs[run].names[layer, head]}
+                values["similarity"] = round(float(table[head, place]), 4)
+                values["margin"] = round(float(table[head, place] - max(others)), 4)
+                since = int(runs[run].since[layer, head])
+                values["similar_since"] = since if since >= 0 else None
+                rows.append(group | values)
+    return rows
+
+
+def _groups(pairs: np.ndarray) -> np.ndarray:
+    """Returns the head of each group of a layer in each run, -1 for none: (R, R, H, H) -> (G, R).
+    Each run is added by an optimal assignment of its heads to the groups of the runs before."""
     num_runs, _, num_heads, _ = pairs.shape
     groups = np.full((num_heads, num_runs), -1)
     groups[:, 0] = np.arange(num_heads)
@@ -150,29 +198,7 @@ def _match_layer(pairs: np.ndarray) -> np.ndarray:
 def _to_groups(pairs: np.ndarray, groups: np.ndarray, run: int) -> np.ndarray:
     """Returns the mean similarity of each head of a run to the heads of each group in other runs,
     (H, G); 0 for a group without such heads."""
-    total, count = 0, 0
-    for other in range(len(pairs)):
-        if other != run:
-            is_member = groups[:, other] >= 0
-            total = total + pairs[run, other][:, groups[:, other]] * is_member
-            count = count + is_member
-    return total / np.maximum(count, 1)
-
-
-def _measured(layer: int, pairs: np.ndarray, groups: np.ndarray) -> list[Group]:
-    """Returns the groups (G, R) of a layer with similarities, margins and stability."""
-    num_runs = len(pairs)
-    tables = [_to_groups(pairs, groups, run) for run in range(num_runs)]  # (H, G) each
-    measured = []
-    for number, of_runs in enumerate(groups.tolist()):
-        heads = {run: head for run, head in enumerate(of_runs) if head >= 0}
-        members = {}
-        for run, head in heads.items():
-            table = tables[run]
-            others = [*np.delete(table[head], number), *np.delete(table[:, number], head), 0]
-            similarity = float(table[head, number])
-            members[run] = Member(head, similarity, similarity - float(max(others)))
-        values = [pairs[a, b, heads[a], heads[b]] for a, b in itertools.combinations(heads, 2)]
-        stability = float(sum(values)) / math.comb(num_runs, 2)
-        measured.append(Group(layer, members, stability))
-    return measured
+    others = [other for other in range(len(pairs)) if other != run]
+    values = np.stack([pairs[run, other][:, groups[:, other]] for other in others])  # (R-1, H, G)
+    is_member = groups[:, others].T[:, None] >= 0
+    return (values * is_member).sum(0) / np.maximum(is_member.sum(0), 1)

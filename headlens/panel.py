@@ -1,4 +1,4 @@
-"""A heatmap image for the panel of a dashboard: all heads, and some heads enlarged with tokens."""
+"""The image of a step: all heads on one prompt, and some heads enlarged with tokens."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Makes the images and pages of a run from its snapshot files.
+"""Makes the images and the page of a run from its snapshot files.
 
 render_run(Path("runs/first/attention"))  # after a change of the page
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .animation import write_animation
 from .heads import head_table, heads_by_name, most_significant, prompt_of
-from .heatmap import draw_grid, grid_url
+from .heatmap import grid_url
 from .history import Row, atomic_write, evenly_spaced, read_history
 from .page import page, run_data
 from .panel import draw_panel
@@ -22,44 +22,29 @@ def render_run(
     folder: Path,
     frames: int = 24,
     curves: Mapping[str, list] | None = None,
-    dashboard: bool = True,
 ) -> None:
-    """Writes all images and pages of a run again. folder: runs/NAME/attention. frames: of the
-    time-lapse. curves: as for `run_data`. dashboard: as for Lens.snapshot. Raises ValueError for an
-    invalid snapshot file."""
-    files = snapshot_files(folder)
-    for path in files:
-        panels = dashboard or path == files[-1]
-        draw_snapshot(read_snapshot(path), folder, panels, viewer=dashboard)
+    """Writes all images and the page of a run again. folder: runs/NAME/attention. frames: of the
+    page. curves: as for `run_data`. Raises ValueError for an invalid snapshot file."""
+    for path in snapshot_files(folder):
+        draw_snapshot(read_snapshot(path), folder)
     history = read_history(folder / "statistics.jsonl")
     draw_timelapse(folder, history, frames, curves, animated=True)
 
 
-def draw_snapshot(
-    snapshot: SnapshotData, folder: Path, panels: bool = True, viewer: bool = True
-) -> tuple[Files, Files]:
-    """Writes for each prompt an image of all heads and, with panels=True, one for a dashboard; with
-    viewer=True also the page of this step. Returns what a dashboard shows: images and pages."""
+def draw_snapshot(snapshot: SnapshotData, folder: Path) -> Files:
+    """Writes an image of the heads for each prompt. Returns the images."""
     images, step, row = {}, snapshot.step, snapshot.row
     of_prompts = zip(snapshot.prompts, snapshot.codes, snapshot.of_prompts, strict=True)
     for prompt, codes, values in of_prompts:
-        path = folder / f"step_{step:08d}_{prompt.name}.png"
-        draw_grid(codes, prompt, step, path)
-        if not panels:
-            continue
-        path = path.with_stem(f"{path.stem}_panel")
         of_prompt, uniform = Row(step, values), prompt.uniform
         of_prompt.names, of_prompt.places, of_prompt.offsets = row.names, row.places, row.offsets
         # Without names of statistics that this prompt does not have, such as induction.
         table = most_significant(head_table([of_prompt], uniform))
         heads = [head for head in table if head[head["name"]] is not None]
+        path = folder / f"step_{step:08d}_{prompt.name}.png"
         draw_panel(codes, prompt, step, heads, uniform, path)
         images[heatmap_key(prompt)] = path
-    if not viewer:
-        return images, {}
-    path = folder / f"step_{step:08d}.html"
-    write_page(path, [snapshot])
-    return images, {"attention/viewer": path}
+    return images
 
 
 def heatmap_key(prompt: Prompt) -> str:
@@ -74,8 +59,8 @@ def draw_timelapse(
     curves: Mapping[str, list] | None = None,
     animated: bool = False,
 ) -> tuple[Files, Files]:
-    """Writes the time-lapse, of at most `frames` steps that have the prompts of the last one, and
-    optionally the animated image. Returns images and pages for a dashboard."""
+    """Writes the page of at most `frames` steps with the prompts of the last one; if `animated`,
+    also the animated image. Returns images and pages for a dashboard."""
     snapshots = shown_snapshots(folder, frames)
     if not snapshots:
         return {}, {}

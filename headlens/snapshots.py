@@ -1,4 +1,5 @@
-"""Attention snapshots: Lens.snapshot records all heads at a step and writes data, images and pages.
+"""Attention snapshots: Lens.snapshot records all heads at a step and writes data, images and a
+page.
 
 Lens.inspect records a model without a training run.
 """
@@ -80,17 +81,15 @@ class Snapshot:
 
 
 class Lens:
-    """Takes attention snapshots of a model, on fixed prompts and on a text, and writes images and
-    pages.
+    """Takes attention snapshots of a model, on fixed prompts and on a text, and writes images and a
+    page.
 
     tokenizer: of tiktoken, of transformers, or with their methods, see tokens.py. context_length:
     of the model, in tokens. max_steps: of the training. text: a text on which heads are measured,
     and of which three passages are the default prompts; or windows of its token ids, (N, T).
     Without it heads are measured on the prompts alone. text_name: what pages call it. vocabulary:
     the ids of which the repeated sequence consists, [] for no repeated sequence; by default the
-    most frequent of the text, or all. attention: see capturing.py. dashboard: whether a dashboard
-    shows the snapshots; otherwise there is no page of each step, because the time-lapse has it, and
-    only the last step has the smaller images.
+    most frequent of the text, or all. attention: see capturing.py.
     """
 
     def __init__(
@@ -106,13 +105,12 @@ class Lens:
         text_name: str = "your text",
         vocabulary: Sequence[int] | None = None,
         attention: AttentionFunction | None = None,
-        dashboard: bool = True,
     ):
         self.config = config or LensConfig()
         self.tokenizer = tokens = lens_tokenizer(tokenizer)
         self.max_steps, self.folder = max_steps, Path(folder)
         self.run_name = run_name or self.folder.resolve().parent.name
-        self.attention, self.dashboard = attention, dashboard
+        self.attention = attention
         if not isinstance(text, str | Tensor | None):
             raise TypeError(f"text: {type(text).__name__} is not a str; use Path.read_text()")
         limit = min(self.config.max_tokens, context_length)
@@ -146,7 +144,7 @@ class Lens:
         return every > 0 and bool(self.prompts) and (step % every == 0 or step == self.max_steps)
 
     def draws(self, step: int) -> bool:
-        """Whether the snapshot at this step has images and a page; in a long run only some have."""
+        """Whether the snapshot at this step has images; in a long run only some have."""
         return step % self._drawn_every() == 0 or step == self.max_steps
 
     def snapshot(
@@ -157,7 +155,7 @@ class Lens:
         ablate: Ablate | None = None,
         write: bool = True,
     ) -> Snapshot | None:
-        """Runs the model on the prompts and the text and writes statistics, images and pages.
+        """Runs the model on the prompts and the text and writes statistics, images and the page.
 
         curves(): losses of the training for the time-lapse, {name: [(step, value)]}.
         ablate: receives the heads of each name at the last step; returns the result of ablation.py.
@@ -183,15 +181,13 @@ class Lens:
             snapshot.charts = _charts(self.history)
         if self.draws(step):
             write_snapshot(self.folder / f"step_{step:08d}.npz", data)
-            panels = self.dashboard or is_last
-            shown = draw_snapshot(data, self.folder, panels=panels, viewer=self.dashboard)
-            snapshot.images, snapshot.pages = shown
+            snapshot.images = draw_snapshot(data, self.folder)
             snapshot.captions = {heatmap_key(p): caption(p, step) for p in self.prompts}
             if self._timelapse_is_due(step):
                 rows, frames = self.history.rows, self.config.frames
-                images, pages = draw_timelapse(self.folder, rows, frames, curves(), is_last)
-                snapshot.images |= images
-                snapshot.pages |= pages
+                shown = draw_timelapse(self.folder, rows, frames, curves(), is_last)
+                snapshot.images |= shown[0]
+                snapshot.pages = shown[1]
         return snapshot
 
     def inspect(
@@ -278,10 +274,10 @@ class Lens:
         return every * max(1, math.ceil(self.max_steps / every / (drawn - 1)))
 
     def _timelapse_is_due(self, step: int) -> bool:
-        """Whether another quarter of the run was completed since the last images. Without the pages
-        of single steps for a dashboard also at the 1st, 2nd, 4th, 8th ... snapshot."""
+        """Whether this is the 1st, 2nd, 4th, 8th ... snapshot, or another quarter of the run was
+        completed since the last images."""
         count = len(self.history.rows) if self.history else 0
-        if not self.dashboard and count & (count - 1) == 0:
+        if count & (count - 1) == 0:
             return True
         before, last = max(0, step - self._drawn_every()), self.max_steps
         return step >= last or 4 * step // last > 4 * before // last

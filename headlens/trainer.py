@@ -30,8 +30,7 @@ class LensCallback(TrainerCallback):
     tokenizer: of the model. config: settings of the lens. on_snapshot(snapshot, step): logs a
     snapshot; by default it is logged to W&B if report_to contains it. options: those of Lens, such
     as text, vocabulary and attention. Without them the folder is attention in output_dir, the run
-    name that of the arguments, and context_length that of the model, at most 1,024. Without a
-    logger, there is no page of each step (`dashboard` of Lens): the time-lapse has it.
+    name that of the arguments, and context_length that of the model, at most 1,024.
 
     The main process takes the snapshots, and the training is the same as without. An error of the
     first snapshot ends the training before its first step; a later one is a line on stderr. Raises
@@ -71,7 +70,6 @@ class LensCallback(TrainerCallback):
             "folder": output / "attention",
             "run_name": args.run_name or output.resolve().name,
             "max_steps": state.max_steps,
-            "dashboard": self.on_snapshot is not None,
         }
         options |= self.options
         self.lens, self.step = Lens(self.tokenizer, self.config, **options), -1

@@ -1,11 +1,11 @@
 """Finds the heads that several runs have in common, for example runs with different seeds.
 
-    python -m scripts.compare_heads runs='[runs/a,runs/b,runs/c]' out=heads.html
+    python -m scripts.compare_heads runs='[runs/a,runs/b,runs/c]' out=heads.csv
 
 Reads the snapshots of the runs (attention/step_*.npz), so no model runs. An item of `runs` may also
 be one snapshot file: scripts.inspect_attention writes one for any model. Heads of the same layer
 are matched by the similarity of their attention maps, on the prompts that all runs have
-(headlens/docs/reading.md). Writes a page, and a table of all heads as CSV.
+(headlens/docs/reading.md). Prints a table of the matched heads, and writes all heads as CSV.
 """
 
 import itertools
@@ -23,47 +23,42 @@ from clearhead.output.comparison_table import markdown_table
 from headlens.rounding import formatted
 
 MAX_ROWS = 40  # of the printed table
+CLEAR_FROM = 0.1  # smallest margin of a match that is not ambiguous
 HINT = "give runs of one shape with the same prompts; to compare other models, write snapshots "
 HINT += "with python -m scripts.inspect_attention checkpoint=MODEL out=FILE.npz"
 
 
 class CompareHeadsConfig(ScriptConfig):
-    """python -m scripts.compare_heads runs='[runs/a,runs/b]' [out=heads.html]
+    """python -m scripts.compare_heads runs='[runs/a,runs/b]' [out=heads.csv]
 
     Prints and writes which heads several runs have in common.
     """
 
     runs: Paths = Field(description="runs, or snapshot files (.npz): [A,B,...] or a glob pattern")
-    out: OutFile = Field(
-        "heads.html",
-        pattern=r"(?i)\.html$",
-        description="HTML file to write, and a CSV file next to it",
-    )
+    out: OutFile = Field("heads.csv", pattern=r"(?i)\.csv$", description="CSV file to write")
 
 
 @settings_command(CompareHeadsConfig)
 def main(settings: CompareHeadsConfig) -> None:
-    from headlens import heads, matching, matching_page, matching_runs
+    from headlens.heads import as_csv
+    from headlens.matching import all_pairs, match_heads, mean_similarity, read_runs
 
     items = [settings.runs] if isinstance(settings.runs, str) else settings.runs
+    paths = [data_of(path) for path in paths_of(items)]
     try:
-        runs = matching_runs.read_runs([data_of(path) for path in paths_of(items)])
-    except matching_runs.RunError as error:
-        raise DataError("runs", error.path, error.reason, HINT) from error
+        runs = read_runs(paths)
+    except ValueError as error:
+        raise DataError("runs", " ".join(items), str(error), HINT) from error
     if len(runs) < 2:
         refuse([("runs", " ".join(items), "fewer than two runs", "use runs='[A,B]'")])
-    pairs = matching.all_pairs([run.directions for run in runs])
-    groups = matching.match_heads(pairs)
-    rows = matching_runs.head_rows(groups, runs)
-    table = Path(settings.out).with_suffix(".csv")
-    write_out(settings.out, matching_page.page(runs, groups, pairs).encode("utf-8", "replace"))
-    write_out(str(table), heads.as_csv(rows).encode("utf-8", "replace"))
+    pairs = all_pairs(runs)
+    rows, mean = match_heads(runs, pairs), mean_similarity(pairs)
+    write_out(settings.out, as_csv(rows).encode("utf-8", "replace"))
     print(sanitize(summary(rows, [run.name for run in runs])))
-    mean = matching.mean_similarity(pairs)
     of_pairs = [mean[pair] for pair in itertools.combinations(range(len(runs)), 2)]
     ends = dict.fromkeys(map(formatted, (min(of_pairs), max(of_pairs))))
     print(f"mean similarity of two runs: {' to '.join(ends)}")
-    print(sanitize(f"open {settings.out} in a browser; {table} has all heads"))
+    print(sanitize(f"all heads: {settings.out}"))
 
 
 def paths_of(items: Sequence[str]) -> list[Path]:
@@ -82,23 +77,23 @@ def data_of(path: Path) -> Path:
 def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
     """Returns a table of the groups with heads of several runs, and the numbers of heads.
 
-    rows: of matching_runs.head_rows. names: of all runs."""
+    rows: of matching.match_heads. names: of all runs."""
     groups = [list(found) for _, found in itertools.groupby(rows, operator.itemgetter("group"))]
     matched = [group for group in groups if len(group) > 1]
     lines = []
     if matched:
         lines = [markdown_table([cells(group, names) for group in matched[:MAX_ROWS]]), ""]
     if len(matched) > MAX_ROWS:
-        lines.append(f"{len(matched) - MAX_ROWS} more groups of matched heads are in the files")
+        lines.append(f"{len(matched) - MAX_ROWS} more groups of matched heads are in the CSV file")
     in_all = sum(len(group) == len(names) for group in groups)
     alone = len(groups) - len(matched)
     lines.append(
         f"heads that occur in each of the {len(names)} runs: {in_all}; without a match: {alone}"
     )
-    if any(row["interchangeable"] for row in rows):
+    if any(row["margin"] < CLEAR_FROM for group in matched for row in group):
         lines.append(
-            "a margin below 0.1: other heads fit almost as well, so it does not matter which of "
-            "them are matched"
+            f"a margin below {CLEAR_FROM}: other heads fit almost as well, so it does not matter "
+            "which of them are matched"
         )
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Makes all attention pages and images of a run, and report.html, again from its data.
+"""Makes the attention page and images of a run, and report.html, again from its data.
 
     python -m scripts.render run=runs/NAME
 
@@ -17,7 +17,7 @@ from clearhead.errors import DataError, sanitize
 class RenderConfig(ScriptConfig):
     """python -m scripts.render run=runs/NAME
 
-    Makes all attention pages and images of a run, and report.html, again from its data.
+    Makes the attention page and images of a run, and report.html, again from its data.
     """
 
     run: str = Field(description="run directory")
@@ -38,9 +38,7 @@ def main(settings: RenderConfig) -> None:
     frames = stored["lens"]["frames"]
     try:
         rows = read_rows(folder / "metrics.jsonl", *CURVES)
-        # Without W&B, the run has no pages and small images of single steps.
-        dashboard = (folder / "wandb").exists()
-        render_run(folder / "attention", frames, curves(rows), dashboard)
+        render_run(folder / "attention", frames, curves(rows))
     except ValueError as error:
         hint = "remove the file, or use the version of clearhead that wrote it"
         raise DataError("run", settings.run, str(error), hint) from error

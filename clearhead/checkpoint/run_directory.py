@@ -196,7 +196,6 @@ def optimizer_states(run: Path) -> list[Path]:
 
 
 def attention_page(folder: Path) -> Path | None:
-    """Returns the time-lapse, else the page of the newest snapshot, else None."""
+    """Returns the attention page of a run, None if it has none."""
     timelapse = folder / "attention" / "timelapse.html"
-    steps = sorted((folder / "attention").glob("step_*.html"))
-    return timelapse if timelapse.is_file() else steps[-1] if steps else None
+    return timelapse if timelapse.is_file() else None

@@ -227,10 +227,9 @@ def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes
 
 
 def newest_images(folder: Path) -> list[Path]:
-    """Returns the images of the newest snapshot, one for each prompt: panels if it has them."""
+    """Returns the images of the newest snapshot, one for each prompt."""
     paths = sorted(folder.glob("step_*.png"))
-    newest = [path for path in paths if path.name[:13] == paths[-1].name[:13]]
-    return [path for path in newest if path.stem.endswith("_panel")] or newest
+    return [path for path in paths if path.name[:13] == paths[-1].name[:13]]
 
 
 def image(path: Path) -> str:

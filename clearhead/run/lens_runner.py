@@ -55,7 +55,7 @@ class LensRunner:
     def snapshot(
         self, model: GPT, step: int, last_step: int, row: dict[str, float]
     ) -> Snapshot | None:
-        """Takes an attention snapshot: statistics, images and pages. Returns None after an error.
+        """Takes an attention snapshot: statistics, images and a page. Returns None after an error.
 
         last_step: of the run. row: the metrics of this step, which are not in metrics.jsonl yet.
 
@@ -124,7 +124,7 @@ def build_lens(
     notes: list[str],
 ) -> LensRunner:
     """Builds the lens. An error on any rank turns it off, as during training."""
-    lens, dashboard = None, config.wandb.wanted() != "disabled"
+    lens = None
     if config.lens.every:
         with best_effort(OFF, config.debug, strategy.label):
             settings = LensConfig(**config.lens.model_dump())
@@ -138,7 +138,6 @@ def build_lens(
                 text=text_windows(config, settings, data.val or data.train),
                 text_name=text_name(bool(config.data.synthetic)),
                 vocabulary=data.train.common_tokens(),
-                dashboard=dashboard,
             )
         if strategy.all_reduce_max(lens is None):
             lens = None

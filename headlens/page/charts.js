@@ -13,7 +13,7 @@ import { openHelp } from "./help.js";
 
 const charts = [];
 const LEAST = 0.2; // range of the axis of a weight or an entropy if all heads are nearly equal
-export const MARGIN = { left: 46, right: 8, top: 6, bottom: 16 };
+const MARGIN = { left: 46, right: 8, top: 6, bottom: 16 };
 
 export function buildCharts() {
   charts.length = 0;

@@ -19,7 +19,7 @@ import { openHelp } from "./help.js";
 const SETTERS = [
   ["scale", "scale", "value"], ["kind", "map", "value"], ["over", "over", "value"],
   ["compare", "compare", "value"], ["first-column", "hideFirst", "checked"],
-  ["stretch", "stretch", "checked"], ["arcs", "arcs", "checked"],
+  ["stretch", "stretch", "checked"],
 ];
 
 export function buildControls() {
@@ -56,8 +56,6 @@ function listenToControls() {
     on(id, "change", (event) => update({ [name]: event.target[property] }));
   }
   on("sort", "change", (event) => sortBy(event.target.value));
-  on("colour-by", "change", (event) => update({ text: event.target.value }));
-  on("combine", "change", (event) => update({ mean: event.target.value === "mean" }));
   on("direction", "click", () => update({ descending: !state.descending }));
   on("filter-statistic", "change", async (event) => {
     const filter = event.target.value;

@@ -3,16 +3,15 @@
 import { clamp, format, formatCell, formatChange } from "./text.js";
 import { $, bold, make, quotedToken } from "./dom.js";
 import {
-  A, B, enlarged, errorOf, here, indexInB, indexName, hovered, isMean, isStrong, meanIsShown, overText,
-  run, selected, selectedQuery, sideName, state, uniformOf, update, valueAt,
+  A, B, enlarged, errorOf, headName, here, indexInB, indexName, hovered, isMean, isStrong, meanIsShown,
+  overText, run, selected, selectedHeads, selectedQuery, sideName, state, uniformOf, update, valueAt,
 } from "./state.js";
 import { firstKey, paint } from "./maps.js";
 import { cellOf } from "./kinds.js";
-import { drawArcs, drawHeads } from "./arcs.js";
 import { drawMarks, placePlots, plots } from "./plots.js";
-import { drawText, drawTextTools } from "./words.js";
+import { drawText } from "./words.js";
 import { drawLayers, drawNextToken } from "./predictions.js";
-import { withUniform } from "./grid.js";
+import { toggleHead, withUniform } from "./grid.js";
 import { isPlaying } from "./player.js";
 
 export function buildDetail() {
@@ -50,6 +49,27 @@ export function buildDetail() {
   onToken("pointerover", (query) => hoverCell({ query, key: null }));
   onToken("click", (query) => update({ query }));
   text.addEventListener("pointerleave", () => hoverCell(null));
+  $("add-head").append(...Array.from({ length: run.count }, (_, index) =>
+    make("option", { value: index, textContent: headName(index) })));
+  $("add-head").addEventListener("change", (event) => {
+    const index = Number(event.target.value);
+    event.target.value = "";
+    if (!selectedHeads().includes(index)) toggleHead(index);
+  });
+}
+
+/** Shows the names of the heads whose mean is shown. */
+function drawHeads() {
+  $("chips").hidden = !meanIsShown();
+  $("chips").replaceChildren(...selectedHeads().map((index) => {
+    const title = `remove ${headName(index)}`;
+    const remove = make("button", { className: "quiet", textContent: "×", title });
+    remove.setAttribute("aria-label", title);
+    remove.addEventListener("click", () => toggleHead(index));
+    const chip = make("span", { className: "chip" }, headName(index), remove);
+    chip.dataset.head = index;
+    return chip;
+  }));
 }
 
 /** Marks a cell of the heatmap ({query, key}), a row (key is null), or nothing (null). */
@@ -62,8 +82,7 @@ export function drawDetail() {
   const index = enlarged();
   $("detail").hidden = index === null;
   if (hovered.query >= A.T) Object.assign(hovered, { query: null, key: null });
-  drawTextTools();
-  if (index === null) return drawReading();
+  if (index === null) return;
   $("detail-title").textContent = indexName(index);
   const order = B?.same ? [...new Set([state.show, "a", "b", "difference"])] : ["a"];
   plots.forEach((plot, n) => (plot.what = order[n]));
@@ -88,12 +107,11 @@ export function drawDetail() {
 
 /** Draws cross-hairs, readout and text for the token under the pointer. */
 function drawReading() {
+  if (selected() === null) return;
   const query = hovered.query ?? selectedQuery();
   drawText(query);
   drawNextToken(query);
   drawLayers(query);
-  drawArcs(query);
-  if (selected() === null) return;
   const key = hovered.key ?? strongestKey(query);
   for (const plot of plots) if (plot.what) drawMarks(plot, query, key, hovered.key !== null);
   drawReadout(query, key, hovered.key === null);

@@ -1,10 +1,10 @@
 /* The grid of all heads: order, filter, selection; the layout of the page. */
 
 import { clamp, format, formatLoss, formatMean } from "./text.js";
-import { $, make, showMessage } from "./dom.js";
+import { $, make } from "./dom.js";
 import {
-  A, B, MOST_HEADS, REMOVED, gridShows, headName, hoverHead, hovered, meanIsShown, placeOfHead, run,
-  selected, selectedHeads, shownValue, state, statisticOf, uniformOf, update,
+  A, B, REMOVED, gridShows, headName, hoverHead, hovered, placeOfHead, run, selected, selectedHeads,
+  shownValue, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { fillTag, shownName, whereText } from "./names.js";
 import { sharpestQuery } from "./finding.js";
@@ -113,10 +113,7 @@ export function drawGrid() {
       ...(key ? [`${title} ${value}`] : [])].join(", ");
     if (tile.text !== text) tile.button.setAttribute("aria-label", (tile.text = text));
     if (state.sort) tile.value.textContent = value;
-    const place = chosen.indexOf(tile.index);
-    tile.button.setAttribute("aria-pressed", place >= 0);
-    const colour = `var(--head-${meanIsShown() ? 0 : place})`;
-    if (place >= 0) tile.button.style.setProperty("--head", colour);
+    tile.button.setAttribute("aria-pressed", chosen.includes(tile.index));
   }
 }
 
@@ -184,7 +181,6 @@ export function toggleHead(index) {
   const heads = before.filter((other) => other !== index);
   if (heads.length === before.length) heads.push(index);
   if (heads.length < 2) return select(heads[0] ?? null);
-  if (heads.length > MOST_HEADS) return showMessage(`At most ${MOST_HEADS} heads can be selected.`);
   update({ ...placeOfHead(heads[0]), more: heads.slice(1) });
 }
 

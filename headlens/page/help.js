@@ -15,10 +15,7 @@ const KEYS = [
   ["h", "hide or show the first column"],
   ["c", "stretch the colours of each head, or use the same colours for all heads"],
   ["v", "map: weights, or weights times value norms"],
-  ["l", "colours of the text: attention or loss"],
-  ["a", "arcs from the query token to its key tokens in the text"],
-  ["Shift and click", "select several heads"],
-  ["m", "several heads: overlaid, or their mean"],
+  ["Shift and click", "select several heads: their mean"],
   ["d", "compare with the first step or the other run; stop the comparison"],
   ["t", "light or dark theme"],
   ["← →", "during the tour: the stop before, the next stop"],
@@ -75,8 +72,7 @@ export function buildHelp() {
         "on the tokens of the name.")] : []),
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +
-      "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half. With " +
-      "“loss”, the text shows at each token the loss with which this token was predicted."),
+      "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half."),
     text("The logit lens shows what the output layer would predict from the input of each layer, " +
       "with the final layer norm: at which layer the prediction forms. It is an approximation, " +
       "because early layers were not trained for this. Source: nostalgebraist 2020, interpreting " +
@@ -87,9 +83,8 @@ export function buildHelp() {
       "the loss is measured on the validation data at the last step. The first-order estimate " +
       "can be wrong for large changes."),
     heading("Several heads"),
-    text("Arcs lead from the query token to the 12 key tokens with the largest weights; a thicker " +
-      "arc is a larger weight. Select more heads with a Shift-click or with “+ head”: each has " +
-      "its own colour. “mean” shows the mean of their weights, also in the enlarged heatmap."),
+    text("Select more heads with a Shift-click or with “+ head”: the enlarged heatmap shows the mean " +
+      "of their weights."),
     heading("Value-weighted attention"),
     text("The output of a head is a sum of vectors, one for each key token: its weight times its " +
       "value vector after the output projection. “weights × value norm” shows the lengths of these " +

@@ -2,7 +2,7 @@
 
 import { $, showMessage } from "./dom.js";
 import {
-  DEFAULTS, MOST_HEADS, other, hovered, placeOfHead, run, selected, state, statisticOf, update,
+  DEFAULTS, other, hovered, placeOfHead, run, selected, state, statisticOf, update,
 } from "./state.js";
 import { kindOf } from "./names.js";
 import { readTheme } from "./colours.js";
@@ -14,10 +14,7 @@ const same = (...values) => Object.fromEntries(values.map((value) => [value, val
 // without a text has the default.
 const CHOICES = [
   ["theme", "theme", same("light", "dark")],
-  ["heads", "mean", { mean: true }],
   ["map", "map", same("valued")],
-  ["text", "text", same("loss")],
-  ["arcs", "arcs", { hidden: false }],
   ["statistics", "over", same("mean", "prompt")],
   ["scale", "scale", same("linear")],
   ["first", "hideFirst", { hidden: true }],
@@ -74,8 +71,7 @@ export function readLink(text) {
   }).filter(({ layer, head }) => fits(layer, run.layers) && fits(head, run.heads));
   Object.assign(found, places("head")[0]);
   if (found.layer !== null) {
-    found.more = places("more").map(({ layer, head }) => layer * run.heads + head)
-      .slice(0, MOST_HEADS - 1);
+    found.more = places("more").map(({ layer, head }) => layer * run.heads + head);
   }
   const [, sign, key] = (parts.get("sort") ?? "").match(/^([-+ ]?)(.*)$/s);
   const known = statisticOf(run, key);

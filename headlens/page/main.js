@@ -11,13 +11,11 @@ import {
   showDetail,
 } from "./grid.js";
 import { prepareMaps } from "./kinds.js";
-import { buildArcs, drawArcs } from "./arcs.js";
 import { buildDetail, drawDetail } from "./detail.js";
 import { drawContexts } from "./contexts.js";
 import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";
 import { isBeyondTour, keepLink, readLink, restore } from "./link.js";
 import { buildChoices, buildControls, showControls } from "./controls.js";
-import { buildPositions, drawPositions } from "./positions.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
 import { buildLegend, buildSubject, drawLegend } from "./legend.js";
 import { drawFinding, openingView } from "./finding.js";
@@ -44,7 +42,6 @@ function drawAll() {
   drawDetail();
   drawContexts();
   drawCharts();
-  drawPositions();
   drawGroups();
   drawTimeline();
   showHovered();
@@ -81,9 +78,7 @@ function listen() {
     if (!measureSide()) return;
     drawDetail();
     drawCharts();
-    drawPositions();
   }).observe($("side"));
-  new ResizeObserver(() => drawArcs()).observe($("text"));
   const sizes = new ResizeObserver(measureBar);
   for (const id of ["bar", "all"]) sizes.observe($(id));
   new ResizeObserver(drawTimeline).observe($("track"));
@@ -104,9 +99,7 @@ async function start() {
   window.lens.runs = runs;
   buildGrid();
   buildDetail();
-  buildArcs();
   buildCharts();
-  buildPositions();
   buildLegend();
   buildTimeline();
   buildHelp();

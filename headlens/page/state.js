@@ -8,11 +8,8 @@ export const DEFAULTS = {
   frame: 0, // index into the frames of runs[0]
   layer: null, // the enlarged head
   head: null,
-  more: [], // indices of more selected heads
-  mean: false, // the enlarged heatmap is the mean of the selected heads
+  more: [], // indices of more selected heads; the enlarged heatmap is the mean of all
   map: "weights", // or "valued": weights times norms of values
-  text: "attention", // what colours the prompt as text, or "loss"
-  arcs: true, // lines from the query token to key tokens
   query: null, // position of the query token; null: the last
   sort: "", // "" is layer order, else a statistic's key or "significance"
   descending: true,
@@ -47,10 +44,9 @@ export const statisticOf = (of, key) => (key === SIGNIFICANCE.key ? SIGNIFICANCE
 /** Returns the position of the selected query token. */
 export const selectedQuery = () => Math.min(state.query ?? Infinity, A.T - 1);
 export const selected = () => (state.layer === null ? null : state.layer * run.heads + state.head);
-export const MOST_HEADS = 6; // selected at once; each has a colour
 export const selectedHeads = () =>
   (selected() === null ? [] : [...new Set([selected(), ...state.more])]);
-export const meanIsShown = () => state.mean && selectedHeads().length > 1;
+export const meanIsShown = () => selectedHeads().length > 1;
 /** Returns the index of the enlarged head; of the mean of heads, the index after the last head. */
 export const enlarged = () => (meanIsShown() ? run.count : selected());
 
@@ -146,9 +142,6 @@ export function rangeOf(of, key) {
   if (!values.length) return [];
   return [Math.min, Math.max].map((most) => values.reduce((a, b) => most(a, b)));
 }
-
-/** Returns the losses at the positions of the prompt at the step of a side, [] if unknown. */
-export const lossesOf = (of) => of.run.losses[of.at]?.[of.prompt] ?? [];
 
 /** Returns the mean loss in copy 1 or 2 of a repeated sequence. The loss of the first token of copy
  * 2, which nothing predicts, does not count. */

@@ -198,7 +198,7 @@ def test_markup_is_shown_and_not_executed(marked_up, opened):
     """In each page of the run. `opened` fails on any request, dialog, error or console line."""
     folder, _ = marked_up
     pages = sorted((folder / "runs").rglob("*.html"))
-    assert len(pages) >= 2  # report and time-lapse; with W&B also the pages of steps
+    assert len(pages) >= 2  # report and time-lapse
     for path in pages:
         page = opened(path, before="window.trap = 1")
         page.wait_for_function("document.readyState === 'complete'")

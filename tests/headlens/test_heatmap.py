@@ -11,7 +11,6 @@ from headlens.heatmap import (
     ACCENT,
     COLOUR_MAP,
     MASKED,
-    draw_grid,
     fitted,
     label,
     rgb,
@@ -41,11 +40,6 @@ def pixels_of(path):
     return np.asarray(Image.open(path).convert("RGB")).astype(int)
 
 
-def drawn_grid(codes, path):
-    draw_grid(codes, prompt_of(codes), 1234, path)
-    return pixels_of(path)
-
-
 @pytest.fixture
 def places(monkeypatch):
     """The place, (x, y), of each text that is drawn."""
@@ -67,68 +61,7 @@ def corners(pixels):
     return np.argwhere(yellow & ~above & ~left)
 
 
-def layout(pixels):
-    """Returns the ys of the first column of heatmaps and the xs of the first row."""
-    found = corners(pixels)
-    top, left = found.min(0)
-    return [y for y, x in found if x == left], [x for y, x in found if y == top]
-
-
-def shows(pixels, y, x, scale, square):
-    """Whether the heatmap of a head is at (y, x), with cells of `scale` pixels."""
-    expected = TABLE[square]
-    expected[np.triu_indices(len(square), 1)] = MASKED
-    expected = expected.repeat(scale, 0).repeat(scale, 1)
-    size = len(expected)
-    found = pixels[y : y + size, x : x + size]
-    return found.shape == expected.shape and np.abs(found - expected).max() <= EXACT
-
-
-def test_every_cell_and_label_of_the_grid(tmp_path, places):
-    assert MASKED not in TABLE.min(-1)  # no weight has this grey
-    codes = random_codes(3, 4, 6)
-    pixels = drawn_grid(codes, tmp_path / "grid.png")
-    assert any("1,234" in text for text in places)  # the step
-    rows, columns = layout(pixels)
-    assert (len(rows), len(columns)) == (3, 4)
-    pitch = columns[1] - columns[0]
-    assert {*np.diff(rows), *np.diff(columns)} == {pitch}
-    size = pitch - 6
-    squares = triangle_to_square(codes)
-    for layer, y in enumerate(rows):
-        label_x, label_y = places[f"L{layer}"]
-        assert label_x < columns[0]
-        assert label_y == pytest.approx(y + size / 2, abs=1)
-        for head, x in enumerate(columns):
-            assert shows(pixels, y, x, size // 6, squares[layer, head])
-            label_x, label_y = places[f"H{head}"]
-            assert label_y < rows[0]
-            assert label_x == pytest.approx(x + size / 2, abs=1)
-
-
-def test_long_prompt_is_pooled_by_the_largest_of_each_block(tmp_path):
-    """256 tokens, 12 heads: each pixel is the maximum of 2 x 2 cells."""
-    codes = random_codes(1, 12, 256)
-    pixels = drawn_grid(codes, tmp_path / "long.png")
-    squares = triangle_to_square(codes)[0]
-    largest = np.max([squares[:, y::2, x::2] for y in (0, 1) for x in (0, 1)], axis=0)
-    (top,), columns = layout(pixels)
-    for square, left in zip(largest, columns, strict=True):
-        assert shows(pixels, top, left, 1, square)
-
-
-def test_images_of_any_shape_have_a_reasonable_size(tmp_path):
-    for shape in ((1, 1, 1), (1, 1, 256), (48, 25, 16)):
-        pixels = drawn_grid(random_codes(*shape), tmp_path / "grid.png")
-        height, width, _ = pixels.shape
-        assert 300 < height < 8000, shape
-        assert 500 <= width < 4000, shape
-        if shape[2] > 1:
-            rows, columns = layout(pixels)
-            assert (len(rows), len(columns)) == shape[:2]
-
-
-def test_panel_for_a_dashboard(tmp_path, places):
+def test_image_of_a_step(tmp_path, places):
     """All heads, and an enlarged head beside them; below a flat grid, another one."""
     square = ((1, 1, 1), (4, 4, 64), (12, 12, 255), (24, 16, 21), (48, 25, 5), (30, 8, 9))
     flat = ((2, 4, 63), (4, 8, 30))
@@ -156,7 +89,7 @@ def test_panel_for_a_dashboard(tmp_path, places):
         assert len(corners(pixels_of(tmp_path / "panel.png"))) > 200
 
 
-def test_panel_enlarges_and_outlines_the_given_head(tmp_path):
+def test_image_enlarges_and_outlines_the_given_head(tmp_path):
     codes = random_codes(2, 2, 16)
     head = {"layer": 1, "head": 0, "name": "induction", "induction": 0.5}
 
@@ -173,7 +106,7 @@ def test_panel_enlarges_and_outlines_the_given_head(tmp_path):
         assert np.array_equal(drawn(changed)[:, 440:], usual[:, 440:]) == same
 
 
-def test_panel_labels_the_tokens_if_there_is_room(tmp_path, places):
+def test_image_labels_the_tokens_if_there_is_room(tmp_path, places):
     """Each token is right of its row and above its column. All end left of the edge."""
     for tokens, is_labelled in ((["a", "bb", "Ω", "long" * 9], True), (["ab"] * 64, False)):
         codes = random_codes(1, 1, len(tokens))

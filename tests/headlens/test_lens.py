@@ -70,9 +70,9 @@ def model_at(step):
     return GivenModel(capture_attention)
 
 
-def taken(lens, model, step, max_steps, folder, dashboard=True, **options):
+def taken(lens, model, step, max_steps, folder, **options):
     """Takes the snapshot of a step of a run."""
-    lens.folder, lens.max_steps, lens.dashboard = folder, max_steps, dashboard
+    lens.folder, lens.max_steps = folder, max_steps
     return lens.snapshot(model, step, **options)
 
 
@@ -215,16 +215,14 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     assert taken(lens, model_at(7), 7, 100, tmp_path / "other", write=False) is None
     assert list(tmp_path.iterdir()) == [folder]
     assert list(snapshot.images) == [f"attention/heatmap/{slug}" for slug in slugs]
-    assert snapshot.pages == {"attention/viewer": folder / "step_00000007.html"}
-    ends = ("", "_panel")
-    pictures = [f"step_00000007_{slug}{end}.png" for slug in slugs for end in ends]
-    logged = [path.name for path in snapshot.images.values()]
-    assert logged == [f"step_00000007_{slug}_panel.png" for slug in slugs]
+    assert snapshot.pages == {"attention/timelapse": folder / "timelapse.html"}
+    pictures = [f"step_00000007_{slug}.png" for slug in slugs]
+    assert [path.name for path in snapshot.images.values()] == pictures
     assert names(folder) == sorted(
-        ["statistics.jsonl", "step_00000007.html", "step_00000007.npz", *pictures]
+        ["statistics.jsonl", "timelapse.html", "step_00000007.npz", *pictures]
     )
 
-    (run,) = read(folder / "step_00000007.html")
+    (run,) = read(folder / "timelapse.html")
     assert (run["name"], run["layers"], run["heads"]) == ("a run", 2, 2)
     history = json.loads(unpacked(run["history"]))
     assert history["steps"] == [7]
@@ -267,7 +265,8 @@ def test_time_lapse_and_table_of_a_run(tmp_path):
     with_one = [
         step for step, snapshot in snapshots.items() if "attention/timelapse" in snapshot.pages
     ]
-    assert with_one == [30, 50, 80, 100]  # after each quarter
+    # At the first, second, fourth and eighth snapshot, and after each quarter.
+    assert with_one == [0, 10, 30, 50, 70, 80, 100]
     (run,) = read(tmp_path / "timelapse.html")
     steps = steps_of(tmp_path / "timelapse.html")
     assert steps == sorted(set(steps))
@@ -282,24 +281,6 @@ def test_time_lapse_and_table_of_a_run(tmp_path):
         assert [*row] == ["heatmap", *COLUMNS]
     kinds = {row["name"] for row in table} & {*KINDS}
     assert len(lens.most_significant_heads()) == len(kinds) + bool(kinds)
-
-
-def test_without_a_dashboard_there_is_one_page_from_the_start(tmp_path):
-    """Its images are at the end only. The data and the images of all heads are of every step."""
-    lens, written = lens_on("the bank", every=10, max_tokens=9), []
-    for step in range(0, 201, 10):
-        model = model_at(step)
-        snapshot = taken(lens, model, step, 200, tmp_path, dashboard=False)
-        written += [step] * bool(snapshot.pages)
-        assert bool(snapshot.images) == (step == 200)
-    assert written == [0, 10, 30, 50, 70, 100, 150, 200]
-    assert names(tmp_path, "*.html") == ["timelapse.html"]
-    assert steps_of(tmp_path / "timelapse.html")[-1] == 200
-    steps = [f"step_{step:08d}" for step in range(0, 201, 10)]
-    assert names(tmp_path, "*.npz") == [f"{step}.npz" for step in steps]
-    images = [f"{step}_{slug}.png" for step in steps for slug in ("1-the-bank", "2-repeated")]
-    panels = [f"{steps[-1]}_{slug}_panel.png" for slug in ("1-the-bank", "2-repeated")]
-    assert names(tmp_path, "*.png") == sorted(images + panels)
 
 
 def test_curve_says_that_it_is_smoothed():
@@ -373,7 +354,7 @@ def test_time_lapse_has_only_steps_of_the_same_prompts(tmp_path):
 def test_pages_and_images_are_made_again_from_the_data(tmp_path):
     watched(lens_on("the bank", every=10), tmp_path, 30)
     made = [path for path in tmp_path.iterdir() if path.suffix in (".html", ".png", ".webp")]
-    assert len(made) == 4 * (1 + 2 * 2) + 2
+    assert len(made) == 4 * 2 + 2
     before = {path: path.read_bytes() for path in made}
     for path in made:
         path.unlink()
@@ -402,8 +383,7 @@ def test_resume_drops_files_after_the_checkpoint(tmp_path):
     watched(lens_on("the bank", every=10), tmp_path, 60)
     watched(lens_on("the bank", every=10), tmp_path, 40, first_step=31)
     steps = [0, 10, 20, 30, 40]
-    for kind in ("html", "npz"):
-        assert names(tmp_path, f"step_*.{kind}") == [f"step_{s:08d}.{kind}" for s in steps]
+    assert names(tmp_path, "step_*.npz") == [f"step_{s:08d}.npz" for s in steps]
     assert {name[:13] for name in names(tmp_path, "*.png")} == {f"step_{s:08d}" for s in steps}
     lines = (tmp_path / "statistics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == steps
@@ -532,7 +512,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         assert_same(found, expected)
         assert run.lens.failures.missing == 5 * (name == "failing")
     folder = tmp_path / "runs" / "with" / "attention"
-    assert len(names(folder, "*.png")) == (5 + 1) * 2
+    assert len(names(folder, "*.png")) == 5 * 2
     assert names(folder, "*.html") == ["timelapse.html"]
     log = rows(folder.parent)
     assert all("attention_layers/entropy/L01" in row for row in log)

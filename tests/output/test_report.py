@@ -191,10 +191,10 @@ def write_all(folder, *snapshots):
         history.add(data.row)
         write_snapshot(folder / "attention" / f"step_{data.step:08d}.npz", data)
         draw_snapshot(data, folder / "attention")
+    draw_timelapse(folder / "attention", history.rows, 24)
 
 
 def test_attention_page_runs_in_a_sandboxed_frame(run, opened):
-    """Without a time-lapse, the page of the newest snapshot."""
     folder = run(ROWS)
     write_all(folder, *(snapshot(step, 4) for step in (0, 20, 40)))
     path = write_report(folder)
@@ -204,7 +204,7 @@ def test_attention_page_runs_in_a_sandboxed_frame(run, opened):
     inside.locator("html[data-ready='1']").wait_for()
     assert inside.locator(".head").count() == 4
     assert opened_page.locator("iframe").get_attribute("sandbox") == "allow-scripts"
-    assert opened_page.locator("p a[href='attention/step_00000040.html']").count() == 1
+    assert opened_page.locator("p a[href='attention/timelapse.html']").count() == 1
 
 
 def test_order_of_the_sections_and_controls_of_the_attention_page(run, opened):
@@ -317,12 +317,6 @@ def test_images_replace_the_attention_page_in_print(run, opened):
     assert not frame.is_visible()
     assert [text.is_visible() for text in texts.all()] == [False, True]
     assert images.first.is_visible()
-    # Before the last step, a run without a dashboard has images of all heads only.
-    (panel,) = (folder / "attention").glob("step_00000040_*_panel.png")
-    panel.unlink()
-    shown = opened(write_report(folder)).locator(".still img")
-    data = shown.get_attribute("src").partition("base64,")[2]
-    assert base64.b64decode(data) == panel.with_stem(panel.stem[: -len("_panel")]).read_bytes()
 
 
 def test_heads_without_names(run):
@@ -369,7 +363,7 @@ def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
     assert "name: long" in write_report(folder).read_text()
     monkeypatch.setattr(report, "MAX_CONFIG", 10)
     assert "name: long" not in write_report(folder).read_text()
-    of_heads = ("statistics.jsonl", "step_0.html", "step_00000000_1-a_panel.png")
+    of_heads = ("statistics.jsonl", "timelapse.html", "step_00000000_1-a.png")
     of_heads = [f"attention/{name}" for name in of_heads]
     for make in SPECIAL_FILES.values():
         for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", *of_heads):

@@ -1,7 +1,6 @@
-"""The interactive page in Chromium: predictions, arcs, several heads, value-weighted attention."""
+"""The interactive page in Chromium: predictions, several heads, value-weighted attention."""
 
 import dataclasses
-import itertools
 import re
 
 import numpy as np
@@ -19,17 +18,6 @@ SPANS = """all => all.map((span) => {
   return { background: span.style.backgroundColor, color, x: box.left + box.width / 2,
     top: box.top, bottom: box.bottom };
 })"""
-ARCS = """svg => [...svg.children].map((path) => {
-  const box = svg.getBoundingClientRect();
-  const ends = [0, path.getTotalLength()].map((far) => path.getPointAtLength(far));
-  return { head: Number(path.dataset.head), key: Number(path.dataset.key),
-    width: parseFloat(path.style.strokeWidth), stroke: getComputedStyle(path).stroke,
-    ends: ends.map(({ x, y }) => [x + box.left, y + box.top]) };
-})"""
-
-
-def losses_at(step, prompt=0, run=None):
-    return (run or a_run()).predictions[step][prompt][-1].losses
 
 
 def alphas(lens):
@@ -53,33 +41,21 @@ def without_predictions(data):
     return dataclasses.replace(data, details={"statistics": data.details["statistics"]}, norms=[])
 
 
-def test_text_is_coloured_by_the_loss_of_each_token(shown):
-    """Also without an enlarged head. The scale of all steps ends at the largest first loss."""
-    lens = shown(fragment="#head=none")
-    most = losses_at(0).max()
-    assert losses_at(120).max() > most
-    assert f"{most:.1f}" in lens.locator("#loss-scale").inner_text()
-    for frame, step in ((3, 120), (0, 0)):
-        lens.locator("#step").fill(str(frame))
-        part = alphas(lens)
-        assert part[0] == 0
-        assert part[1:] == pytest.approx(0.85 * (losses_at(step) / most).clip(0, 1), abs=0.012)
-    lens.locator("#step").fill("3")
+def test_text_is_coloured_by_the_weights_of_the_query_token(shown):
+    """In both themes, readable."""
+    lens, weights = shown(fragment="#head=1.1&query=9"), a_run().weights[120][0][1, 1]
     for theme in ("light", "dark"):
-        lens.evaluate(
-            "theme => theme === document.documentElement.dataset.theme || "
-            "document.getElementById('theme').click()",
-            theme,
-        )
+        pages.go_to(lens, f"head=1.1&query=9&theme={theme}")
+        part = alphas(lens)
+        assert part[:10] == pytest.approx(0.85 * np.sqrt(weights[9, :10]), abs=0.012)
+        assert not part[10:].any()
         assert_readable(lens)
-
-    pages.tile(lens, 1, 1).click()
-    assert lens.locator("#loss-scale").is_hidden()
-    attention = alphas(lens)
-    lens.locator("#colour-by label").nth(1).click()
-    assert alphas(lens)[1:] == pytest.approx(0.85 * (losses_at(120) / most).clip(0, 1), abs=0.012)
-    lens.keyboard.press("l")
-    assert (alphas(lens) == attention).all()
+    lens.locator("#text [data-token]").nth(7).hover()
+    assert alphas(lens)[:8] == pytest.approx(0.85 * np.sqrt(weights[7, :8]), abs=0.012)
+    pages.go_to(lens, "head=1.1&query=9&compare=step:40")
+    change = weights - a_run().weights[40][0][1, 1]
+    found = alphas(lens)[:10]
+    assert found == pytest.approx(0.85 * np.sqrt(np.abs(change[9, :10])), abs=0.05)
 
 
 def predicted(lens, side=0):
@@ -111,7 +87,7 @@ def assert_predicts(lens, predictions, query, words, side=0):
 
 
 def test_most_likely_next_tokens_of_the_query_token(shown):
-    lens, run = shown(fragment="#head=none"), a_run()
+    lens, run = shown(fragment=f"#head=1.1&query={len(WORDS) - 1}"), a_run()
     found = run.predictions[120][0][-1]
     assert_predicts(lens, found, len(WORDS) - 1, WORDS)
     lens.locator("#text [data-token]").nth(4).hover()
@@ -136,9 +112,9 @@ def test_true_token_is_marked_among_the_most_likely_tokens(shown):
     found = run.predictions[0][0][-1]
     among = [n for n in range(199) if n + 1 in found.token_ids[n]]
     assert among
-    lens = shown(run, fragment="#head=none")
+    lens = shown(run, fragment="#head=0.0")
     for query in (among[0], next(n for n in range(199) if n not in among)):
-        pages.go_to(lens, f"head=none&query={query}")
+        pages.go_to(lens, f"head=0.0&query={query}")
         assert_predicts(lens, found, query, words)
 
 
@@ -181,71 +157,12 @@ def test_data_with_neither_predictions_nor_norms(shown):
     run = a_run()
     bare = [frame_data(without_predictions(run.frames[step])) for step in STEPS]
     lens = shown(dataclasses.replace(run, data=run.data | {"frames": bare}), fragment="#head=none")
-    assert lens.locator("#words").is_hidden()
     assert lens.locator("#kind").is_hidden()
-    pages.go_to(lens, "head=1.1&map=valued&text=loss")
+    pages.go_to(lens, "head=1.1&map=valued")
     pages.assert_drawn(lens, np.sqrt(run.weights[120][0]))
     assert lens.locator("#text").is_visible()
     assert lens.locator("#next").is_hidden()
-    assert lens.locator("#colour-by").is_hidden()
     assert alphas(lens).any()
-
-
-def assert_arcs(lens, weights, query, heads, first=0):
-    """Checks key tokens, widths and ends of the arcs. weights: (T, T) of each head."""
-    arcs = lens.locator("#arc-lines").evaluate(ARCS)
-    spans = lens.locator("#text [data-token]").evaluate_all(SPANS)
-    assert [head for head, _ in itertools.groupby(arc["head"] for arc in arcs)] == heads
-    for head, of in zip(heads, weights, strict=True):
-        mine = [arc for arc in arcs if arc["head"] == head]
-        order = first + np.argsort(-of[query, first : query + 1], kind="stable")
-        keys = [key for key in order if of[query, key] > 0.02 + 0.002][:12]
-        found = [arc["key"] for arc in mine]
-        assert of[query, found[: len(keys)]] == pytest.approx(of[query, keys], abs=1 / 255)
-        assert len(set(found)) == len(found) <= 12
-        assert all(of[query, arc["key"]] > 0.02 - 0.002 for arc in mine)
-        widths = [arc["width"] for arc in mine]
-        assert widths == sorted(widths, reverse=True)
-        for arc in mine:
-            near = 16 if len(heads) > 1 else 5
-            for (x, y), token in zip(arc["ends"], (query, arc["key"]), strict=True):
-                assert abs(x - spans[token]["x"]) <= near
-                assert min(abs(y - spans[token][edge]) for edge in ("top", "bottom")) < 2
-
-
-def test_arcs_lead_to_the_strongest_key_tokens(shown):
-    lens = shown(fragment="#head=1.1&query=9")
-    weights = a_run().weights[120][0]
-    lens.locator("#arcs").uncheck()
-    assert lens.locator("#arc-lines path").count() == 0
-    lens.locator("#arcs").check()
-    assert_arcs(lens, [weights[1, 1]], 9, [4])
-    lens.locator("#text [data-token]").nth(7).hover()
-    assert_arcs(lens, [weights[1, 1]], 7, [4])
-    lens.locator("#text [data-token]").nth(11).click()
-    for width in (400, 180, 140):  # the text wraps at other tokens, also after a space
-        lens.set_viewport_size({"width": width, "height": 800})
-        lens.evaluate("lens.update({ query: 11 })")
-        assert_arcs(lens, [weights[1, 1]], 11, [4])
-    lens.keyboard.press("h")
-    assert_arcs(lens, [weights[1, 1]], 11, [4], first=1)
-    lens.keyboard.press("a")
-    assert lens.locator("#arc-lines path").count() == 0
-
-
-def test_no_arcs_without_a_layout(shown):
-    """In a frame that is not visible yet, tokens have no rectangles."""
-    lens = shown(fragment="#head=1.1&query=9")
-    lens.evaluate("Element.prototype.getClientRects = () => []; lens.redraw()")
-    assert lens.locator("#arc-lines path").count() == 0
-    assert lens.locator("#map").is_visible()
-
-
-def test_arcs_in_right_to_left_text(shown):
-    words = ["של", "ום", " עול", "ם", ",", " אני", " קורא", "."]
-    run = a_run("rtl arcs", 1, 1, (pages.prompt("rtl", words),), (0,), (0,))
-    lens = shown(run, fragment="#head=0.0")
-    assert_arcs(lens, [run.weights[0][0][0, 0]], 7, [0])
 
 
 def chips(lens):
@@ -265,31 +182,21 @@ def test_a_head_without_a_name_opens_where_it_attends_most_to_an_earlier_token(s
         assert above[pages.state(lens, "query")].max() == pytest.approx(above.max(), abs=0.01)
 
 
-def test_several_heads_overlaid_and_their_mean(shown):
+def test_mean_of_several_heads(shown):
     lens, weights = shown(fragment="#head=none"), a_run().weights[120][0]
     flat = weights.reshape(6, 12, 12)
     pages.tile(lens, 1, 1).click(modifiers=["Shift"])
     assert (pages.state(lens, "layer"), chips(lens)) == (1, [4])
-    assert lens.locator("#heads").is_hidden()
+    assert lens.locator("#chips").is_hidden()
+    pages.assert_drawn(lens, np.sqrt(flat[4]), "#map")
     pages.tile(lens, 0, 2).click(modifiers=["ControlOrMeta"])
     lens.locator("#add-head").select_option("0")
     assert chips(lens) == [4, 2, 0]
+    assert lens.locator(".head[aria-pressed='true']").count() == 3
     pages.go_to(lens, "head=1.1&more=0.2,0.0&query=11")
-    assert_arcs(lens, flat[[4, 2, 0]], 11, [4, 2, 0])
-    strokes = {arc["head"]: arc["stroke"] for arc in lens.locator("#arc-lines").evaluate(ARCS)}
-    assert len(set(strokes.values())) == 3
-    pressed = lens.locator(".head[aria-pressed='true']")
-    outlines = pressed.evaluate_all("all => all.map((one) => getComputedStyle(one).outlineColor)")
-    assert set(outlines) == set(strokes.values())
-    pages.assert_drawn(lens, np.sqrt(flat[4]), "#map")
-
-    lens.locator("#combine label").nth(1).click()
-    pages.assert_drawn(lens, np.sqrt(flat[[4, 2, 0]].mean(0)), "#map", within=9)
-    assert "3" in lens.locator("#detail-title").inner_text()
-    outlines = pressed.evaluate_all("all => all.map((one) => getComputedStyle(one).outlineColor)")
-    assert len(set(outlines)) == 1  # as the chips
     mean = flat[[4, 2, 0]].mean(0)
-    assert_arcs(lens, [mean], 11, [4])
+    pages.assert_drawn(lens, np.sqrt(mean), "#map", within=9)
+    assert "3" in lens.locator("#detail-title").inner_text()
     lens.mouse.move(*pages.cell(lens, 8, 3))
     assert pages.readout(lens)[2] == [pytest.approx(mean[8, 3], abs=0.012)]
     pages.option(lens, "compare").select_option("step:40")
@@ -307,18 +214,9 @@ def test_several_heads_overlaid_and_their_mean(shown):
 
 
 def test_mean_of_value_weighted_maps(shown):
-    lens = shown(fragment="#head=1.1&more=0.1,1.2&heads=mean&map=valued")
+    lens = shown(fragment="#head=1.1&more=0.1,1.2&map=valued")
     mean = products_at(120).reshape(6, 12, 12)[[4, 1, 5]].mean(0)
     pages.assert_drawn(lens, np.sqrt(mean / mean.max()), "#map", within=9)
-
-
-def test_number_of_selected_heads_is_limited(shown):
-    lens = shown(a_run("many", 2, 4, steps=(0,), history=(0,)), fragment="#head=none")
-    for head in range(4):
-        for layer in range(2):
-            pages.tile(lens, layer, head).click(modifiers=["Shift"])
-    assert len(chips(lens)) == 6
-    assert lens.locator("#message").is_visible()
 
 
 assert VOCABULARY > 200  # so that the most likely tokens are seldom the words of the prompts

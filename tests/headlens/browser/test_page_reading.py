@@ -171,21 +171,12 @@ def test_prompt_of_two_tokens(shown):
 
 
 def test_shorter_prompt_while_the_pointer_is_on_a_later_token(shown):
-    lens = shown(fragment="#head=none")
+    lens = shown(fragment="#head=0.1")
     lens.locator("#text [data-token]").nth(11).hover()
     lens.keyboard.press("p")
     expect(lens.locator("#prompt")).to_have_value("1")
     assert lens.locator("#text [data-token]").count() == 4
     assert "(3)" in lens.locator("#next").inner_text()  # the last token
-
-
-def test_prompt_without_losses_while_the_pointer_is_on_their_map(shown):
-    run = a_run("hidden", prompts=(PROMPTS[0], pages.prompt("2-one", ["Hi"])))
-    lens = shown(run, viewport={"width": 1280, "height": 1500})
-    lens.locator("#positions").hover()
-    lens.keyboard.press("p")
-    expect(lens.locator("#positions")).to_be_hidden()
-    lens.mouse.move(5, 5)  # leaves the map
 
 
 def test_labels_of_a_repeated_sequence_of_odd_length(shown):

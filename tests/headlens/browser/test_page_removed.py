@@ -166,7 +166,7 @@ def assert_layers(lens, predictions, query, side=0):
 
 def test_predictions_of_each_layer(shown):
     run = a_run("layers", logit_lens=True)
-    lens = shown(run, fragment="#head=none&query=4")
+    lens = shown(run, fragment="#head=0.1&query=4")
     assert_layers(lens, run.predictions[120][0], 4)
     lens.locator("#text [data-token]").nth(7).hover()
     assert_layers(lens, run.predictions[120][0], 7)
@@ -181,9 +181,9 @@ def test_true_token_of_a_layer_is_marked(shown):
     run = a_run("ids", 3, 1, prompts, (0,), (0,), logit_lens=True)
     found = run.predictions[0][0]
     true = [n for n in range(199) if any(of.token_ids[n, 0] == n + 1 for of in found)]
-    lens = shown(run, fragment="#head=none")
+    lens = shown(run, fragment="#head=0.0")
     for query in (*true[:2], 150):
-        pages.go_to(lens, f"head=none&query={query}")
+        pages.go_to(lens, f"head=0.0&query={query}")
         assert_layers(lens, found, query)
         assert lens.locator("#layers .true").count() == sum(
             of.token_ids[query, 0] == query + 1 for of in found

@@ -338,29 +338,3 @@ def test_losses_under_the_slider(story, shown):
     one = shown(story_run(PLANTED, steps=(120,)), fragment="#head=1.1")
     assert "120" not in one.locator("#finding").inner_text()  # one snapshot: since when is unknown
     assert not one.locator("#losses").is_visible()
-    assert not one.locator("#positions").is_visible()
-
-
-def test_loss_at_each_position(story):
-    """The second copy gets darker; the first does not. A click selects the step and the token."""
-    lens = story("#head=1.1&prompt=1", viewport={"width": 1280, "height": 1500})
-    canvas = lens.locator("#positions")
-    (drawn,) = pages.pixels(canvas)
-    high, wide = drawn.shape[:2]
-    light = drawn[..., :3].sum(-1)
-    bottom = high - 16 * high / 150
-    row = {copy: int(bottom * (part / (2 * PERIOD))) for copy, part in ((1, 3.5), (2, 9.5))}
-    early, late = int(0.3 * wide), int(0.9 * wide)
-    assert light[row[1], early] == light[row[1], late]
-    assert light[row[2], late] < 0.5 * light[row[2], early]
-    assert light[row[2], wide - 14] == light[row[2], late]  # the last step, left of its line
-    assert lens.locator(".loss-map .note").is_visible()  # about the copies
-    box = canvas.bounding_box()
-    inner = box["height"] - 16
-    canvas.click(position={"x": 0.5 * box["width"], "y": inner * 8.5 / (2 * PERIOD)})
-    assert (pages.state(lens, "frame"), pages.state(lens, "query")) == (1, 8)
-    lens.locator("#prompt").select_option("0")
-    assert lens.locator(".loss-map .note").is_hidden()
-    (other,) = pages.pixels(canvas)
-    light = other[..., :3].sum(-1)
-    assert light[row[2], late] == light[row[2], early]

@@ -329,7 +329,7 @@ def test_sorting_by_the_text_keeps_the_prompt(shown):
     assert pages.state(lens, "prompt") == 0
 
 
-def test_contexts_of_the_shown_side_and_of_the_first_of_several_heads(shown):
+def test_contexts_of_the_shown_side_and_of_one_head(shown):
     second = text_run(name="shifted", shift=1)  # L1 H1 is what L1 H0 is
     lens = shown(a_text_run(), second, fragment="#head=1.1&step=40&show=b")
     planted = [cell[:4] for cell in CELLS[40]]
@@ -337,8 +337,6 @@ def test_contexts_of_the_shown_side_and_of_the_first_of_several_heads(shown):
     pages.go_to(lens, "head=1.0&step=40&show=a")
     assert_cells(shown_contexts(lens)[0], planted)
     pages.go_to(lens, "head=1.0&step=40&show=a&more=0.0")
-    assert_cells(shown_contexts(lens)[0], planted)
-    pages.go_to(lens, "head=1.0&step=40&show=a&more=0.0&heads=mean")
     assert lens.locator("#contexts").is_hidden()
     pages.go_to(lens, "head=none")
     assert lens.locator("#contexts").is_hidden()

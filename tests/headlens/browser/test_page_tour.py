@@ -1,50 +1,19 @@
 """The guided tour of the page in Chromium: its stops, its numbers and its links."""
 
-import functools
 import re
 
 import numpy as np
 import pytest
 from helpers import pages
 from helpers.pages import STEPS
-from helpers.stories import PERIOD, PLANTED, REPEATED, SOME, a_story, planted, story_run
+from helpers.stories import PERIOD, PLANTED, REPEATED, SOME, planted, story_run
 from playwright.sync_api import expect
 
 from headlens.probe import uniform_of
 from headlens.statistics import STATISTICS
 
-QUERY = 9  # the planted heads are clearest there
-KEY = QUERY - PERIOD + 1
 INDUCTION, PREVIOUS = (1, 1), (0, 2)
-
-
-def removed(place, change, accuracy):
-    names = ("loss_change", "loss_change_error", "accuracy_without")
-    return {**place, **dict(zip(names, (change, 0.01, accuracy), strict=True))}
-
-
-ABLATION = {
-    "step": 120,
-    "method": "exact",
-    "windows": 32,
-    "targets": 1024,
-    "loss": 0.01,
-    "accuracy": 0.98,
-    "heads": [
-        removed({"layer": 0, "head": 0}, 4.29, 0.06),
-        removed({"layer": 0, "head": 1}, 0.0, 0.98),
-        removed({"layer": 0, "head": 2}, 5.04, 0.03),
-        removed({"layer": 1, "head": 1}, 0.31, 0.81),
-    ],
-    "groups": [removed({"name": "induction", "heads": 3}, 5.72, 0.01)],
-}
-
-
-@functools.cache
-def a_copying_run(method="exact", previous_from=40):
-    story = story_run(PLANTED | {PREVIOUS: ("previous_token", previous_from)})
-    data = story.data | {"ablation": ABLATION | {"method": method}}
-    return pages.PageRun(data, {}, story.rows, {}, [])
+BOTH = {PREVIOUS: ("previous_token", 40), INDUCTION: ("induction", 80)}
 
 
 def numbers(lens):
@@ -56,63 +25,13 @@ def has(found, *wanted):
     return all(min(abs(n - value) for n in found) < 0.0051 for value in wanted)
 
 
-def copy_loss(step, copy):
-    losses = a_story().frames[step].row.losses[1]
-    first = PERIOD + 1 if copy == 2 else 1
-    return losses[first : first + PERIOD - 1].mean()
-
-
 def view(lens):
     state = lens.evaluate("() => ({ ...lens.state })")
     return (state["layer"], state["head"]), state["frame"], state["prompt"], state["query"]
 
 
-def test_stops_of_the_tour_about_copying(shown):
-    lens = shown(a_copying_run(), fragment="")
-    lens.locator("#show-tour").click()
-    assert has(numbers(lens), PERIOD, 40, copy_loss(40, 2))
-    assert view(lens) == ((None, None), 1, 1, QUERY)
-    found, frames = [numbers(lens)], [1]
-    stops = [(INDUCTION, 1, QUERY), (PREVIOUS, 1, KEY), (INDUCTION, 2, QUERY)]
-    stops += [(INDUCTION, 3, QUERY), (PREVIOUS, 3, KEY)]
-    for place, frame, query in stops:
-        lens.locator("#tour-next").click()
-        assert view(lens) == (place, frame, 1, query)
-        found.append(numbers(lens))
-        frames.append(pages.state(lens, "frame"))
-        assert lens.locator("#map").get_attribute("aria-label")
-    assert frames == sorted(frames)  # the order of the steps
-    means = {name: planted(name, REPEATED) for name in ("previous_token", "induction")}
-    previous = np.mean([means["previous_token"][q, q - 1] for q in range(1, 2 * PERIOD + 1)])
-    assert has(found[1], a_story().frames[40].of_prompts[1]["induction"][INDUCTION])
-    assert has(found[2], previous, 40, KEY)
-    assert has(found[3], 80, means["induction"][QUERY, KEY], copy_loss(40, 2), copy_loss(80, 2))
-    chances = [np.exp(-a_story().frames[step].row.losses[1][QUERY]) for step in (40, 120)]
-    assert has(found[4], 40, 120, chances[0], 0.99)  # more than this
-    assert chances[1] > 0.99
-    assert found[5] == [0.98, 0, 2, 0.03, 3, 0.01, 0, 0, 0.06]  # all, L0 H2, all 3, L0 H0
-    lens.locator("#tour-next").click()
-    assert not lens.locator("#tour").is_visible()
-
-
-@pytest.mark.parametrize("previous_from", [0, 40, 80, 120])
-def test_steps_of_the_tour_increase(shown, previous_from):
-    """Also if the previous-token head gets its name before or after the induction head: it has its
-    name at the step that shows it."""
-    lens = shown(a_copying_run(previous_from=previous_from), fragment="#tour=1")
-    frames = []
-    for number in range(1, 7):
-        pages.go_to(lens, f"tour={number}")
-        expect(lens.locator("#tour-title")).to_contain_text(f"{number}")
-        frames.append(pages.state(lens, "frame"))
-        if number == 3:
-            assert lens.locator("#detail-name").inner_text()
-    assert frames == sorted(frames)
-    assert frames[2] == max(1, STEPS.index(previous_from))
-
-
-def test_tour_of_a_run_without_copying(shown):
-    """Three stops: one row, one head, and both ends of the training."""
+def test_stops_of_the_tour(shown):
+    """One row, one head, and both ends of the training."""
     run = story_run({PREVIOUS: ("previous_token", 40)})
     lens = shown(run, fragment="")
     lens.locator("#show-tour").click()
@@ -168,46 +87,41 @@ def test_tour_of_a_run_without_named_heads(shown):
 
 def test_link_to_a_stop_that_the_tour_does_not_have(shown):
     """A message says so, and the page opens as without a link."""
-    basic = story_run({PREVIOUS: ("previous_token", 40)})
-    one_step = story_run(PLANTED, steps=(120,))
-    cases = [([basic], 4), ([one_step], 1), ([one_step], 4), ([a_copying_run(), basic], 1)]
-    cases.append(([a_copying_run("estimate")], 6))
-    cases.append(([pages.a_run("short", prompts=(pages.prompt("1-a", ["a", "b"]),))], 1))
-    texts = set()
-    for runs, number in cases:
+    one_head, one_step = story_run({PREVIOUS: ("previous_token", 40)}), story_run(PLANTED, (120,))
+    short = pages.a_run("short", prompts=(pages.prompt("1-a", ["a", "b"]),))
+    for runs, number in (([one_head], 4), ([one_step], 1), ([one_head, one_step], 1), ([short], 1)):
         lens = shown(*runs, fragment=f"#tour={number}")
         assert not lens.locator("#tour").is_visible()
         assert lens.locator("#message").is_visible()
         assert (pages.state(lens, "layer") is None) == (len(runs) == 2)
-        texts.add(lens.locator("#message").inner_text())
-    assert len(texts) == 5  # one step: the same text for both stops
-    lens = shown(basic, fragment="#tour=2")
+        has_tour = lens.locator("#show-tour").locator("visible=true").count()
+        assert has_tour == (runs == [one_head])
+    lens = shown(one_head, fragment="#tour=2")
     expect(lens.locator("#tour-title")).to_contain_text("2")
     assert pages.go_to(lens, "tour=4")["tour"] == 0
     assert lens.locator("#message").is_visible()
     for fragment in ("#tour=0", "#tour=x", "#head=0.1"):
-        assert shown(basic, fragment=fragment).locator("#message").is_hidden()
+        assert shown(one_head, fragment=fragment).locator("#message").is_hidden()
 
 
 def test_link_and_keys_of_the_tour(shown):
-    lens = shown(a_copying_run(), fragment="#tour=2")
+    lens = shown(story_run(BOTH), fragment="#tour=2")
     expect(lens.locator("#tour")).to_be_visible()
-    assert view(lens) == (INDUCTION, 1, 1, QUERY)
+    place, *_ = view(lens)
     lens.locator("#tour-next").focus()
     lens.keyboard.press("ArrowRight")
     expect(lens).to_have_url(re.compile("tour=3"))
     lens.keyboard.press("ArrowLeft")
-    assert pages.state(lens, "tour") == 2
+    assert (pages.state(lens, "tour"), view(lens)[0]) == (2, place)
     lens.keyboard.press("Escape")
     assert not lens.locator("#tour").is_visible()
-    assert view(lens)[0] == INDUCTION  # the view stays
-    expect(lens).to_have_url(re.compile("head=1.1"))
-    assert pages.go_to(lens, "tour=99")["tour"] == 0
+    assert view(lens)[0] == place  # the view stays
+    expect(lens).to_have_url(re.compile(f"head={place[0]}.{place[1]}"))
 
 
 def test_outline_and_copies(shown):
-    """The outline of a stop is on the diagonal of the stripe; outside the tour there is none."""
-    lens = shown(a_copying_run(), fragment="#tour=2")
+    """The outline of a stop is on the stripe of the head; outside the tour there is none."""
+    lens = shown(story_run({INDUCTION: ("induction", 80)}), fragment="#tour=2")
     expect(lens.locator("#tour")).to_be_visible()
 
     def pink():
@@ -222,17 +136,15 @@ def test_outline_and_copies(shown):
     assert found == pytest.approx(wanted, abs=0.3 * cell)
     lens.locator("#tour-end").click()
     assert not len(pink())
-    copies = lens.locator("#text [data-copy]")
-    assert [int(n) for n in copies.evaluate_all("all => all.map((n) => n.dataset.token)")] == [
-        1,
-        PERIOD + 1,
-    ]
+    read = "all => all.map((n) => n.dataset.token)"
+    copies = lens.locator("#text [data-copy]").evaluate_all(read)
+    assert [int(n) for n in copies] == [1, PERIOD + 1]
 
 
 @pytest.mark.parametrize("width", [460, 1280])
 def test_panel_does_not_cover_what_it_points_to(shown, width):
-    lens = shown(a_copying_run(), viewport={"width": width, "height": 900})
-    for number in range(1, 6):
+    lens = shown(story_run(BOTH), viewport={"width": width, "height": 900})
+    for number in range(1, 5):
         pages.go_to(lens, f"tour={number}")
         expect(lens.locator("#tour-title")).to_contain_text(f"{number}")
         panel = lens.locator("#tour").bounding_box()
@@ -240,14 +152,3 @@ def test_panel_does_not_cover_what_it_points_to(shown, width):
         assert panel["y"] + panel["height"] <= 901
         assert pointed["y"] < panel["y"]
         assert panel["width"] <= width
-
-
-def test_no_tour_without_its_data(shown):
-    for run in (story_run(PLANTED, steps=(120,)), pages.a_run(steps=(120,))):
-        lens = shown(run)
-        assert not lens.locator("#show-tour").locator("visible=true").count()
-        assert not lens.locator("#tour").is_visible()
-    lens = shown(a_copying_run("estimate"), fragment="#tour=5")
-    expect(lens.locator("#tour")).to_be_visible()
-    lens.locator("#tour-next").click()
-    assert not lens.locator("#tour").is_visible()  # no stop about removed heads
