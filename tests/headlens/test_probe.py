@@ -122,9 +122,8 @@ def test_weights_and_statistics_are_those_of_transformers(tmp_path):
         found = data.of_prompts[number]
         for layer, (of_weights, of_scores) in enumerate(zip(weights, scores, strict=True)):
             for head in range(4):
-                separators = [n for n, token in enumerate(prompt.tokens) if is_separator(token)]
                 attn_weights = of_weights[0, head].tolist()
-                wanted = by_loops(attn_weights, prompt.token_ids, separators, prompt.period)
+                wanted = by_loops(attn_weights, prompt.token_ids, prompt.tokens, prompt.period)
                 wanted["largest_logit"] = of_scores[0, head].max().item()
                 del wanted["offset"]  # the best one of all prompts: test_text.py
                 for key, value in wanted.items():
@@ -145,8 +144,9 @@ def test_long_prompt_is_measured_completely_and_its_first_tokens_are_shown():
     layers = model.attn_weights(torch.tensor([prompt.token_ids]))
     assert frame.codes[0].shape == (3, 4, 256 * 257 // 2)
     assert_shows(frame.codes[0], torch.cat(layers)[..., :256, :256])
-    whole = np.stack([STATISTICS["distance"].function(layer[0]).numpy() for layer in layers])
-    np.testing.assert_allclose(frame.row.values["distance"], whole, rtol=1e-5)
+    positions = torch.arange(300.0)
+    whole = [(positions - layer[0] @ positions).mean(-1) for layer in layers]
+    np.testing.assert_allclose(frame.row.values["distance"], torch.stack(whole), rtol=1e-5)
 
 
 def test_uniform_values_are_those_of_uniform_attention():
