@@ -32,8 +32,8 @@ _PLACES = {
     "LayerAttention": "capturing",
     "lens_tokenizer": "tokens",
     "LensConfig": "config",
-    "Lens": "snapshots",
-    "Snapshot": "snapshots",
+    "Lens": "lens",
+    "Snapshot": "lens",
     "SnapshotData": "snapshot_data",
     "read_snapshot": "snapshot_data",
     "write_snapshot": "snapshot_data",
@@ -41,7 +41,7 @@ _PLACES = {
     "render_run": "render",
     "show": "notebook",
     "draw_figure": "figure",
-    "clearest_prompt": "snapshots",
+    "clearest_prompt": "lens",
 }
 __all__ = list(_PLACES)
 

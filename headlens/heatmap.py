@@ -40,8 +40,8 @@ ACCENT_INDEX, INK, PALE_INK, MASKED_INDEX, WHITE = 225, 226, 234, 253, 255
 def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
     """Writes a PNG of all heads: a row for each layer, a column for each head.
 
-    codes: uint8 (L, H, T (T + 1) / 2), the lower triangles on a square-root scale (probe.to_codes):
-    a weight of 0.04 is a fifth as bright as a weight of 1.
+    codes: uint8 (L, H, T (T + 1) / 2), the lower triangles on a square-root scale (to_codes of
+    recording.py): a weight of 0.04 is a fifth as bright as a weight of 1.
     """
     num_layers, num_heads, _ = codes.shape
     num_tokens = prompt.shown

@@ -1,6 +1,6 @@
 """Matches the heads of several runs by the similarity of their attention maps.
 
-    runs = read_runs([runs/NAME/attention, ...])  # lens/matching_runs.py
+    runs = read_runs([runs/NAME/attention, ...])  # headlens/matching_runs.py
     pairs = all_pairs([run.directions for run in runs])
     groups = match_heads(pairs)
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .probe import to_codes
+from .recording import to_codes
 from .snapshot_data import from_codes
 from .statistics import uniform_attention
 

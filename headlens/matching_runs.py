@@ -1,4 +1,4 @@
-"""Reads the heads of runs from their snapshot files, to compare them (lens/matching.py).
+"""Reads the heads of runs from their snapshot files, to compare them (headlens/matching.py).
 
 runs = read_runs([Path("runs/a/attention"), ...])
 """

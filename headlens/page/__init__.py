@@ -2,7 +2,7 @@
 
     html = page([run_data(snapshots, rows)], title="my run")
 
-lens/assemble.py joins index.html, style.css and the JavaScript modules of this folder. The data is
+assemble.py joins index.html, style.css and the JavaScript modules of this folder. The data is
 JSON in a block that the browser does not execute; weights are one byte each, then compressed. The
 Content-Security-Policy of the page forbids other scripts and all network requests. The data format
 is described at the top of index.html.
@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from ..assemble import assemble, content_security_policy
+from ..copying import copying_step
 from ..heads import ALL_NAMES, KINDS, NAMES, first_rows, targets_on, title_of
 from ..heatmap import VIRIDIS
 from ..history import Row, evenly_spaced, json_values
 from ..snapshot_data import SnapshotData
-from ..stages import stage_step
 from ..statistics import STATISTICS
 
 VERSION = 5
@@ -45,7 +45,7 @@ def run_data(
     snapshots: with the same prompts, in the order of their steps. history: the statistics of all
     snapshots; without it, those of `snapshots`. curves: losses and accuracies of the training,
     {name: [(step, value)]}; NaN and inf are omitted. frames: instead of those of `snapshots`, see
-    lens/live.py.
+    live_snapshots.py.
     """
     frames = frames or [frame_data(snapshot) for snapshot in snapshots]
     last, history = snapshots[-1], history or [snapshot.row for snapshot in snapshots]
@@ -84,7 +84,7 @@ def run_data(
         "text": _packed_json(last.contexts.tokens) if last.contexts else None,
         "history": _history(history, {frame["step"] for frame in frames}),
         "curves": {name: _finite(points) for name, points in (curves or {}).items()},
-        "stage": stage_step(last.prompts, history),
+        "stage": copying_step(last.prompts, history),
         "frames": list(frames),
         "ablation": last.ablation,
     }
@@ -164,8 +164,8 @@ def page(runs: Sequence[dict], title: str, picture: str = "") -> str:
 
 
 def live_page(title: str) -> str:
-    """Returns the page for a server that sends its data (lens/live.py), also while the run trains.
-    Its Content-Security-Policy allows requests to this server."""
+    """Returns the page for a server that sends its data (live_snapshots.py), also while the run
+    trains. Its Content-Security-Policy allows requests to this server."""
     return _filled({"version": VERSION, "live": True}, title, is_live=True)
 
 

@@ -7,7 +7,7 @@ import {
 } from "./state.js";
 import { LESS, MORE } from "./colours.js";
 import { firstKey, scaleEnd } from "./maps.js";
-import { cellOf } from "./kinds.js";
+import { cellOf } from "./cells.js";
 import { toggleHead } from "./grid.js";
 
 const MOST_ARCS = 12; // for each head: the strongest

@@ -2,7 +2,7 @@
 
 import { joinBytes } from "./text.js";
 
-const VERSION = 5; // of the data, see lens/page/__init__.py
+const VERSION = 5; // of the data, see headlens/page/__init__.py
 const DECODED_BYTES = 200e6; // limit for the decoded frames in memory
 
 /** Returns the checked runs of the JSON text of a page. Throws an Error with a user message. */

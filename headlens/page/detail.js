@@ -7,7 +7,7 @@ import {
   run, selected, selectedQuery, sideName, state, uniformOf, update, valueAt,
 } from "./state.js";
 import { firstKey, paint } from "./maps.js";
-import { cellOf } from "./kinds.js";
+import { cellOf } from "./cells.js";
 import { drawArcs, drawHeads } from "./arcs.js";
 import { drawMarks, placePlots, plots } from "./plots.js";
 import { drawText, drawTextTools } from "./words.js";

@@ -1,4 +1,4 @@
-/* Names of heads at each step. lens/heads.py has the names and the rule. */
+/* Names of heads at each step. headlens/heads.py has the names and the rule. */
 
 import { A, B, headName, here, indexInB, run, state } from "./state.js";
 
@@ -8,8 +8,8 @@ const PROMPTS_ONLY = 2;
 const titleOf = ({ key, title }, tokensBack) =>
   (key === "offset" && tokensBack ? `${title} ${tokensBack}` : title);
 
-/** Returns {key, title, and the fields of lens/heads.py Kind} of a name that the page shows, else null.
- * Uniform attention is not a finding. tokensBack: of a head "offset". */
+/** Returns {key, title, ... the fields of Kind, see headlens/heads.py} of a name that the page shows,
+ * else null. Uniform attention is not a finding. tokensBack: of a head "offset". */
 export function kindOf(key, tokensBack = null) {
   const name = run.names.find((one) => one.key === key && one.letter);
   if (!name) return null;

@@ -7,7 +7,7 @@ import { $, checkRadio, make } from "./dom.js";
 import { A, B, comparable, enlarged, selected, state } from "./state.js";
 import { ATTENTION, LESS, MORE, colours, height, shade } from "./colours.js";
 import { firstKey, scaleEnd } from "./maps.js";
-import { cellOf } from "./kinds.js";
+import { cellOf } from "./cells.js";
 import { predictionsOf } from "./predictions.js";
 
 const LOSS = [222, 60, 130]; // colour of a large loss

@@ -9,7 +9,7 @@ from helpers.pages import HISTORY, PROMPTS, a_run, unpacked
 
 from headlens.heads import ALL_NAMES, KINDS, NAMES, head_table
 from headlens.page import run_data
-from headlens.probe import uniform_of
+from headlens.recording import uniform_of
 from headlens.statistics import STATISTICS
 
 

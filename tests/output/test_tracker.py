@@ -32,7 +32,7 @@ from clearhead.output.machine import environment, git
 from clearhead.output.report import sample_page
 from clearhead.output.tracker import MAX_SAMPLES, NoTracker, Tracker
 from clearhead.output.watch import histogram, histograms, watch
-from headlens.snapshots import Snapshot
+from headlens.lens import Snapshot
 from headlens.statistics import STATISTICS
 
 OFFLINE = WandbConfig.with_defaults(mode="offline")

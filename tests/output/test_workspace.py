@@ -14,7 +14,7 @@ from PIL import Image
 from clearhead.config.schema import WandbConfig
 from clearhead.output import tracker, wandb_process
 from headlens.heads import KINDS
-from headlens.snapshots import Snapshot
+from headlens.lens import Snapshot
 from headlens.statistics import STATISTICS
 from scripts import wandb_workspace
 

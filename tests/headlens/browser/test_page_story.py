@@ -12,7 +12,7 @@ from helpers.stories import PERIOD, PLANTED, REPEATED, SOME, a_story, planted, s
 from playwright.sync_api import expect
 
 from headlens.heads import ALL_NAMES, significances
-from headlens.probe import uniform_of
+from headlens.recording import uniform_of
 from headlens.statistics import STATISTICS
 
 

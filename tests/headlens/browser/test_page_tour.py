@@ -10,7 +10,7 @@ from helpers.pages import STEPS
 from helpers.stories import PERIOD, PLANTED, REPEATED, SOME, a_story, planted, story_run
 from playwright.sync_api import expect
 
-from headlens.probe import uniform_of
+from headlens.recording import uniform_of
 from headlens.statistics import STATISTICS
 
 QUERY = 9  # the planted heads are clearest there

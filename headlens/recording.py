@@ -33,7 +33,7 @@ from .statistics import (
     positional,
     ratio_of_sums,
 )
-from .text import TextRecorder
+from .whole_text import TextRecorder
 
 TOKENS_AT_ONCE = 256  # of prompts, with padding: the logits of a large vocabulary take memory
 MIN_COMPARED = 8  # tokens; `positional` ignores shorter prompts

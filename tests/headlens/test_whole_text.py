@@ -14,11 +14,11 @@ from data import get_tokenizer, load_datasets
 from headlens.capturing import capture
 from headlens.config import LensConfig
 from headlens.heads import NAMES, PLACES, head_table
-from headlens.probe import record
+from headlens.lens import Lens
+from headlens.recording import record
 from headlens.snapshot_data import CONTEXTS, from_codes, read_snapshot, write_snapshot
-from headlens.snapshots import Lens
-from headlens.text import Text, TextRecorder, windows_of
 from headlens.tokens import lens_tokenizer
+from headlens.whole_text import Text, TextRecorder, windows_of
 
 BYTE = get_tokenizer("byte")
 STORY = next((Path(__file__).parents[2] / "corpus").glob("*.txt")).read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def model_of_letters(seed, sharpness=1.0, **shape):
 
 def test_statistics_and_errors_by_plain_loops(monkeypatch):
     """Also in several batches of windows, and with a window without separators."""
-    monkeypatch.setattr("headlens.text.CELLS_AT_ONCE", 2 * 40 * 40)
+    monkeypatch.setattr("headlens.whole_text.CELLS_AT_ONCE", 2 * 40 * 40)
     model, windows = model_of_letters(1, sharpness=8), story(5)
     windows[2] = torch.arange(97, 97 + 40) % 26 + 97
     data = measured(model, windows)
