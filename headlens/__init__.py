@@ -15,7 +15,7 @@ In reading order: config.py (settings), tokens.py (what the lens needs of a toke
 (prompts), passages.py (prompts from a text), capturing.py (attention weights of a model),
 statistics.py (statistics of heads), text.py (heads on whole text), predictions.py (what the model
 predicts), probe.py (all of this at one step), history.py (statistics of all snapshots), heads.py
-(names of heads), stages.py (when the model learns to copy), snapshot_data.py (a snapshot as a
+(names of heads), copying.py (when the model learns to copy), snapshot_data.py (a snapshot as a
 file), rounding.py (digits of numbers), heatmap.py, fonts.py, panel.py, figure.py and animation.py
 (images), ablation.py (what a head is good for), page/ and assemble.py (the interactive page),
 render.py (images and pages from snapshot files), snapshots.py (attention snapshots during
@@ -31,8 +31,8 @@ _PLACES = {
     "LayerAttention": "capturing",
     "lens_tokenizer": "tokens",
     "LensConfig": "config",
-    "Lens": "snapshots",
-    "Snapshot": "snapshots",
+    "Lens": "lens",
+    "Snapshot": "lens",
     "SnapshotData": "snapshot_data",
     "read_snapshot": "snapshot_data",
     "write_snapshot": "snapshot_data",
@@ -40,7 +40,7 @@ _PLACES = {
     "render_run": "render",
     "show": "notebook",
     "draw_figure": "figure",
-    "clearest_prompt": "snapshots",
+    "clearest_prompt": "lens",
 }
 __all__ = list(_PLACES)
 

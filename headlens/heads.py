@@ -30,9 +30,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from .history import Row, json_values
-from .statistics import STATISTICS
+from .prompts import Prompt
+from .statistics import STATISTICS, TARGETS, HeadStatistics
 
 
 @dataclass(frozen=True)
@@ -41,51 +43,87 @@ class Kind:
     key in KINDS is the name and that of the statistic that decides."""
 
     letter: str  # the sign of the heads on the page
+    colours: tuple[str, str]  # of the sign, on a light and on a dark page
     meaning: str  # one sentence
     target: str  # of the mean weight that the statistic measures: "mean weight on ..."
+    # What the page says about one query token: "at {query} it attends to ...", with {key}, or
+    # {back} for the number of tokens from query to key.
+    example: str
     named_from: float = 0.25  # the significance that a name needs
     is_simple: bool = False  # says least, such as attention to the token itself
 
 
 KINDS = {
-    "previous_token": Kind("P", "Each token attends to the token before it.", "the token before"),
+    "previous_token": Kind(
+        "P",
+        ("#1a62b0", "#7fb9ff"),
+        "Each token attends to the token before it.",
+        "the token before",
+        "the token before it, {key}",
+    ),
     "induction": Kind(
         "I",
+        ("#b8125a", "#ff8ab5"),
         "Each token attends to the token that followed its earlier occurrence. So the model can"
         " continue a sequence that it has seen before.",
         "the tokens that followed earlier occurrences of the query token",
+        "{key}, which followed this token earlier: such a head copies",
     ),
     "duplicate_token": Kind(
         "D",
+        ("#6f3aa8", "#c9a4f5"),
         "Each token attends to its earlier occurrences.",
         "earlier occurrences of the query token",
+        "its earlier occurrence, {key}",
     ),
     "first_token": Kind(
         "F",
+        ("#5f666e", "#9ba3ac"),
         "Most tokens attend to the first token, an attention sink.",
         "the first token",
+        "the first token, {key}",
         is_simple=True,
     ),
     "offset": Kind(
         "O",
+        ("#4a45c4", "#aeabff"),
         "Each token attends to the token a fixed number of places before it, from 2 to 8.",
         "the token {} places before",
+        "the token {back} places before it, {key}",
     ),
-    "diagonal": Kind("S", "Each token attends to itself.", "the token itself", is_simple=True),
+    "diagonal": Kind(
+        "S",
+        ("#7a5200", "#e0b25c"),
+        "Each token attends to itself.",
+        "the token itself",
+        "itself",
+        is_simple=True,
+    ),
     # A text has few different separators: heads of random models reach 0.36.
-    "separator": Kind("¶", "The tokens attend to punctuation and white space.", "separators", 0.4),
+    "separator": Kind(
+        "¶",
+        ("#00695c", "#5cc9b5"),
+        "The tokens attend to punctuation and white space.",
+        "separators",
+        "the separator {key}",
+        named_from=0.4,
+    ),
     "segment_start": Kind(
         "^",  # as in a regular expression
+        ("#00728f", "#58c7e8"),
         "The tokens attend to tokens that follow white space or punctuation. In a model of letters,"
         " these are the first letters of words.",
         "tokens after separators",
-        0.4,
+        "{key}, the first token after a separator",
+        named_from=0.4,
     ),
     # Its value, not its significance, decides: it is 0 for uniform attention.
     "positional": Kind(
         "#",
+        ("#3b6b1c", "#a2cf7c"),
         "The attention depends on the positions of the tokens, hardly on the tokens.",
         "positions",
+        "{key}, the token {back} places before it",
         is_simple=True,
     ),
 }
@@ -121,6 +159,19 @@ def only_on(place: str | None) -> str:
 def target_of(row: Mapping) -> str:
     """Returns the target tokens of the name of a head: "the token before"."""
     return KINDS[row["name"]].target.format(row["tokens_back"])
+
+
+def targets_on(prompt: Prompt) -> dict[str, list[list[int]]]:
+    """Returns for each name, "offset_2" to "offset_8" in place of "offset", the key tokens to which
+    its heads attend, for each query token that is shown. Without names that are undefined on the
+    prompt: in a sequence of random tokens, a separator separates nothing."""
+    found = HeadStatistics(torch.tensor([prompt.token_ids]), [prompt.tokens]).targets[0]
+    return {
+        key: [np.flatnonzero(row).tolist() for row in targets[: prompt.shown].numpy()]
+        for key, targets in zip(TARGETS, found, strict=True)
+        if (name := key if key in STATISTICS else "offset") in KINDS
+        if not prompt.period or STATISTICS[name].on != "texts"
+    }
 
 
 def prompt_of(name: str, periods: Sequence[int]) -> int:
@@ -178,6 +229,15 @@ def names_of(
     return np.where(has_name, best[0] + 1, others), np.where(has_name, place, both)
 
 
+def first_rows(names: np.ndarray) -> np.ndarray:
+    """Returns for the name of each head at each snapshot the index of the first snapshot from which
+    the head has it without interruption. (rows, L, H) -> (rows, L, H)."""
+    first = np.zeros_like(names)
+    for n in range(1, len(names)):
+        first[n] = np.where(names[n] == names[n - 1], first[n - 1], n)
+    return first
+
+
 def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
     """Returns a row for each head at the last snapshot, the most significant first.
 
@@ -186,8 +246,7 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
     """
     last = rows[-1]
     names = np.stack([row.names for row in rows])  # (rows, L, H)
-    differs = names != names[-1]
-    since = np.where(differs.any(0), len(rows) - differs[::-1].argmax(0), 0)
+    since = first_rows(names)[-1]
     statistics = {key: json_values(last.values[key].ravel()) for key in STATISTICS}
     errors = {key: json_values(values.ravel()) for key, values in last.errors.items()}
     largest = np.nan_to_num(significances(last.values, uniform), nan=-np.inf).max(0)

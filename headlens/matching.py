@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from .heads import ALL_NAMES, title_of
-from .probe import to_codes
+from .recording import to_codes
 from .snapshot_data import SnapshotData, from_codes, read_snapshot, snapshot_files
 from .statistics import uniform_attention
 

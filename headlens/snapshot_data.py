@@ -37,7 +37,7 @@ MAX_BYTES, MAX_JSON_BYTES = 2**30, 2**25  # uncompressed; a JSON object takes 30
 
 @dataclass
 class Contexts:
-    """Cells of each head in windows of a text, see text.py."""
+    """Cells of each head in windows of a text, see whole_text.py."""
 
     text_name: str  # "your text"
     tokens: list[list[str]]  # of each window
@@ -166,7 +166,7 @@ def read_snapshot(path: str | Path) -> SnapshotData:
 
 
 def from_codes(codes: np.ndarray) -> np.ndarray:
-    """Returns the weights of codes, the inverse of probe.to_codes: (code / 255)^2, fp32."""
+    """Returns the weights of codes, the inverse of recording.to_codes: (code / 255)^2, fp32."""
     return (codes.astype(np.float32) / 255) ** 2
 
 

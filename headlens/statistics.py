@@ -1,21 +1,26 @@
-"""Attention statistics: each reduces the attention weights of a head to one number.
+"""Attention statistics: each reduces the attention of a head to one number.
 
-A[q, k] is the attention weight of key token k for query token q. Most statistics are the mean
-weight on target tokens:
+    found = HeadStatistics(token_ids, tokens)
+    found.sums(weights, scores)  # of all statistics, for each text and head
+
+A statistic is a function of an `Attention`: attention weights, scores, token ids and the text of
+each token. A[q, k] is the attention weight of key token k for query token q. Most statistics are
+the mean weight on target tokens:
 
     mean over q with a target of  sum over targets k of A[q, k]
 
 For "previous token" the target of query token q is token q - 1, for "induction" its targets are the
-tokens that followed earlier occurrences of token q. A function for each returns the targets of all
-query tokens, bool (B, T, T) or (T, T).
+tokens that followed earlier occurrences of token q. The function of such a statistic returns the
+targets of all query tokens, bool (B, T, T) or (T, T); the others return a value for each head.
 
 "Uniform" is the value for uniform attention, A[q, k] = 1 / (q + 1), as in an untrained model: the
 fraction of the weight that chance gives.
 
-Shapes: B texts, H heads, T tokens, K kinds of targets; q query and k key positions from 0;
-h(T) = 1 + 1/2 + ... + 1/T.
+Shapes: B texts, H heads, T tokens, K = len(TARGETS), M = len(MEASURED); q query and k key positions
+from 0; h(T) = 1 + 1/2 + ... + 1/T.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -25,136 +30,149 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .prompts import is_separator
+
 OFFSETS = range(2, 9)  # tokens back; 1 is `previous_token`
 
 
 @dataclass
-class Texts:
-    """Texts of the same length: token ids (B, T), and which tokens are separators, bool (B, T)."""
+class Attention:
+    """Attention of the heads of a layer on B texts of the same length: all that a statistic needs.
 
+    weights: (B, H, T, T), fp32. scores: the same before the softmax, -inf where masked, or None if
+    they are unknown. token_ids: (B, T). tokens: the text of each token, B lists of T.
+    """
+
+    weights: Tensor
+    scores: Tensor | None
     token_ids: Tensor
-    separators: Tensor
-
-    def to(self, device: torch.device) -> "Texts":
-        return Texts(self.token_ids.to(device), self.separators.to(device))
+    tokens: Sequence[Sequence[str]]
 
     def back(self) -> Tensor:
-        """Returns the distance from query to key, q - k, (T, T)."""
+        """Returns the distance from query to key in tokens, q - k, (T, T)."""
         positions = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)
         return positions[:, None] - positions
+
+    def of_tokens(self, function: Callable[[str], Any]) -> Tensor:
+        """Returns what a function returns for the text of each token, (B, T)."""
+        known = {token: function(token) for tokens in self.tokens for token in tokens}
+        values = [[known[token] for token in tokens] for tokens in self.tokens]
+        return torch.tensor(values, device=self.token_ids.device)
 
 
 # ------------------------------------------------------------------- targets of query tokens
 
 
-def first_token(texts: Texts) -> Tensor:
+def first_token(attention: Attention) -> Tensor:
     """The first token, for all q >= 1: an attention sink. Uniform: (h(T) - 1) / (T - 1).
 
     (Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks.)
     """
-    back = texts.back()
+    back = attention.back()
     keys = torch.arange(len(back), device=back.device)
     return (keys == 0) & (back > 0)
 
 
-def diagonal(texts: Texts) -> Tensor:
+def diagonal(attention: Attention) -> Tensor:
     """The query token itself, for all q >= 1. Uniform: (h(T) - 1) / (T - 1).
 
     (Attention to relative positions: Clark et al. 2019, section 3.1.)
     """
-    back = texts.back()
+    back = attention.back()
     keys = torch.arange(len(back), device=back.device)
     return (back == 0) & (keys > 0)
 
 
-def previous_token(texts: Texts) -> Tensor:
+def previous_token(attention: Attention) -> Tensor:
     """The token before. Uniform: (h(T) - 1) / (T - 1).
 
     (Elhage et al. 2021, A Mathematical Framework for Transformer Circuits.)
     """
-    return texts.back() == 1
+    return attention.back() == 1
 
 
-def duplicate_token(texts: Texts) -> Tensor:
+def duplicate_token(attention: Attention) -> Tensor:
     """Earlier occurrences of the query token.
 
     (Wang et al. 2022, Interpretability in the Wild: duplicate token heads.)
     """
-    same = texts.token_ids[:, :, None] == texts.token_ids[:, None]  # (B, T, T)
-    return same & (texts.back() > 0)
+    ids = attention.token_ids
+    same = ids[:, :, None] == ids[:, None]  # (B, T, T)
+    return same & (attention.back() > 0)
 
 
-def induction(texts: Texts) -> Tensor:
+def induction(attention: Attention) -> Tensor:
     """The tokens that followed earlier occurrences of the query token, without the query token.
 
     An induction head completes "... A B ... A" with B (Olsson et al. 2022, In-context Learning and
     Induction Heads: "prefix matching").
     """
-    followed = duplicate_token(texts).roll(1, dims=-1)  # token k - 1 is the query token
+    followed = duplicate_token(attention).roll(1, dims=-1)  # token k - 1 is the query token
     followed[..., 0] = False
-    return followed & (texts.back() > 0)
+    return followed & (attention.back() > 0)
 
 
-def separator(texts: Texts) -> Tensor:
+def separator(attention: Attention) -> Tensor:
     """Earlier separators. Position 0 does not count, because it is often an attention sink.
 
     (Clark et al. 2019, section 3.2: heads that attend to [SEP] and to periods and commas.)
     """
-    return _earlier(texts, texts.separators)
+    return _earlier(attention, attention.of_tokens(is_separator))
 
 
-def segment_start(texts: Texts) -> Tensor:
+def segment_start(attention: Attention) -> Tensor:
     """Earlier tokens that follow a separator and are none: in letters, the starts of words."""
-    after = texts.separators.roll(1, dims=-1)
-    return _earlier(texts, after & ~texts.separators)
+    separators = attention.of_tokens(is_separator)
+    return _earlier(attention, separators.roll(1, dims=-1) & ~separators)
 
 
-def _earlier(texts: Texts, targets: Tensor) -> Tensor:
+def _earlier(attention: Attention, targets: Tensor) -> Tensor:
     """Returns the targets (B, T), bool, that are before q and not at position 0."""
-    before = texts.back() > 0
+    before = attention.back() > 0
     before[:, 0] = False
     return targets[:, None] & before
 
 
-def _offset(number: int) -> Callable[[Texts], Tensor]:
-    return lambda texts: texts.back() == number
+def _offset(number: int) -> Callable[[Attention], Tensor]:
+    return lambda attention: attention.back() == number
 
 
-# ------------------------------------------------------------------------------ statistics
+# ------------------------------------------------------------------------- values of heads
 
 
-def entropy(attn_weights: Tensor) -> Tensor:
+def entropy(attention: Attention) -> Tensor:
     """Returns the normalised entropy (0: all weight on one key token; 1: uniform).
 
     mean over q >= 1 of  -sum_k A[q, k] ln A[q, k] / ln(q + 1).    Uniform: 1.
     Entropy of attention rows: Clark et al. 2019 (What Does BERT Look At?), section 3.3. Here
     it is divided by its maximum, so that rows of different lengths are comparable.
-    (..., T, T) -> (...).
     """
-    nats = -torch.special.xlogy(attn_weights, attn_weights).sum(-1)  # (..., T); 0 ln 0 = 0
+    weights = attention.weights
+    nats = -torch.special.xlogy(weights, weights).sum(-1)  # (B, H, T); 0 ln 0 = 0
     longest = torch.arange(1, nats.shape[-1] + 1, device=nats.device).log()
     return (nats[..., 1:] / longest[1:]).mean(-1)
 
 
-def distance(attn_weights: Tensor) -> Tensor:
-    """Returns the mean distance from query token to key token, in tokens. (..., T, T) -> (...).
+def distance(attention: Attention) -> Tensor:
+    """Returns the mean distance from query token to key token, in tokens.
 
     mean over q of  sum_k A[q, k] (q - k).    Uniform: (T - 1) / 4.
     Mean attention distance (Vig and Belinkov 2019), averaged over queries.
     """
     # sum_k A[q, k] (q - k) = q - sum_k A[q, k] k, as the weights of a row sum to 1
-    positions = torch.arange(attn_weights.shape[-1], device=attn_weights.device).float()
-    return (positions - attn_weights @ positions).mean(-1)
+    weights = attention.weights
+    positions = torch.arange(weights.shape[-1], device=weights.device).float()
+    return (positions - weights @ positions).mean(-1)
 
 
-def largest_logit(attn_scores: Tensor) -> Tensor:
-    """Returns the largest attention score. attn_scores (..., T, T), -inf where masked -> (...).
+def largest_logit(attention: Attention) -> Tensor | None:
+    """Returns the largest attention score, None if the scores are unknown.
 
     max over q and k <= q of  Q[q] . K[k] / sqrt(D).    Uniform: any value, if all are equal.
     If it keeps growing, rows become one-hot and training becomes unstable (Dehghani et al. 2023,
     Scaling Vision Transformers to 22 Billion Parameters; Wortsman et al. 2023).
     """
-    return attn_scores.amax((-2, -1))
+    return None if attention.scores is None else attention.scores.amax((-2, -1))
 
 
 def positional(triangles: Sequence[np.ndarray]) -> np.ndarray:
@@ -182,7 +200,8 @@ class Statistic:
     title: str
     description: str  # one sentence, shown on the page
     function: Callable[..., Any]
-    # What the function reduces: targets (it returns targets), weights, scores or maps of texts.
+    # What the function returns: targets, or the value of each head, (B, H), None if it is unknown.
+    # `positional`, of "prompts", compares prompts, so it is not a function of an Attention.
     of: str = "targets"
     # Prompts on which it is defined: all, the repeated sequence, or texts: between random tokens, a
     # separator separates nothing. On whole text, each is defined.
@@ -191,10 +210,10 @@ class Statistic:
 
 STATISTICS = {
     "entropy": Statistic(
-        "entropy", "0: all weight on one key; 1: uniform attention.", entropy, "weights"
+        "entropy", "0: all weight on one key; 1: uniform attention.", entropy, "value"
     ),
     "distance": Statistic(
-        "distance", "Mean distance from query to key, in tokens.", distance, "weights"
+        "distance", "Mean distance from query to key, in tokens.", distance, "value"
     ),
     "first_token": Statistic(
         "first token", "Mean weight on the first token (attention sink).", first_token
@@ -239,67 +258,80 @@ STATISTICS = {
         "positional",
         "How much of the attention depends on positions only: 1 if it is the same in all prompts.",
         positional,
-        "maps",
+        "prompts",
     ),
     "largest_logit": Statistic(
-        "largest logit", "Largest attention score before the softmax.", largest_logit, "scores"
+        "largest logit", "Largest attention score before the softmax.", largest_logit, "value"
     ),
 }
-# What `measure` computes, in this order. The offsets are separate until the best one is known.
-TARGETS: dict[str, Callable[[Texts], Tensor]] = {
+# What `sums` computes, in this order. The offsets are separate until the best one is known.
+TARGETS: dict[str, Callable[[Attention], Tensor]] = {
     key: statistic.function
     for key, statistic in STATISTICS.items()
     if statistic.of == "targets" and key != "offset"
 }
 TARGETS |= {f"offset_{number}": _offset(number) for number in OFFSETS}
-OTHERS = [key for key, statistic in STATISTICS.items() if statistic.of in ("weights", "scores")]
-MEASURED = (*TARGETS, *OTHERS)
+VALUES = [key for key, statistic in STATISTICS.items() if statistic.of == "value"]
+MEASURED = (*TARGETS, *VALUES)
 
 
-def targets_of(texts: Texts) -> Tensor:
-    """Returns the targets of all query tokens: 1 at a target, else 0. -> (B, K, T, T), fp32."""
-    shape = len(texts.token_ids), *texts.back().shape
-    return torch.stack([find(texts).expand(shape) for find in TARGETS.values()], dim=1).float()
+class HeadStatistics:
+    """Measures heads on B texts of the same length.
 
-
-def measure(attn_weights: Tensor, attn_scores: Tensor | None, targets: Tensor) -> Tensor:
-    """Returns sums for each text: for targets the sum over queries of the weight on them, for the
-    others the value of the text; NaN if it is undefined. -> (B, len(MEASURED), H).
-
-    attn_weights: (B, H, T, T) fp32. attn_scores: the same before the softmax, or None. targets: of
-    `targets_of`. Does not synchronise with the device.
+    token_ids: (B, T). tokens: the text of each token, B lists of T.
     """
-    on_targets = targets.flatten(2) @ attn_weights.flatten(2).mT  # (B, K, H)
-    given = {"weights": attn_weights, "scores": attn_scores}
-    unknown = torch.full_like(on_targets[:, 0], torch.nan)
-    others = []
-    for key in OTHERS:
-        reduced = given[STATISTICS[key].of]
-        others.append(unknown if reduced is None else STATISTICS[key].function(reduced))
-    return torch.cat([on_targets, torch.stack(others, dim=1)], dim=1)
 
+    def __init__(self, token_ids: Tensor, tokens: Sequence[Sequence[str]]):
+        self.token_ids, self.tokens = token_ids, tokens
 
-def measure_uniform(targets: Tensor) -> Tensor:
-    """Returns `measure` of uniform attention, in fp32 also with autocast. (B, K, T, T) -> (B,
-    len(MEASURED), 1)."""
-    weights = uniform_attention(targets.shape[-1])  # (1, T, T)
-    with torch.autocast("cpu", enabled=False):
-        return measure(weights.expand(len(targets), 1, -1, -1), None, targets)
+    def to(self, device: torch.device) -> "HeadStatistics":
+        """Returns the same for attention weights on a device."""
+        is_there = self.token_ids.device == device
+        return self if is_there else HeadStatistics(self.token_ids.to(device), self.tokens)
 
+    @functools.cached_property
+    def targets(self) -> Tensor:
+        """1 at the targets of each query token, else 0, fp32 (B, K, T, T)."""
+        num_texts, num_tokens = self.token_ids.shape
+        attention = self._given(uniform_attention(num_tokens).to(self.token_ids.device))
+        shape = num_texts, num_tokens, num_tokens
+        found = [targets(attention).expand(shape) for targets in TARGETS.values()]
+        return torch.stack(found, dim=1).float()
 
-def num_queries(targets: Tensor) -> Tensor:
-    """Returns of how many values each sum of `measure` consists: the queries with a target, or 1.
-    (B, K, T, T) -> (B, len(MEASURED))."""
-    with_target = targets.amax(-1).sum(-1)  # (B, K)
-    ones = with_target.new_ones(len(with_target), len(OTHERS))
-    return torch.cat([with_target, ones], dim=1)
+    def sums(self, weights: Tensor, scores: Tensor | None) -> Tensor:
+        """Returns for targets the sum over queries of the weight on them, for the others the value
+        of the text; NaN if it is undefined. -> (B, M, H).
+
+        weights, scores: as in Attention. Does not synchronise with the device.
+        """
+        on_targets = self.targets.flatten(2) @ weights.flatten(2).mT  # (B, K, H)
+        unknown = torch.full_like(on_targets[:, 0], torch.nan)
+        attention = self._given(weights, scores)
+        found = [STATISTICS[key].function(attention) for key in VALUES]
+        values = torch.stack([unknown if of is None else of for of in found], dim=1)
+        return torch.cat([on_targets, values], dim=1)
+
+    def uniform_sums(self) -> Tensor:
+        """Returns `sums` of uniform attention, (B, M, 1), in fp32 also with autocast."""
+        num_texts, num_tokens = self.token_ids.shape
+        with torch.autocast("cpu", enabled=False):
+            return self.sums(uniform_attention(num_tokens).expand(num_texts, 1, -1, -1), None)
+
+    def counts(self) -> np.ndarray:
+        """Returns of how many values each sum consists: the queries with a target, or 1. (B, M)."""
+        with_target = self.targets.amax(-1).sum(-1)  # (B, K)
+        ones = with_target.new_ones(len(with_target), len(VALUES))
+        return torch.cat([with_target, ones], dim=1).cpu().numpy()
+
+    def _given(self, weights: Tensor, scores: Tensor | None = None) -> Attention:
+        return Attention(weights, scores, self.token_ids, self.tokens)
 
 
 def ratio_of_sums(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the mean of each statistic over the queries of all texts, and its standard error,
-    (len(MEASURED), ...) each. NaN without a query; the error is NaN for one text.
+    (M, ...) each. NaN without a query; the error is NaN for one text.
 
-    sums: of `measure`, (B, len(MEASURED), ...). counts: of `num_queries`. The error is that of a
+    sums: (B, M, ...). counts: (B, M). The error is that of a
     ratio of sums, because texts have different numbers of queries with a target.
     """
     counts = counts.reshape(*counts.shape, *[1] * (sums.ndim - 2)).astype(np.float64)
@@ -313,14 +345,14 @@ def ratio_of_sums(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.
 
 def best_offsets(means: np.ndarray) -> np.ndarray:
     """Returns the number of tokens back, in OFFSETS, on which each head has the largest weight.
-    (len(MEASURED), L, H) -> (L, H)."""
+    (M, L, H) -> (L, H)."""
     first = MEASURED.index(f"offset_{OFFSETS[0]}")
     of_offsets = np.nan_to_num(means[first : first + len(OFFSETS)], nan=-1.0)  # in short texts
     return OFFSETS[0] + of_offsets.argmax(0)
 
 
 def by_statistic(values: np.ndarray, offsets: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns {statistic: (L, H)} from (len(MEASURED), L, H). offsets: of `best_offsets`. The value
+    """Returns {statistic: (L, H)} from (M, L, H). offsets: of `best_offsets`. The value
     of "positional" is NaN."""
     first = MEASURED.index(f"offset_{OFFSETS[0]}") - OFFSETS[0]
     found = dict(zip(MEASURED, values.astype(np.float32), strict=True))

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .config import LensConfig
+from .lens import Lens, Snapshot
 from .page import trainer_curves
-from .snapshots import Lens, Snapshot
 
 MAX_CONTEXT = 1024  # tokens; the weights of all heads grow with its square
 OnSnapshot = Callable[[Snapshot, int], None]

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from clearhead.models.foreign import ForeignModel
     from clearhead.models.pretrained import PretrainedModel
     from clearhead.tokens.windows import WindowDataset
+    from headlens.lens import Lens
     from headlens.snapshot_data import SnapshotData
-    from headlens.snapshots import Lens
 
     Model = PretrainedModel | ForeignModel
 
@@ -158,7 +158,7 @@ def check_figure(settings: InspectConfig, lens: "Lens", trained: "Model") -> Non
 def draw(data: "SnapshotData", settings: InspectConfig) -> None:
     """Writes the figure of all heads or of one head."""
     from headlens.figure import draw_figure
-    from headlens.snapshots import clearest_prompt
+    from headlens.lens import clearest_prompt
 
     place = None if settings.head is None else (settings.layer, settings.head)
     prompt = settings.prompt or (1 if settings.texts else clearest_prompt(data, place) + 1)
@@ -179,7 +179,7 @@ def inspect(
     """Returns the data of one model. Prints its most significant heads."""
     from clearhead.models.ablation import ablate_heads
     from clearhead.output.console import progress
-    from headlens.snapshots import most_important_heads
+    from headlens.lens import most_important_heads
 
     model = trained.model.to(device)
     step = trained.state.step if trained.state else 0

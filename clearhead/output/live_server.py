@@ -7,7 +7,7 @@ These addresses exist; a name is one of a run, and never a path:
 
     /                             the list of runs; /runs.json: its content
     /run/NAME/                    the attention page; state.json, data.json, frame/STEP.json: its
-                                  content, see lens/live.py
+                                  content, see headlens/live_snapshots.py
     /run/NAME/report              report.html in a frame, which is loaded again when it has changed
 
 The server only reads. It answers requests for a name of this machine only: a web page from

@@ -25,8 +25,8 @@ from data import LoadedData
 from headlens.ablation import Head
 from headlens.config import LensConfig
 from headlens.heads import heads_by_name
-from headlens.snapshots import Lens, Snapshot
-from headlens.text import MAX_TOKENS, MAX_WINDOWS
+from headlens.lens import Lens, Snapshot
+from headlens.whole_text import MAX_TOKENS, MAX_WINDOWS
 from model import GPT
 
 MIN_WINDOWS, MIN_TOKENS = 4, 64  # on which heads are measured

@@ -2,13 +2,14 @@
 
     html = page([run_data(snapshots, rows)], title="my run")
 
-lens/assemble.py joins index.html, style.css and the JavaScript modules of this folder. The data is
+assemble.py joins index.html, style.css and the JavaScript modules of this folder. The data is
 JSON in a block that the browser does not execute; weights are one byte each, then compressed. The
 Content-Security-Policy of the page forbids other scripts and all network requests. The data format
 is described at the top of index.html.
 """
 
 import base64
+import dataclasses
 import functools
 import html
 import json
@@ -20,14 +21,14 @@ from pathlib import Path
 import numpy as np
 
 from ..assemble import assemble, content_security_policy
-from ..heads import ALL_NAMES, KINDS, NAMES, title_of
+from ..copying import copying_step
+from ..heads import ALL_NAMES, KINDS, NAMES, first_rows, targets_on, title_of
 from ..heatmap import VIRIDIS
 from ..history import Row, evenly_spaced, json_values
 from ..snapshot_data import SnapshotData
-from ..stages import stage_step
 from ..statistics import STATISTICS
 
-VERSION = 4
+VERSION = 5
 MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
 TRAINER_CURVES = {"loss": "training loss", "eval_loss": "validation loss"}
 START, END = '<script type="application/json" id="data">', "</script>"
@@ -44,7 +45,7 @@ def run_data(
     snapshots: with the same prompts, in the order of their steps. history: the statistics of all
     snapshots; without it, those of `snapshots`. curves: losses and accuracies of the training,
     {name: [(step, value)]}; NaN and inf are omitted. frames: instead of those of `snapshots`, see
-    lens/live.py.
+    live_snapshots.py.
     """
     frames = frames or [frame_data(snapshot) for snapshot in snapshots]
     last, history = snapshots[-1], history or [snapshot.row for snapshot in snapshots]
@@ -78,11 +79,12 @@ def run_data(
             for key, s in STATISTICS.items()
         ],
         "names": [{"key": name, "title": title_of(name)} | _shown(name) for name in ALL_NAMES],
+        "targets": _packed_json([targets_on(prompt) for prompt in last.prompts]),
         "text_name": last.contexts.text_name if last.contexts else "",
-        "text": _packed(json.dumps(last.contexts.tokens).encode()) if last.contexts else None,
+        "text": _packed_json(last.contexts.tokens) if last.contexts else None,
         "history": _history(history, {frame["step"] for frame in frames}),
         "curves": {name: _finite(points) for name, points in (curves or {}).items()},
-        "stage": stage_step(last.prompts, history),
+        "stage": copying_step(last.prompts, history),
         "frames": list(frames),
         "ablation": last.ablation,
     }
@@ -102,7 +104,7 @@ def frame_data(snapshot: SnapshotData) -> dict:
     data = {
         "step": snapshot.step,
         "weights": _packed(_bytes(snapshot.codes)),
-        "details": _packed(json.dumps(details).encode()),
+        "details": _packed_json(details),
     }
     return data | ({"norms": _packed(_bytes(snapshot.norms))} if snapshot.norms else {})
 
@@ -111,9 +113,7 @@ def _shown(name: str) -> dict:
     """Returns how the page shows the heads of a name, {} if it does not show the name."""
     if name not in KINDS:
         return {}
-    kind = KINDS[name]
-    shown = ("letter", "meaning", "target", "is_simple")
-    return {key: getattr(kind, key) for key in shown}
+    return dataclasses.asdict(KINDS[name]) | {"on": STATISTICS[name].on}
 
 
 def _history(rows: Sequence[Row], steps: set[int]) -> str:
@@ -124,6 +124,7 @@ def _history(rows: Sequence[Row], steps: set[int]) -> str:
     kept = {row.step for row in evenly_spaced(list(rows), MAX_HISTORY)} | steps
     charted = [row for row in rows if row.step in kept]
     values = {key: [json_values(row.values[key].ravel()) for row in charted] for key in STATISTICS}
+    since = first_rows(np.stack([row.names for row in rows]))
     history = {
         "steps": [row.step for row in charted],
         "values": values,
@@ -134,10 +135,11 @@ def _history(rows: Sequence[Row], steps: set[int]) -> str:
         "losses": [[json_values(losses) for losses in row.losses] for row in charted],
         "name_steps": [row.step for row in rows],
         "names": [row.names.ravel().tolist() for row in rows],
+        "since": since.reshape(len(rows), -1).tolist(),
         "places": [row.places.ravel().tolist() for row in rows],
         "offsets": [row.offsets.ravel().tolist() for row in rows],
     }
-    return _packed(json.dumps(history).encode())
+    return _packed_json(history)
 
 
 def trainer_curves(log: object) -> dict[str, list[tuple[int, float]]]:
@@ -162,8 +164,8 @@ def page(runs: Sequence[dict], title: str, picture: str = "") -> str:
 
 
 def live_page(title: str) -> str:
-    """Returns the page for a server that sends its data (lens/live.py), also while the run trains.
-    Its Content-Security-Policy allows requests to this server."""
+    """Returns the page for a server that sends its data (live_snapshots.py), also while the run
+    trains. Its Content-Security-Policy allows requests to this server."""
     return _filled({"version": VERSION, "live": True}, title, is_live=True)
 
 
@@ -179,6 +181,10 @@ def _filled(content: dict, title: str, picture: str = "", is_live: bool = False)
 
 def _bytes(arrays: Sequence[np.ndarray]) -> bytes:
     return b"".join(array.tobytes() for array in arrays)
+
+
+def _packed_json(value: object) -> str:
+    return _packed(json.dumps(value).encode())
 
 
 def _packed(raw: bytes) -> str:

@@ -26,7 +26,7 @@ function ramp(anchors) {
   });
 }
 
-export const viridis = ramp("__VIRIDIS__"); // of lens/heatmap.py
+export const viridis = ramp("__VIRIDIS__"); // of headlens/heatmap.py
 const viridisPacked = Uint32Array.from(viridis, packed);
 export const WEIGHTS = Float64Array.from({ length: 256 }, (_, code) => (code / 255) ** 2);
 

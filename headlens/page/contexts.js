@@ -1,5 +1,5 @@
 /* Where a head does what it does: cells of windows of the text, each as a line around its query token
- * and its key token. lens/text.py chooses the cells. */
+ * and its key token. headlens/whole_text.py chooses the cells. */
 
 import { explainSigns, formatWeight, label, visible } from "./text.js";
 import { $, bold, make } from "./dom.js";

@@ -7,7 +7,7 @@ import {
   overText, run, selected, selectedHeads, selectedQuery, sideName, state, uniformOf, update, valueAt,
 } from "./state.js";
 import { firstKey, paint } from "./maps.js";
-import { cellOf } from "./kinds.js";
+import { cellOf } from "./cells.js";
 import { drawMarks, placePlots, plots } from "./plots.js";
 import { drawText } from "./words.js";
 import { drawLayers, drawNextToken } from "./predictions.js";

@@ -8,32 +8,14 @@ import {
   statisticOf, textName, uniformOf, update, valueAt,
 } from "./state.js";
 import {
-  findName, kindOf, nameAt, nearestName, offsetAt, sinceText, whereText,
+  findName, kindOf, nameAt, nearestName, offsetAt, setColour, sinceText, whereText,
 } from "./names.js";
 
-const isSeparator = (token) => token !== "" && /^\p{P}*$/u.test(token.trim());
-const upTo = (count) => Array.from({ length: count }, (_, n) => n);
-
 /** Returns the key tokens to which a head with this name attends, for one query token. tokensBack: of
- * a head "offset". */
-function targetsOf(name, prompt, query, tokensBack) {
-  const { tokens, period } = prompt;
-  const inCopy = period > 0 && query > period && query <= 2 * period;
-  const earlier = (shift) => upTo(query).filter((key) =>
-    key >= shift && tokens[key - shift] === tokens[query]);
-  return {
-    previous_token: [query - 1],
-    offset: query >= tokensBack ? [query - tokensBack] : [],
-    induction: inCopy ? [query - period + 1] : period ? [] : earlier(1),
-    duplicate_token: inCopy ? [query - period] : period ? [] : earlier(0),
-    first_token: [0],
-    diagonal: [query],
-    // Between random tokens, a separator separates nothing.
-    separator: period ? [] : upTo(query).filter((key) => key > 0 && isSeparator(tokens[key])),
-    segment_start: period ? [] : upTo(query).filter((key) =>
-      key > 0 && isSeparator(tokens[key - 1]) && !isSeparator(tokens[key])),
-    "": upTo(query).slice(1), // a head without a name: neither the first token nor itself
-  }[name] ?? [];
+ * a head "offset". Without a name: all but the first token and the query token itself. */
+function targetsOf(name, { targets }, query, tokensBack) {
+  if (!name) return Array.from({ length: query - 1 }, (_, n) => n + 1);
+  return targets[name === "offset" ? `offset_${tokensBack}` : name]?.[query] ?? [];
 }
 
 /** Returns how many tokens before the query token the key token is to which a head attends most, and
@@ -122,42 +104,15 @@ export function openingView() {
   return index === undefined ? {} : { frame, prompt, query, ...placeOfHead(index) };
 }
 
-const INTRODUCTIONS = {
-  induction: " Such a head copies",
-  positional: " Its attention depends on positions more than on tokens",
-};
-
 /** Returns a distance to a key token in words. */
 export const distanceText = (distance) =>
   (distance ? `the token ${plural(distance, "position")} before it` : "itself");
 
-const ORDINALS = ["first", "second", "third"];
-
-/** Returns the part of a sentence that says to which token the query token attends. */
-function patternText({ key: name, target }, { tokens, labels }, { query, key }) {
-  const quoted = (n) => quotedToken(labels[n]);
-  const nth = (n) => {
-    const count = tokens.slice(0, n + 1).filter((token) => token === tokens[n]).length;
-    return [`the ${ORDINALS[count - 1] ?? `${count}th`} `, quoted(n)];
-  };
-  return {
-    previous_token: () => ["at ", quoted(query), ` (${query}) it attends to the token before it, `,
-      quoted(key), ","],
-    offset: () => ["at ", quoted(query), ` (${query}) it attends to ${target} it, `, quoted(key),
-      ","],
-    induction: () => ["at ", ...nth(query), " it attends to the token after ",
-      ...nth(key - 1)],
-    duplicate_token: () => ["at ", ...nth(query), " it attends to ", ...nth(key)],
-    first_token: () => ["at ", quoted(query), ` (${query}) it attends to the first token, `,
-      quoted(0), ","],
-    diagonal: () => ["at ", quoted(query), ` (${query}) it attends to itself`],
-    separator: () => ["at ", quoted(query), ` (${query}) it attends to the separator `,
-      quoted(key), ` (${key})`],
-    segment_start: () => ["at ", quoted(query), ` (${query}) it attends to `, quoted(key),
-      ` (${key}), the first token after a separator,`],
-    positional: () => ["at ", quoted(query), ` (${query}) it attends to `, quoted(key), ` (${key}), ` +
-      `${distanceText(query - key)},`],
-  }[name]();
+/** Returns the example of a name, with these tokens. */
+function patternText({ example }, { labels }, { query, key }) {
+  const token = (n) => [quotedToken(labels[n]), ` (${n})`];
+  const parts = { "{query}": token(query), "{key}": token(key), "{back}": [query - key] };
+  return `at {query} it attends to ${example},`.split(/({\w+})/).flatMap((part) => parts[part] ?? part);
 }
 
 /** Returns the mean weight of a head on the targets of a name, on the text. */
@@ -222,7 +177,7 @@ export function withArticle({ title }) {
 /** Returns the row on which to see the name of a head, if possible of the shown prompt, or null. Of
  * copying, a text is a weak example. */
 function bestRow(name, index) {
-  const isWeak = ["induction", "duplicate_token"].includes(name) && !run.prompts[state.prompt].period;
+  const isWeak = kindOf(name).on === "repeated" && !run.prompts[state.prompt].period;
   const row = isWeak ? null : sharpestRow(state.frame, state.prompt, index, name);
   const best = row ? null : bestPrompt(state.frame, name, index);
   return best ? sharpestRow(state.frame, best.prompt, index, name) : row;
@@ -262,10 +217,9 @@ function onPromptText({ key }, index) {
 function exampleText(name, index, row) {
   if (!row) return [];
   if (row.prompt !== state.prompt) return [` Prompt ${row.prompt + 1} has an example.`];
-  const introduction = INTRODUCTIONS[name.key];
-  return [introduction ? `${introduction}: for example, ` : " For example, ",
-    ...patternText(name, run.prompts[state.prompt], row), " with weight ",
-    bold(formatWeight(row.weight)), ` (chance ${format(row.uniform)})${onPromptText(name, index)}.`];
+  return [" For example, ", ...patternText(name, run.prompts[state.prompt], row),
+    " with weight ", bold(formatWeight(row.weight)), ` (chance ${format(row.uniform)})`,
+    onPromptText(name, index), "."];
 }
 
 const whereTitle = ({ where, onText }) => (where && (onText ? "This pattern is not clear on the prompts."
@@ -278,6 +232,7 @@ export function drawFinding() {
   $("detail-name").replaceChildren(...(name ? [`· ${name.title} `,
     make("small", { textContent: name.where, title: whereTitle(name) })] : []));
   $("detail-name").className = name ? `kind-${name.key}` : "";
+  setColour($("detail-name"), name?.key);
   if (index === null) return;
   const head = headName(index);
   if (!name) {

@@ -3,7 +3,7 @@
 import { format, formatLoss, plural } from "./text.js";
 import { $, bold, make } from "./dom.js";
 import { headName, here, placeOfHead, run, state, statisticOf, textName, update } from "./state.js";
-import { fillTag, findName, groupTitle, kindOf, nameAt, shownName } from "./names.js";
+import { defineColours, fillTag, findName, groupTitle, kindOf, nameAt, shownName } from "./names.js";
 import { clearestHead } from "./finding.js";
 
 const indices = () => Array.from({ length: run.count }, (_, index) => index);
@@ -20,6 +20,7 @@ export function buildSubject() {
 }
 
 export function buildLegend() {
+  defineColours(run);
   buildSubject();
   const kinds = run.names.map(({ key }) => kindOf(key)).filter(Boolean);
   for (const { key, letter, title, meaning } of kinds) {

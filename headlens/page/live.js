@@ -1,4 +1,4 @@
-/* A page of a server (lens/live.py): takes up new snapshots and losses of the run. */
+/* A page of a server (headlens/live_snapshots.py): takes up new snapshots and losses of the run. */
 
 import { formatLoss } from "./text.js";
 import { $, make, showMessage } from "./dom.js";

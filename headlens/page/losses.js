@@ -4,7 +4,7 @@ import { clamp, format, formatLoss } from "./text.js";
 import { $, line, make, prepareCanvas } from "./dom.js";
 import { here, meanLoss, run, update } from "./state.js";
 import { pause } from "./player.js";
-import { describeEvent, namingEvents } from "./names.js";
+import { describeEvent, namingEvents, setColour } from "./names.js";
 
 const COPY = "loss on the second copy";
 const THUMB = 8; // half the width of the slider's handle
@@ -78,7 +78,8 @@ function buildMarks() {
     return node;
   };
   for (const event of namings) {
-    mark(`kind-${event.key}`, event.step, `step ${event.step}: ${describeEvent(event)}`);
+    const text = `step ${event.step}: ${describeEvent(event)}`;
+    setColour(mark(`kind-${event.key}`, event.step, text), event.key);
     seen.set(event.step, (seen.get(event.step) ?? 0) + 1);
   }
   if (Number.isFinite(run.stage)) {

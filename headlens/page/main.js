@@ -10,7 +10,7 @@ import {
   buildGrid, drawGrid, fitPaper, layOut, markHovered, measureBar, measureSide, showHovered, setTabStop,
   showDetail,
 } from "./grid.js";
-import { prepareMaps } from "./kinds.js";
+import { prepareMaps } from "./cells.js";
 import { buildDetail, drawDetail } from "./detail.js";
 import { drawContexts } from "./contexts.js";
 import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";

@@ -1,4 +1,4 @@
-/* Names of heads at each step. lens/heads.py has the names and the rule. */
+/* Names of heads at each step. headlens/heads.py has the names and the rule. */
 
 import { A, B, headName, here, indexInB, run, state } from "./state.js";
 
@@ -8,8 +8,8 @@ const PROMPTS_ONLY = 2;
 const titleOf = ({ key, title }, tokensBack) =>
   (key === "offset" && tokensBack ? `${title} ${tokensBack}` : title);
 
-/** Returns {key, title, letter, meaning, target, is_simple} of a name that the page shows, else null.
- * Uniform attention is not a finding. tokensBack: of a head "offset". */
+/** Returns {key, title, ... the fields of Kind, see headlens/heads.py} of a name that the page shows,
+ * else null. Uniform attention is not a finding. tokensBack: of a head "offset". */
 export function kindOf(key, tokensBack = null) {
   const name = run.names.find((one) => one.key === key && one.letter);
   if (!name) return null;
@@ -24,12 +24,7 @@ const nameIn = (of, snapshot, index) => of.names[of.namesAt[snapshot]?.[index]]?
 export const nameAt = (of, index, step) => nameIn(of, snapshotAt(of, step), index);
 
 /** Returns the first step from which all snapshots up to `step` give the head its name. */
-export function sinceStep(of, index, step) {
-  let snapshot = snapshotAt(of, step);
-  const name = nameIn(of, snapshot, index);
-  while (snapshot > 0 && nameIn(of, snapshot - 1, index) === name) snapshot -= 1;
-  return of.nameSteps[snapshot];
-}
+export const sinceStep = (of, index, step) => of.nameSteps[of.sinceAt[snapshotAt(of, step)]?.[index]];
 
 /** Returns the nearest step before (by = -1) or after (by = 1) `step` at which a head has a name,
  * {step, key}, or null. */
@@ -116,4 +111,17 @@ export const groupTitle = ({ name, heads }) =>
 export function fillTag(tag, name) {
   tag.className = name ? `tag kind-${name.key}${name.onText === false ? " hollow" : ""}` : "tag";
   tag.textContent = name?.letter ?? "";
+  setColour(tag, name?.key);
+}
+
+/** Defines the colours of all names, --kind-KEY. */
+export function defineColours(of) {
+  for (const { key, colours } of of.names.filter(({ letter }) => letter)) {
+    document.documentElement.style.setProperty(`--kind-${key}`, `light-dark(${colours.join()})`);
+  }
+}
+
+/** Gives an element the colour of a name, which style.css uses; without a name none. */
+export function setColour(node, key) {
+  node.style.setProperty("--kind", key ? `var(--kind-${key})` : "");
 }

@@ -1,4 +1,4 @@
-/* What happens without a head: loss and accuracy when heads are removed, see lens/ablation.py. */
+/* What happens without a head: loss and accuracy when heads are removed, see headlens/ablation.py. */
 
 import { format, formatLoss, formatLossChange, lossDigits, plural, rounded } from "./text.js";
 import { $, bold, make } from "./dom.js";

@@ -176,7 +176,7 @@ export function uniformOf(of, key, mean = isMean()) {
 /** Returns the standard error of a statistic on the text, null if it is unknown. */
 export const errorOf = (of, key, index) => of.run.errors[of.at]?.[key]?.[index] ?? null;
 
-/** Returns the significance of one statistic, see lens/heads.py, or null. */
+/** Returns the significance of one statistic, see headlens/heads.py, or null. */
 export function significance(of, key, index, mean) {
   const [value, uniform] = [valueAt(of, key, index, mean), uniformOf(of, key, mean)];
   return value === null || uniform === null ? null : (value - uniform) / (1 - uniform);

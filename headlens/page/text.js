@@ -2,7 +2,7 @@
 
 export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 
-// The rule for the digits of numbers is that of lens/rounding.py, which explains it.
+// The rule for the digits of numbers is that of headlens/rounding.py, which explains it.
 
 /** Returns a value with a number of decimals; a dash if there is none. signed: the value is a change. */
 export function rounded(value, digits, signed = false) {
@@ -60,7 +60,7 @@ export const intervalOf = (weight) => Math.max((2 * Math.sqrt(weight)) / 255, 1 
 export const formatWeight = (weight, digits = digitsOf(intervalOf(weight))) =>
   rounded(weight || Number.MIN_VALUE, digits);
 
-/** Formats a cell of a heatmap, from cellOf in kinds.js. */
+/** Formats a cell of a heatmap, from cellOf in cells.js. */
 export const formatCell = ({ value, interval }) => formatWeight(value, digitsOf(interval));
 
 /** Returns the difference of two cells, b - a, with the digits of the less exact one. */
@@ -106,7 +106,7 @@ const MARKS_AFTER_NUMBER = /([¹²³⁴])(\p{M}+)/gu;
 
 /** Returns {text, label} of each token. Of a character that several tokens share, the first token
  * has the text, and the labels of all have the number of the part: 語¹, 語², 語³. The rule for labels
- * is that of labels_of in lens/probe.py. */
+ * is that of labels_of in headlens/prompts.py. */
 export function joinBytes(tokens) {
   const joined = tokens.map((token) => ({ text: token, label: token }));
   for (let first = 0; first < tokens.length; first++) {

@@ -5,7 +5,7 @@ import { $, make } from "./dom.js";
 import { A, B, comparable, enlarged, state } from "./state.js";
 import { ATTENTION, LESS, MORE, height, shade } from "./colours.js";
 import { firstKey, scaleEnd } from "./maps.js";
-import { cellOf } from "./kinds.js";
+import { cellOf } from "./cells.js";
 
 const STRONGEST = 0.85; // alpha of the largest weight
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from clearhead.models.pretrained import PretrainedModel
     from clearhead.tokens.windows import WindowDataset
     from data import LoadedData
-    from headlens.snapshots import Lens
+    from headlens.lens import Lens
 
     Model = PretrainedModel | ForeignModel
 
@@ -112,8 +112,8 @@ def lens_of(
 ) -> tuple["Lens", "WindowDataset | None"]:
     """Returns the lens of a model, and the windows on which heads are removed."""
     from clearhead.run.lens_runner import some_windows, text_name
-    from headlens.snapshots import Lens
-    from headlens.text import MAX_TOKENS, MAX_WINDOWS
+    from headlens.lens import Lens
+    from headlens.whole_text import MAX_TOKENS, MAX_WINDOWS
 
     config, vocabulary, tokenizer = settled
     if getattr(trained.tokenizer, "name", None) != getattr(tokenizer, "name", None):

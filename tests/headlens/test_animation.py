@@ -11,8 +11,8 @@ from headlens import animation
 from headlens.animation import LAST_MILLISECONDS, MILLISECONDS, SIZE, write_animation
 from headlens.config import LensConfig
 from headlens.heatmap import ACCENT
+from headlens.lens import Lens
 from headlens.prompts import Prompt
-from headlens.snapshots import Lens
 from headlens.statistics import uniform_attention
 
 YELLOW = (253, 231, 37)  # weight 1

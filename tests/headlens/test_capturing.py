@@ -11,7 +11,7 @@ from helpers.models import random_ids, tiny_model
 from torch import nn
 
 from headlens.capturing import LayerAttention, capture
-from headlens.probe import to_codes
+from headlens.recording import to_codes
 
 IDS = random_ids(T=12, vocab_size=97)  # (2, 12)
 BOTH = [(family, name) for family in FAMILIES for name in ("sdpa", "eager")]

@@ -22,9 +22,9 @@ from clearhead.output import console
 from data import get_tokenizer
 from headlens.figure import draw_figure
 from headlens.heads import NAMES
-from headlens.probe import uniform_of
+from headlens.lens import clearest_prompt
+from headlens.recording import uniform_of
 from headlens.snapshot_data import from_codes, read_snapshot, triangle_to_square
-from headlens.snapshots import clearest_prompt
 from scripts.inspect_attention import main
 
 

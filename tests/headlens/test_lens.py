@@ -28,17 +28,17 @@ from headlens.config import DEFAULT_PROMPTS, LensConfig
 from headlens.heads import COLUMNS, KINDS
 from headlens.heatmap import fitted, rgb
 from headlens.history import Row, read_history
+from headlens.lens import MAX_FILES, MAX_THUMBNAILS, Lens
 from headlens.page import page, run_data
 from headlens.panel import draw_panel
-from headlens.probe import to_codes
 from headlens.prompts import Prompt
+from headlens.recording import to_codes
 from headlens.render import render_run
 from headlens.snapshot_data import (
     read_snapshot,
     snapshot_bytes,
     write_snapshot,
 )
-from headlens.snapshots import MAX_FILES, MAX_THUMBNAILS, Lens
 from headlens.statistics import STATISTICS, uniform_attention
 from train import fit
 
@@ -308,7 +308,7 @@ def test_what_is_said_of_removed_heads(tmp_path):
 
 
 def test_thumbnails_are_on_the_prompt_where_the_head_is_most_significant(tmp_path, monkeypatch):
-    monkeypatch.setattr("headlens.snapshots.MAX_THUMBNAILS", 1)
+    monkeypatch.setattr("headlens.lens.MAX_THUMBNAILS", 1)
     lens = lens_on("aaaaaa", "bbbbbb", repeat_length=0)
     weights = uniform_attention(6)[0]
     previous = torch.eye(6)[[0, 0, 1, 2, 3, 4]]

@@ -16,7 +16,7 @@ from headlens.matching import (
     mean_similarity,
     similarities,
 )
-from headlens.probe import to_codes
+from headlens.recording import to_codes
 from headlens.snapshot_data import from_codes, triangle_to_square
 from headlens.statistics import uniform_attention
 

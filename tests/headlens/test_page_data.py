@@ -3,11 +3,14 @@
 import json
 
 import numpy as np
+import pytest
+from helpers.loops import targets
 from helpers.pages import HISTORY, PROMPTS, a_run, unpacked
 
-from headlens.heads import ALL_NAMES, head_table
+from headlens.heads import ALL_NAMES, KINDS, NAMES, head_table
 from headlens.page import run_data
-from headlens.probe import uniform_of
+from headlens.recording import uniform_of
+from headlens.statistics import STATISTICS
 
 
 def test_details_of_a_frame():
@@ -39,9 +42,26 @@ def test_history_has_names_at_all_steps():
         assert names[-1] == row["name"]
         if row["name"]:
             since = HISTORY.index(row["since_step"])
+            assert history["since"][-1][index] == since
             assert set(names[since:]) == {row["name"]}
             assert since == 0 or names[since - 1] != row["name"]
     assert len({name for of_heads in history["names"] for name in of_heads}) > 1
     for step, losses in zip(history["steps"], history["losses"], strict=True):
         for found, wanted in zip(losses, run.rows[step].losses, strict=True):
             np.testing.assert_allclose(found, wanted, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_gets_all_about_a_name(name):
+    """Also the key tokens to which its heads attend, by plain loops."""
+    data = a_run().data
+    (shown,) = [of for of in data["names"] if of["key"] == name]
+    assert (shown["letter"], shown["colours"]) == (KINDS[name].letter, KINDS[name].colours)
+    of_prompts = json.loads(unpacked(data["targets"]))
+    for prompt, found in zip(PROMPTS, of_prompts, strict=True):
+        wanted = targets(prompt.token_ids, prompt.tokens)
+        for number in range(2, 9) if name == "offset" else [None]:
+            of_queries = wanted["offset", number] if number else wanted[name]
+            if prompt.period and STATISTICS[name].on == "texts":
+                of_queries = None
+            assert found.get(f"offset_{number}" if number else name) == of_queries

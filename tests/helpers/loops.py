@@ -4,11 +4,14 @@ import math
 from statistics import fmean
 
 OFFSETS = range(2, 9)
+SEPARATING = set(" \n\t.,;:!?-—…'\"“”‘’()")  # characters of the texts of tests
 
 
-def targets(token_ids, separators):
-    """Returns {statistic: [targets of query 0, of query 1, ...]} and the offsets as (offset, n)."""
+def targets(token_ids, tokens):
+    """Returns {statistic: [targets of query 0, of query 1, ...]} and the offsets as (offset, n).
+    tokens: the text of each token."""
     n = len(token_ids)
+    separators = [k for k in range(n) if tokens[k] and set(tokens[k]) <= SEPARATING]
     starts = [k for k in range(1, n) if k - 1 in separators and k not in separators]
     found = {
         "first_token": [[0] if q else [] for q in range(n)],
@@ -28,9 +31,9 @@ def targets(token_ids, separators):
     return found
 
 
-def by_loops(a, token_ids, separators=(), period=None):
-    """Returns the statistics of a head that are defined. a: nested lists (T, T). period: of a
-    prompt, 0 for a text; None: all statistics, as on whole text."""
+def by_loops(a, token_ids, tokens, period=None):
+    """Returns the statistics of a head that are defined. a: nested lists (T, T). tokens: the text
+    of each token. period: of a prompt, 0 for a text; None: all statistics, as on whole text."""
     n = len(a)
 
     def nats(row):
@@ -40,7 +43,7 @@ def by_loops(a, token_ids, separators=(), period=None):
         "entropy": fmean(nats(a[q]) / math.log(q + 1) for q in range(1, n)),
         "distance": fmean(sum(a[q][k] * (q - k) for k in range(q + 1)) for q in range(n)),
     }
-    for key, of_queries in targets(token_ids, separators).items():
+    for key, of_queries in targets(token_ids, tokens).items():
         weights = [sum(a[q][k] for k in keys) for q, keys in enumerate(of_queries) if keys]
         if weights:
             found[key] = fmean(weights)

@@ -342,7 +342,7 @@ def slow(seconds: float) -> None:
     """Delays everything on this rank except training steps."""
     parts = ["run.run.Run.evaluate", "run.run.Run.sample", "run.build.Builder.open_directory"]
     parts += ["run.build.model_from_tensors", "checkpoint.format.write"]
-    for name in (*(f"clearhead.{part}" for part in parts), "headlens.snapshots.Lens.snapshot"):
+    for name in (*(f"clearhead.{part}" for part in parts), "headlens.lens.Lens.snapshot"):
         on_call(name, lambda *_: time.sleep(seconds))
 
 

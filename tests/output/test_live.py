@@ -17,7 +17,7 @@ from helpers.runs import contents, train_in
 
 from clearhead.checkpoint.run_directory import lock_directory
 from clearhead.output.live import GrowingLog, LiveRuns
-from headlens.live import steadily_spaced
+from headlens.live_snapshots import steadily_spaced
 from headlens.page import frame_data, run_data
 from headlens.snapshot_data import read_snapshot, snapshot_files
 from scripts.live import main

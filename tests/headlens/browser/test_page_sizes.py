@@ -11,7 +11,7 @@ from PIL import Image
 from playwright.sync_api import expect
 
 from headlens.page import run_data
-from headlens.probe import record
+from headlens.recording import record
 
 LENGTHS = (21, 64, 128, 255)
 KINDS = ("previous token", "induction", "first token", "uniform")  # of head 0, 1, 2, 3, 0, ...

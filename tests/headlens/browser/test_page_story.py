@@ -12,7 +12,7 @@ from helpers.stories import PERIOD, PLANTED, REPEATED, SOME, a_story, planted, s
 from playwright.sync_api import expect
 
 from headlens.heads import ALL_NAMES, significances
-from headlens.probe import uniform_of
+from headlens.recording import uniform_of
 from headlens.statistics import STATISTICS
 
 
@@ -162,6 +162,7 @@ def test_a_name_with_an_interruption(shown):
     made = story_run({(0, 2): ("previous_token", 40)})
     history = json.loads(pages.unpacked(made.data["history"]))
     history["names"][STEPS.index(80)][2] = 0
+    history["since"][STEPS.index(120)][2] = STEPS.index(120)
     made.data["history"] = pages.packed(history)
     for step, wanted in ((120, {"120", "40"}), (80, {"80", "40", "120"})):
         lens = shown(made, fragment=f"#head=0.2&step={step}")

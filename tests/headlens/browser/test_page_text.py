@@ -14,8 +14,8 @@ from playwright.sync_api import expect
 
 from headlens.heads import ALL_NAMES
 from headlens.page import run_data
-from headlens.probe import record
-from headlens.text import Text, TextRecorder
+from headlens.recording import record
+from headlens.whole_text import Text, TextRecorder
 
 STEPS = (0, 40, 80)
 LENGTH = 48  # tokens of a window

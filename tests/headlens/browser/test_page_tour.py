@@ -9,7 +9,7 @@ from helpers.pages import STEPS
 from helpers.stories import PERIOD, PLANTED, REPEATED, SOME, planted, story_run
 from playwright.sync_api import expect
 
-from headlens.probe import uniform_of
+from headlens.recording import uniform_of
 from headlens.statistics import STATISTICS
 
 INDUCTION, PREVIOUS = (1, 1), (0, 2)

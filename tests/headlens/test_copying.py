@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from headlens.stages import loss_of_copy, stage_begins
+from headlens.copying import copying_begins, loss_of_copy
 
 K = 62
 
@@ -15,9 +15,9 @@ def test_a_clear_drop_is_found_at_its_first_low_snapshot():
         for first in range(1, length):
             noise = 0.1 * np.random.default_rng(first).standard_normal(length)
             losses = np.where(np.arange(length) < first, high, low) + noise
-            assert stage_begins(losses, K) == first
+            assert copying_begins(losses, K) == first
     slope = [4.1, 4.2, 4.0, 3.0, 1.0, 0.3, 0.1, 0.1]
-    assert stage_begins(slope, K) == 4
+    assert copying_begins(slope, K) == 4
 
 
 def test_no_stage_without_a_clear_drop():
@@ -31,7 +31,7 @@ def test_no_stage_without_a_clear_drop():
         [],
         [4.1, math.nan, 0.1],
     ):
-        assert stage_begins(losses, K) is None
+        assert copying_begins(losses, K) is None
 
 
 def test_loss_of_the_second_copy():

@@ -23,21 +23,17 @@ from .capturing import Captured, LayerAttention, Visit
 from .heads import names_of
 from .history import Row, json_values
 from .predictions import MOST_LIKELY, Predictions, predict
-from .prompts import Prompt, is_separator, token_texts
+from .prompts import Prompt, token_texts
 from .snapshot_data import SnapshotData, from_codes
 from .statistics import (
     STATISTICS,
-    Texts,
+    HeadStatistics,
     best_offsets,
     by_statistic,
-    measure,
-    measure_uniform,
-    num_queries,
     positional,
     ratio_of_sums,
-    targets_of,
 )
-from .text import TextRecorder
+from .whole_text import TextRecorder
 
 TOKENS_AT_ONCE = 256  # of prompts, with padding: the logits of a large vocabulary take memory
 MIN_COMPARED = 8  # tokens; `positional` ignores shorter prompts
@@ -51,9 +47,9 @@ class _Recorder:
     """What is recorded of the layers on one prompt."""
 
     prompt: Prompt
-    targets: Tensor  # (1, K, T, T), see targets_of
+    statistics: HeadStatistics
     codes: list[Tensor] = field(default_factory=list)  # of each layer (H, t (t + 1) / 2)
-    sums: list[Tensor] = field(default_factory=list)  # (len(MEASURED), H)
+    sums: list[Tensor] = field(default_factory=list)  # (M, H), M = len(statistics.MEASURED)
     value_norms: list[Tensor] = field(default_factory=list)  # (H, t)
     predictions: list[Predictions] = field(default_factory=list)
 
@@ -67,8 +63,8 @@ class _Recorder:
         # The lower triangle, row by row: query 0 with key 0, query 1 with keys 0 and 1, ...
         q, k = torch.tril_indices(shown, shown, device=weights.device)
         self.codes.append(to_codes(weights[0][:, q, k]))
-        self.targets = self.targets.to(weights.device)
-        self.sums.append(measure(weights, scores, self.targets)[0])
+        self.statistics = self.statistics.to(weights.device)
+        self.sums.append(self.statistics.sums(weights, scores)[0])
         if attention.value_norms is not None:
             self.value_norms.append(attention.value_norms[row, :, :shown].float())
         self.add_logits(attention.logits, row)
@@ -93,14 +89,14 @@ def record(
     on_text: the statistics of the heads on a text, which are then those of the snapshot.
     token_bytes(id): the bytes of a token, for predictions, which are omitted without it.
     """
-    recorders = [_Recorder(prompt, targets_of(_texts(prompt))) for prompt in prompts]
+    recorders = [_Recorder(prompt, _statistics_on(prompt)) for prompt in prompts]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     size = max(1, TOKENS_AT_ONCE // longest)
     for first in range(0, len(recorders), size):
         _run(capture, recorders[first : first + size])
     codes = [torch.stack(r.codes).cpu().numpy() for r in recorders]
     sums = [torch.stack(r.sums, dim=1).cpu().numpy() for r in recorders]  # (M, L, H)
-    found = [_means(s, r.targets) for s, r in zip(sums, recorders, strict=True)]
+    found = [_means(s, r.statistics) for s, r in zip(sums, recorders, strict=True)]
     offsets = best_offsets(on_text.means if on_text else np.mean(found, axis=0))
     of_prompts = [_on_prompt(values, offsets, p) for values, p in zip(found, prompts, strict=True)]
     over_prompts = {key: _mean([of[key] for of in of_prompts]) for key in STATISTICS}
@@ -166,24 +162,23 @@ def _run(capture: CaptureIds, recorders: Sequence[_Recorder]) -> None:
         recorder.add_logits(logits, row)
 
 
-def _texts(prompt: Prompt) -> Texts:
-    separators = [is_separator(token) for token in prompt.tokens]
-    return Texts(torch.tensor([prompt.token_ids]), torch.tensor([separators]))
+def _statistics_on(prompt: Prompt) -> HeadStatistics:
+    return HeadStatistics(torch.tensor([prompt.token_ids]), [prompt.tokens])
 
 
 def _uniform_on(prompt: Prompt) -> dict[str, float | None]:
     """Returns each statistic for uniform attention on a prompt."""
-    targets = targets_of(_texts(prompt))
-    sums = measure_uniform(targets)[0].numpy()
-    values = _means(sums[..., None], targets)  # one layer of one head
+    statistics = _statistics_on(prompt)
+    sums = statistics.uniform_sums()[0].numpy()
+    values = _means(sums[..., None], statistics)  # one layer of one head
     # Two tokens back has the largest weight of all offsets.
     found = _on_prompt(values, best_offsets(values), prompt)
     return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}
 
 
-def _means(sums: np.ndarray, targets: Tensor) -> np.ndarray:
-    """Returns the statistics of one text, (M, L, H), from those of `measure`."""
-    return ratio_of_sums(sums[None], num_queries(targets).cpu().numpy())[0]
+def _means(sums: np.ndarray, statistics: HeadStatistics) -> np.ndarray:
+    """Returns the statistics of one text, (M, L, H), from their sums."""
+    return ratio_of_sums(sums[None], statistics.counts())[0]
 
 
 def _on_prompt(values: np.ndarray, offsets: np.ndarray, prompt: Prompt) -> Values:

@@ -1,4 +1,4 @@
-"""The probe: prompts, exact weights and statistics; the model is not changed."""
+"""Recording: prompts, exact weights and statistics; the model is not changed."""
 
 import random
 
@@ -11,9 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from clearhead.models.huggingface import to_hf
 from data import get_tokenizer
-from headlens import probe
+from headlens import recording
 from headlens.capturing import Captured, LayerAttention, capture
-from headlens.probe import record, to_codes, uniform_of
 from headlens.prompts import (
     is_separator,
     labels_of,
@@ -22,6 +21,7 @@ from headlens.prompts import (
     repeated_prompt,
     token_texts,
 )
+from headlens.recording import record, to_codes, uniform_of
 from headlens.snapshot_data import from_codes, triangle_to_square
 from headlens.statistics import STATISTICS, uniform_attention
 
@@ -122,11 +122,10 @@ def test_weights_and_statistics_are_those_of_transformers(tmp_path):
         found = data.of_prompts[number]
         for layer, (of_weights, of_scores) in enumerate(zip(weights, scores, strict=True)):
             for head in range(4):
-                separators = [n for n, token in enumerate(prompt.tokens) if is_separator(token)]
                 attn_weights = of_weights[0, head].tolist()
-                wanted = by_loops(attn_weights, prompt.token_ids, separators, prompt.period)
+                wanted = by_loops(attn_weights, prompt.token_ids, prompt.tokens, prompt.period)
                 wanted["largest_logit"] = of_scores[0, head].max().item()
-                del wanted["offset"]  # the best one of all prompts: test_text.py
+                del wanted["offset"]  # the best one of all prompts: test_whole_text.py
                 for key, value in wanted.items():
                     of_head = found[key][layer, head]
                     assert of_head == pytest.approx(value, abs=1e-3 * max(1, abs(value))), key
@@ -145,8 +144,9 @@ def test_long_prompt_is_measured_completely_and_its_first_tokens_are_shown():
     layers = model.attn_weights(torch.tensor([prompt.token_ids]))
     assert frame.codes[0].shape == (3, 4, 256 * 257 // 2)
     assert_shows(frame.codes[0], torch.cat(layers)[..., :256, :256])
-    whole = np.stack([STATISTICS["distance"].function(layer[0]).numpy() for layer in layers])
-    np.testing.assert_allclose(frame.row.values["distance"], whole, rtol=1e-5)
+    positions = torch.arange(300.0)
+    whole = [(positions - layer[0] @ positions).mean(-1) for layer in layers]
+    np.testing.assert_allclose(frame.row.values["distance"], torch.stack(whole), rtol=1e-5)
 
 
 def test_uniform_values_are_those_of_uniform_attention():
@@ -171,7 +171,7 @@ def test_uniform_values_are_those_of_uniform_attention():
 @pytest.mark.parametrize("at_once", [256, 130, 10])  # three, two or one at a time
 def test_prompts_that_run_together_are_recorded_as_alone(monkeypatch, at_once):
     """Shorter ones are padded."""
-    monkeypatch.setattr(probe, "TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(recording, "TOKENS_AT_ONCE", at_once)
     model = byte_model()
     prompts = [text_prompt(), repeated(), text_prompt("Hm")]
     together = record(capturing(model, logit_lens=True), prompts, step=0)

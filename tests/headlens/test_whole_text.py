@@ -14,12 +14,11 @@ from data import get_tokenizer, load_datasets
 from headlens.capturing import capture
 from headlens.config import LensConfig
 from headlens.heads import NAMES, PLACES, head_table
-from headlens.probe import record
-from headlens.prompts import is_separator
+from headlens.lens import Lens
+from headlens.recording import record
 from headlens.snapshot_data import CONTEXTS, from_codes, read_snapshot, write_snapshot
-from headlens.snapshots import Lens
-from headlens.text import Text, TextRecorder, windows_of
 from headlens.tokens import lens_tokenizer
+from headlens.whole_text import Text, TextRecorder, windows_of
 
 BYTE = get_tokenizer("byte")
 STORY = next((Path(__file__).parents[2] / "corpus").glob("*.txt")).read_text(encoding="utf-8")
@@ -40,6 +39,11 @@ def shuffled(windows, seed=0):
     return windows.flatten()[order].reshape(windows.shape)
 
 
+def targets_in(window):
+    """Returns the targets of all query tokens of a window, by plain loops."""
+    return targets(window, [BYTE.decode([token]) for token in window])
+
+
 def measured(model, windows, attention=None):
     run = lambda ids, visit: capture(model, ids, visit, attention)  # noqa: E731
     prompts = Lens(BYTE, LensConfig(), context_length=64).prompts
@@ -58,7 +62,7 @@ def model_of_letters(seed, sharpness=1.0, **shape):
 
 def test_statistics_and_errors_by_plain_loops(monkeypatch):
     """Also in several batches of windows, and with a window without separators."""
-    monkeypatch.setattr("headlens.text.CELLS_AT_ONCE", 2 * 40 * 40)
+    monkeypatch.setattr("headlens.whole_text.CELLS_AT_ONCE", 2 * 40 * 40)
     model, windows = model_of_letters(1, sharpness=8), story(5)
     windows[2] = torch.arange(97, 97 + 40) % 26 + 97
     data = measured(model, windows)
@@ -67,9 +71,7 @@ def test_statistics_and_errors_by_plain_loops(monkeypatch):
     with torch.no_grad():
         for window in windows:
             weights = torch.stack([layer[0] for layer in model.attn_weights(window[None])])
-            texts = [BYTE.decode([token]) for token in window.tolist()]
-            separators = [n for n, text in enumerate(texts) if is_separator(text)]
-            for key, of_queries in targets(window.tolist(), separators).items():
+            for key, of_queries in targets_in(window.tolist()).items():
                 cells = [(q, keys) for q, keys in enumerate(of_queries) if keys]
                 sums = sum((weights[:, :, q, keys].sum(-1) for q, keys in cells), torch.zeros(()))
                 found.setdefault(key, []).append((sums.numpy(), len(cells)))
@@ -98,9 +100,7 @@ def test_statistics_and_errors_by_plain_loops(monkeypatch):
         )
     chance = {key: [0.0, 0] for key in found}
     for window in windows:
-        texts = [BYTE.decode([token]) for token in window.tolist()]
-        separators = [n for n, text in enumerate(texts) if is_separator(text)]
-        for key, of_queries in targets(window.tolist(), separators).items():
+        for key, of_queries in targets_in(window.tolist()).items():
             if key in chance:
                 chance[key][0] += sum(len(keys) / (q + 1) for q, keys in enumerate(of_queries))
                 chance[key][1] += sum(bool(keys) for keys in of_queries)
@@ -115,9 +115,7 @@ def planted(input_ids, kinds, share=0.6):
     uniform = torch.ones(size, size).tril() / torch.arange(1, size + 1)[:, None]
     weights = (1 - share) * uniform.repeat(batch, len(kinds), 1, 1)
     for n, window in enumerate(input_ids.tolist()):
-        texts = [BYTE.decode([token]) for token in window]
-        separators = [n for n, text in enumerate(texts) if is_separator(text)]
-        of_kinds = targets(window, separators)
+        of_kinds = targets_in(window)
         for head, kind in enumerate(kinds):
             for q, keys in enumerate(of_kinds[kind]):
                 keys = keys or [q]
@@ -125,13 +123,12 @@ def planted(input_ids, kinds, share=0.6):
     return weights
 
 
-KINDS = ["previous_token", "first_token", "diagonal", "induction", "duplicate_token"]
-KINDS += ["separator", "segment_start", ("offset", 3), ("offset", 8)]
+PLANTED = [name for name in NAMES if name != "offset"] + [("offset", 3), ("offset", 8)]
 
 
 def attention(model, input_ids):
     """The planted heads as the two layers of a model."""
-    for kinds in (KINDS, KINDS[::-1]):
+    for kinds in (PLANTED, PLANTED[::-1]):
         yield planted(input_ids, kinds), None
 
 
@@ -139,7 +136,7 @@ def test_planted_heads_are_found():
     data = measured(torch.nn.Identity(), story(), attention=attention)
     table = head_table([data.row], data.uniform)
     found = {(row["layer"], row["head"]): (row["name"], row["tokens_back"]) for row in table}
-    for layer, kinds in enumerate((KINDS, KINDS[::-1])):
+    for layer, kinds in enumerate((PLANTED, PLANTED[::-1])):
         for head, kind in enumerate(kinds):
             wanted = kind if kind[0] == "offset" else (kind, None)
             assert found[layer, head] == wanted
@@ -252,12 +249,10 @@ def test_the_share_that_a_name_explains():
     windows = story()
     data = measured(torch.nn.Identity(), windows, attention=attention)
     table = {(row["layer"], row["head"]): row for row in head_table([data.row], data.uniform)}
-    for head, kind in enumerate(KINDS):
+    for head, kind in enumerate(PLANTED):
         total = 0.0
-        for window, weights in zip(windows.tolist(), planted(windows, KINDS), strict=True):
-            texts = [BYTE.decode([token]) for token in window]
-            separators = [n for n, text in enumerate(texts) if is_separator(text)]
-            for q, keys in enumerate(targets(window, separators)[kind]):
+        for window, weights in zip(windows.tolist(), planted(windows, PLANTED), strict=True):
+            for q, keys in enumerate(targets_in(window)[kind]):
                 total += weights[head, q, keys].sum().item()
         wanted = total / (6 * 39)
         assert data.contexts.explained(table[0, head]) == pytest.approx(wanted, abs=1e-3), kind

@@ -14,7 +14,7 @@ from .history import Row
 from .prompts import Prompt
 
 
-def stage_begins(losses: Sequence[float | np.ndarray], num_symbols: int) -> int | None:
+def copying_begins(losses: Sequence[float | np.ndarray], num_symbols: int) -> int | None:
     """Returns the index of the first snapshot after the drop, or None if there is no clear drop.
 
     losses: the mean loss on the second copy at each snapshot, in nats. num_symbols: K. The losses
@@ -32,13 +32,13 @@ def stage_begins(losses: Sequence[float | np.ndarray], num_symbols: int) -> int 
     return first if is_clear else None
 
 
-def stage_step(prompts: Sequence[Prompt], history: Sequence[Row]) -> int | None:
+def copying_step(prompts: Sequence[Prompt], history: Sequence[Row]) -> int | None:
     """Returns the first step with a low loss on the repeated sequence, or None."""
     rows = [row for row in history if len(row.losses) == len(prompts)]
     for number, prompt in enumerate(prompts):
         if prompt.period:
             losses = [loss_of_copy(row.losses[number], prompt.period) for row in rows]
-            first = stage_begins(losses, prompt.num_symbols)
+            first = copying_begins(losses, prompt.num_symbols)
             return None if first is None else rows[first].step
     return None
 

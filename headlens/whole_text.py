@@ -7,7 +7,7 @@ A cell is a key token k of a query token q in a window. A head *moves* the resid
 A[q, k] |W_O v[k]|, attention weight times the norm of the value vector after the output projection.
 The first token and the query token itself do not count here: many heads rest their attention there.
 
-Shapes: N windows, T tokens, H heads, L layers, K kinds of targets, M = len(MEASURED).
+Shapes: N windows, T tokens, H heads, L layers, M = len(statistics.MEASURED).
 """
 
 import functools
@@ -19,19 +19,15 @@ import torch
 from torch import Tensor
 
 from .capturing import Captured, LayerAttention, Visit
-from .prompts import is_separator, token_texts
+from .prompts import token_texts
 from .snapshot_data import CONTEXTS, Contexts
 from .statistics import (
     STATISTICS,
     TARGETS,
-    Texts,
+    HeadStatistics,
     best_offsets,
     by_statistic,
-    measure,
-    measure_uniform,
-    num_queries,
     ratio_of_sums,
-    targets_of,
 )
 from .tokens import LensTokenizer
 
@@ -70,9 +66,6 @@ class Text:
         ids = np.unique(token_ids).tolist()
         known = dict(zip(ids, token_texts(ids, token_bytes), strict=True))
         self.tokens = [[known[token] for token in window] for window in token_ids.tolist()]
-        is_one = {token: is_separator(text) for token, text in known.items()}
-        separators = [[is_one[token] for token in window] for window in token_ids.tolist()]
-        self.separators = torch.tensor(separators)
         # Five query tokens at random: the same at all steps and for all heads.
         random = np.random.default_rng(0)
         shape = len(token_ids), token_ids.shape[1] - 2
@@ -80,21 +73,22 @@ class Text:
         windows, queries = np.unravel_index(np.sort(drawn), shape)
         self.random_queries = list(zip(windows.tolist(), (queries + 2).tolist(), strict=True))
 
-    def batches(self) -> list[tuple[int, Texts]]:
+    def batches(self) -> list[tuple[int, HeadStatistics]]:
         """Returns (number of the first window, some windows) for a few windows at a time."""
-        size = max(1, CELLS_AT_ONCE // self.token_ids.shape[1] ** 2)
-        parts = zip(self.token_ids.split(size), self.separators.split(size), strict=True)
-        return [(n * size, Texts(*part)) for n, part in enumerate(parts)]
+        count, length = self.token_ids.shape
+        size = max(1, CELLS_AT_ONCE // length**2)
+        parts = [slice(first, first + size) for first in range(0, count, size)]
+        return [(p.start, HeadStatistics(self.token_ids[p], self.tokens[p])) for p in parts]
 
     @functools.cached_property
     def counts(self) -> np.ndarray:
         """The number of query tokens of which each statistic is a mean, (N, M)."""
-        return np.concatenate([num_queries(targets_of(texts)) for _, texts in self.batches()])
+        return np.concatenate([windows.counts() for _, windows in self.batches()])
 
     @functools.cached_property
     def uniform(self) -> dict[str, float | None]:
         """Each statistic for uniform attention; None if it is undefined."""
-        sums = [measure_uniform(targets_of(texts)).numpy() for _, texts in self.batches()]
+        sums = [windows.uniform_sums().numpy() for _, windows in self.batches()]
         means, _ = ratio_of_sums(np.concatenate(sums)[..., None, :], self.counts)
         found = by_statistic(means, best_offsets(means))
         return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}
@@ -124,25 +118,24 @@ class TextRecorder:
 
     def run(self, capture: Callable[..., Captured]) -> "TextRecorder":
         """Runs the model on all windows."""
-        for first, texts in self.text.batches():
+        for first, windows in self.text.batches():
             self.sums.append([])
             self.moves.append([])
-            capture(texts.token_ids, self._visitor(first, texts))
+            capture(windows.token_ids, self._visitor(first, windows))
         sums = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in self.sums]
         self.means, self.errors = ratio_of_sums(np.concatenate(sums), self.text.counts)
         return self
 
-    def _visitor(self, first: int, texts: Texts) -> Visit:
+    def _visitor(self, first: int, windows: HeadStatistics) -> Visit:
         """Returns what to do with each layer of some windows. first: the number of the first."""
-        last = first + len(texts.token_ids)
+        last = first + len(windows.token_ids)
         here = [(w, q) for w, q in self.text.random_queries if first <= w < last]
-        targets: list[Tensor] = []  # on the device of the model
 
         def visit(_: int, attention: LayerAttention) -> None:
+            nonlocal windows
             weights = attention.weights
-            if not targets:
-                targets.append(targets_of(texts.to(weights.device)))
-            self.sums[-1].append(measure(weights, attention.scores, targets[0]))
+            windows = windows.to(weights.device)
+            self.sums[-1].append(windows.sums(weights, attention.scores))
             move, key = _largest_moves(weights, attention.value_norms)  # (b, H, T) each
             weight = weights.gather(-1, key[..., None])[..., 0]  # (b, H, T)
             self.moves[-1].append(_of_stretches(move, key, weight))

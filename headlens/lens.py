@@ -18,6 +18,7 @@ from torch import Tensor
 from .ablation import COLUMNS, Ablate, removal_lines
 from .capturing import AttentionFunction, Captured, Visit, capture
 from .config import DEFAULT_PROMPTS, LensConfig
+from .copying import copying_step
 from .heads import (
     ALL_NAMES,
     KINDS,
@@ -39,15 +40,14 @@ from .history import History, Row, atomic_write, evenly_spaced
 from .page import MAX_HISTORY
 from .panel import caption
 from .passages import excerpts, text_prompts
-from .probe import record
 from .prompts import make_prompt, repeated_prompt
+from .recording import record
 from .render import draw_snapshot, draw_timelapse, heatmap_key
 from .rounding import formatted
 from .snapshot_data import SnapshotData, write_snapshot
-from .stages import stage_step
 from .statistics import STATISTICS
-from .text import Text, TextRecorder, windows_of
 from .tokens import lens_tokenizer
+from .whole_text import Text, TextRecorder, windows_of
 
 MAX_FILES = 900  # images and pages that a run logs; dashboards become slow with more than 1,000
 MAX_THUMBNAILS = 100  # part of MAX_FILES: heatmaps in the table of heads
@@ -222,7 +222,7 @@ class Lens:
         for example "previous token L5 H1: mean weight 0.83 on the token before (since step 400)".
         Empty before the last snapshot and without a name.
         """
-        stage = stage_step(self.prompts, self.history.rows) if self.history else None
+        stage = copying_step(self.prompts, self.history.rows) if self.history else None
         copies = f"the loss on the repeated sequence drops at step {stage}"
         lines = [copies] * (stage is not None)
         rows = clearest(self.table)
