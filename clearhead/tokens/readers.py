@@ -8,15 +8,14 @@
 The file extension selects the format (tokens/paths.py), and READERS contains a function for each
 format: plain text (one document per file), JSON lines (one JSON object per line), a JSON array of
 objects, Parquet, and data sets on the Hugging Face hub. Text and JSON may be compressed (*.gz,
-*.xz, *.bz2, *.zst). Parquet and zstd need the package pyarrow, the hub needs datasets; both are
-imported on first use.
+*.zst). Parquet and zstd need the package pyarrow, the hub needs datasets; both are imported on
+first use.
 
 An error in a file raises DataError with the byte or the row. A byte-order mark at the start of a
 file and empty texts are skipped, as is null in place of a text. A lone surrogate in JSON becomes
 U+FFFD, as in tiktoken.
 """
 
-import bz2
 import codecs
 import contextlib
 import gzip
@@ -24,7 +23,6 @@ import importlib
 import io
 import itertools
 import json
-import lzma
 import mmap
 import os
 import re
@@ -151,7 +149,7 @@ def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
 def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
     """Opens a file for reading, and decompresses it. Read errors become DataError."""
     check_regular_file(path)
-    with translate_read_errors(path, OSError, EOFError, zlib.error, lzma.LZMAError):
+    with translate_read_errors(path, OSError, EOFError, zlib.error):
         opener = OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)
         with opener(path) as file:
             yield file
@@ -166,7 +164,7 @@ def _open_zstd(path: str) -> io.BufferedIOBase:
     return io.BufferedReader(arrow.input_stream(path, compression="zstd"), BLOCK)
 
 
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zstd}
+OPENERS = {".gz": gzip.open, ".zst": _open_zstd}
 
 
 def import_optional(module: str, path: str, what: str, package: str):

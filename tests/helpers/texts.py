@@ -1,9 +1,7 @@
 """Texts of all formats, their tokens by one call of tiktoken, and shards made of them."""
 
-import bz2
 import gzip
 import json
-import lzma
 import random
 import re
 import tracemalloc
@@ -55,8 +53,6 @@ def write_packed(path: Path, content: str | bytes = "text") -> Path:
     raw = content.encode() if isinstance(content, str) else content
     if path.suffix.lower() == ".gz":
         raw = gzip.compress(raw, 1, mtime=0)
-    if path.suffix.lower() in (".xz", ".bz2"):
-        raw = (lzma if path.suffix.lower() == ".xz" else bz2).compress(raw)
     if path.suffix.lower() == ".zst":
         raw = pyarrow.compress(raw, "zstd", asbytes=True)
     path.parent.mkdir(parents=True, exist_ok=True)
