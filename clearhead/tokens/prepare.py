@@ -37,7 +37,7 @@ from clearhead.tokens.readers import FilePart, documents, encode_part, split_fil
 from clearhead.tokens.shards import (
     HEADER_BYTES,
     MANIFEST,
-    MANIFEST_LIMIT,
+    MANIFEST_VERSION,
     ShardEntry,
     ShardWriter,
     write_manifest,
@@ -131,8 +131,8 @@ class Preparation:
         # Identifies a preparation by file names and settings. Changed files are detected per task.
         names = [os.path.basename(file) for file in files]
         self.tokenizer = load_tokenizer(settings.tokenizer)
-        values = [self.tokenizer.name, settings.endoftext, settings.shard_tokens, *options.values()]
-        self.plan = hash_of([names, values])
+        values = [settings.endoftext, settings.shard_tokens, *options.values()]
+        self.plan = hash_of([MANIFEST_VERSION, self.tokenizer.name, names, values])
 
     def start(self) -> None:
         """Creates the folder. Raises DataError when it contains other token files, or if the first
@@ -161,7 +161,7 @@ class Preparation:
         records = {}
         for path in (self.folder / "preparing").glob("[0-9]*.json"):
             with contextlib.suppress(OSError, ValueError):
-                values = read_json(path, MANIFEST_LIMIT)
+                values = read_json(path)
                 record = TaskRecord.model_validate(values)
                 sizes = [(self.folder / shard.file).stat().st_size for shard in record.shards]
                 if sizes == [HEADER_BYTES + 2 * shard.tokens for shard in record.shards]:
