@@ -1,7 +1,7 @@
 """Tokenizes texts of any size to token files that training maps into memory.
 
     python -m scripts.prepare_data data.path=corpus/sample.txt out=tokens-sample
-    python -m scripts.prepare_data data.path='web/*.jsonl.gz' out=web part=3/16
+    python -m scripts.prepare_data data.path='web/*.jsonl.gz' out=web
     python train.py data=shards data.path=web
 
 Reads text, JSON lines and Parquet. Writes shards in the format of llm.c, and a manifest
@@ -9,7 +9,6 @@ Reads text, JSON lines and Parquet. Writes shards in the format of llm.c, and a 
 """
 
 import os
-import re
 import shlex
 import signal
 import sys
@@ -71,7 +70,6 @@ class PrepareConfig(ScriptConfig):
 
     data: SourceConfig
     out: Name = Field(description="folder for the token files")
-    part: Name = Field("1/1", description="i/n: this is machine i of n machines")
     workers: Annotated[Count, Field(le=1024)] = Field(0, description="processes; 0: one per core")
     shard_tokens: Annotated[Positive, Field(lt=2**31)] = Field(
         100_000_000, description="maximum tokens per file"
@@ -79,14 +77,6 @@ class PrepareConfig(ScriptConfig):
     engine: Literal["gigatoken", "tiktoken"] = Field(
         "gigatoken", description="gigatoken | tiktoken (slower)"
     )
-
-    @field_validator("part")
-    @classmethod
-    def _is_a_part(cls, part: str) -> str:
-        numbers = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
-        if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
-            raise rejected("must be i/n, with i from 1 to n", "for example part=1/4")
-        return part
 
 
 @settings_command(PrepareConfig)
@@ -97,35 +87,27 @@ def main(settings: PrepareConfig) -> None:
         shard_tokens=settings.shard_tokens,
         **data.model_dump(exclude={"path"}),
     )
-    part, parts = map(int, settings.part.split("/"))
     files = find_files(data.path, notes := [])
     notes += notes_about_repeated(files)
     print(*notes, sep="\n", end="\n" * bool(notes))
-    preparation = Preparation(files, Path(settings.out), prepare_settings, (part, parts))
+    preparation = Preparation(files, Path(settings.out), prepare_settings)
     try:
         preparation.start()
     except OSError as error:
         reason = f"cannot be written ({error.strerror})"
         raise ConfigError([("out", settings.out, reason, "use another folder")]) from error
-    tasks = preparation.unfinished(preparation.assigned)
-    if done := len(preparation.assigned) - len(tasks):
-        print(f"{done} of {done + len(tasks)} tasks are already complete")
-    if tasks:
-        has_affinity = hasattr(os, "sched_getaffinity")  # the cores that this process may use
-        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-        workers = settings.workers or cores
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers also end
-        try:
-            with progress("tasks") as report_progress:
-                preparation.run(tasks, workers, report_progress)
-        except KeyboardInterrupt:
-            print("stopped; to resume, rerun the same command", file=sys.stderr)
-            raise
-    manifest = preparation.finish()
-    if manifest is None:
-        left = len(preparation.unfinished(preparation.tasks))
-        print(f"part {settings.part} is complete; {left} tasks (other parts, changed texts) remain")
-        return
+    tasks = len(preparation.tasks)
+    if done := tasks - len(preparation.unfinished()):
+        print(f"{done} of {tasks} tasks are already complete")
+    has_affinity = hasattr(os, "sched_getaffinity")  # the cores that this process may use
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers also end
+    try:
+        with progress("tasks") as report_progress:
+            manifest = preparation.run(settings.workers or cores, report_progress)
+    except KeyboardInterrupt:
+        print("stopped; to resume, rerun the same command", file=sys.stderr)
+        raise
     report(manifest, settings)
 
 

@@ -45,6 +45,7 @@ from clearhead.checkpoint.run_directory import OPTIMIZER
 from clearhead.config.schema import TrainerConfig
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
 from clearhead.files import atomic_write, fsync, open_regular, read_bounded, read_json
+from clearhead.tokens.stream import StoredChecksums
 from clearhead.tokens.tokenizer_json import TOKENIZER
 
 FORMAT = 3  # increased when the files change; other formats are refused
@@ -119,7 +120,7 @@ class State:
     ended_early: bool = False  # whether the run ended at this step because of trainer.patience
     wandb_id: Id | None = None  # id of the W&B run, which a resumed run continues
     scaler: GradScalerState | None = None  # None unless trainer.precision=fp16
-    data: list[tuple[str, list[str]]] | None = None  # (data file, checksum of each block)
+    data: StoredChecksums | None = None  # of the tokens
     losses: list[Loss] | None = None  # of each step since the last row of metrics.jsonl
     skipped: StoredCount = 0  # number of steps skipped because the gradient was NaN or inf
     skipped_in_a_row: StoredCount = 0  # number of consecutive skipped steps up to this step

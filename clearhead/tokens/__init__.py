@@ -8,7 +8,7 @@
     readers.py           reads documents from text, JSON lines, Parquet and Hugging Face datasets
     stream.py            token ids of many files as one long array
     shards.py            token files (the formats of llm.c and nanoGPT) and their manifest
-    prepare.py           writes token files with many processes and machines
+    prepare.py           writes token files with many processes
     windows.py           base class of datasets (data.py), and mixtures of datasets
     sampler.py           selects the windows of each step
     synthetic.py         generated sequences for the induction experiment

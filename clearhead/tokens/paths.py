@@ -11,7 +11,7 @@ from pathlib import Path
 from clearhead.errors import DataError, message_of, sanitize
 
 HUB = "hub:"  # data.path=hub:NAME is a dataset on the Hugging Face hub
-COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+COMPRESSED = (".gz", ".zst")
 # File extension (before one in COMPRESSED): format, a key of READERS in tokens/readers.py. In a
 # folder, files with these extensions are read.
 TEXT_EXTENSIONS = {

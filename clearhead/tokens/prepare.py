@@ -1,9 +1,9 @@
-"""Converts text files to a folder of shards, with many processes and machines; can be resumed.
+"""Converts text files to a folder of shards, with many processes; can be resumed.
 
 The text is divided into tasks. Each task writes its own shards (usually one), independently of
 other tasks. The division depends only on the files and settings, so the shards do not depend on the
-number of workers or machines. A finished task writes a record. An interrupted task is repeated.
-When all tasks have a record, the manifest is written.
+number of workers. A finished task writes a record. An interrupted task is repeated. When all tasks
+have a record, the manifest is written.
 
     DIR/shard_00000_00.bin, ...        the shards (tokens/shards.py), named by task and number
     DIR/preparing/00000.json, ...      the record of each finished task
@@ -20,7 +20,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from clearhead.tokens.readers import FilePart, documents, encode_part, split_fil
 from clearhead.tokens.shards import (
     HEADER_BYTES,
     MANIFEST,
-    MANIFEST_LIMIT,
+    MANIFEST_VERSION,
     ShardEntry,
     ShardWriter,
     write_manifest,
@@ -121,39 +121,34 @@ def make_tasks(files: list[str], shard_tokens: int, **options) -> list[Task]:
 
 
 class Preparation:
-    """The preparation of a folder of shards. part=(i, n): `assigned` are the tasks of the i-th of n
-    machines."""
+    """The preparation of a folder of shards."""
 
-    def __init__(
-        self, files: list[str], folder: Path, settings: PrepareSettings, part: tuple[int, int]
-    ):
+    def __init__(self, files: list[str], folder: Path, settings: PrepareSettings):
         self.folder = folder
         self.settings = settings
-        self.part, self.parts = part
         options = {"text_key": settings.text_key, "encoding": settings.encoding}
         self.tasks = make_tasks(files, settings.shard_tokens, **options)
-        self.assigned = [task for task in self.tasks if task.number % self.parts == self.part - 1]
         # Identifies a preparation by file names and settings. Changed files are detected per task.
         names = [os.path.basename(file) for file in files]
         self.tokenizer = load_tokenizer(settings.tokenizer)
-        values = [self.tokenizer.name, settings.endoftext, settings.shard_tokens, *options.values()]
-        self.plan = hash_of([names, values])
+        values = [settings.endoftext, settings.shard_tokens, *options.values()]
+        self.plan = hash_of([MANIFEST_VERSION, self.tokenizer.name, names, values])
 
     def start(self) -> None:
         """Creates the folder. Raises DataError when it contains other token files, or if the first
         document of a file cannot be read."""
-        preparing = self.folder / "preparing"
+        preparing, unfinished = self.folder / "preparing", self.unfinished()
         reason = None
         if not preparing.exists() and any(self.folder.glob("*.bin")):
             reason = "contains other token files"
         elif any(record.plan != self.plan for record in self._records().values()):
             reason = "contains a preparation of other files or with other settings"
-        elif (self.folder / MANIFEST).exists() and self.unfinished(self.tasks):
+        elif (self.folder / MANIFEST).exists() and unfinished:
             reason = "the text files have changed, or the token files are damaged"
         if reason:
             hint = "use another out=, or delete the folder; training reads several: data.path=[A,B]"
             raise DataError("out", self.folder, reason, hint)
-        for part in itertools.chain(*(task.parts for task in self.unfinished(self.assigned))):
+        for part in itertools.chain(*(task.parts for task in unfinished)):
             if part.start == 0 and part.format != "hub":  # not after hours of other files
                 for blocks in itertools.islice(documents(part), 1):
                     next(iter(blocks), None)
@@ -166,78 +161,72 @@ class Preparation:
         records = {}
         for path in (self.folder / "preparing").glob("[0-9]*.json"):
             with contextlib.suppress(OSError, ValueError):
-                values = read_json(path, MANIFEST_LIMIT)
+                values = read_json(path)
                 record = TaskRecord.model_validate(values)
                 sizes = [(self.folder / shard.file).stat().st_size for shard in record.shards]
                 if sizes == [HEADER_BYTES + 2 * shard.tokens for shard in record.shards]:
                     records[int(path.stem)] = record
         return records
 
-    def unfinished(self, tasks: list[Task]) -> list[Task]:
+    def unfinished(self) -> list[Task]:
         """Returns the tasks that have no record, or whose files have changed since."""
         done = {number: record.fingerprint for number, record in self._records().items()}
-        return [task for task in tasks if done.get(task.number) != fingerprint_of(task.parts)]
+        return [task for task in self.tasks if done.get(task.number) != fingerprint_of(task.parts)]
 
-    def run(self, tasks: list[Task], workers: int, report: Callable[[int, int], None]) -> None:
-        """Runs the unfinished ones of these tasks. Calls report(tasks done, all) after each."""
-        name = f"lock-{self.part}-of-{self.parts}"  # the system releases it if the process dies
-        with self._locked(name, timeout=0):
-            tasks = self.unfinished(tasks)  # another process may have finished some of them
-            work = functools.partial(
-                run_task, folder=self.folder, settings=self.settings, plan=self.plan
-            )
-            if workers == 1 or len(tasks) <= 1:
-                for done, task in enumerate(tasks, start=1):
-                    work(task)
-                    report(done, len(tasks))
-            else:
-                _run_in_processes(work, tasks, workers, report)
-
-    @contextlib.contextmanager
-    def _locked(self, name: str, timeout: float = -1) -> Iterator[None]:
-        """Holds a lock. Raises DataError if another process holds it for longer than `timeout`
-        seconds, and PreparationError in place of OSError. (Read errors are DataError already.)"""
+    def run(self, workers: int, report: Callable[[int, int], None]) -> dict:
+        """Runs the unfinished tasks, writes the manifest and returns it. Calls report(tasks done,
+        all) after each task. Raises DataError, and PreparationError in place of OSError."""
         try:
-            with FileLock(self.folder / "preparing" / name, timeout):
-                yield
+            # The system releases the lock if the process dies.
+            with FileLock(self.folder / "preparing" / "lock", timeout=0):
+                work = functools.partial(
+                    run_task, folder=self.folder, settings=self.settings, plan=self.plan
+                )
+                _run_tasks(work, self.unfinished(), workers, report)
+                return self._finish()
         except Timeout as error:
             reason = "another process is preparing this folder"
             raise DataError("out", self.folder, reason, "wait for it or stop it") from error
-        except OSError as error:
+        except OSError as error:  # read errors are DataError already
             reason = f"cannot be written ({error.strerror or error})"
             hint = "check disk space and permissions, then rerun the same command"
             raise PreparationError("out", self.folder, reason, hint) from error
 
-    def finish(self) -> dict | None:
-        """Writes the manifest and returns it if all tasks of all parts are finished, else None."""
-        if self.unfinished(self.tasks):
-            return None
+    def _finish(self) -> dict:
+        """Writes the manifest and returns it."""
+        if changed := self.unfinished():
+            path, reason = changed[0].parts[0].path, "changed while it was tokenized"
+            raise DataError("data.path", path, reason, "rerun the same command")
         known = self._records()
         records = [known[task.number] for task in self.tasks]
         shards = [shard for record in records for shard in record.shards]
         if not shards:
             raise DataError("out", self.folder, "the files contain no text", "check data.path")
-        with self._locked("lock"):
-            remove_temporary_files(self.folder)
-            found = set(self.folder.glob("shard_[0-9]*_[0-9]*.bin"))
-            for path in found - {self.folder / shard.file for shard in shards}:
-                path.unlink(missing_ok=True)  # written before the text files changed
-            return write_manifest(
-                self.folder,
-                shards,
-                self.tokenizer,
-                endoftext=self.settings.endoftext,
-                text_bytes=sum(record.text_bytes for record in records),
-                empty_documents=sum(record.empty_documents for record in records),
-            )
+        remove_temporary_files(self.folder)
+        found = set(self.folder.glob("shard_[0-9]*_[0-9]*.bin"))
+        for path in found - {self.folder / shard.file for shard in shards}:
+            path.unlink(missing_ok=True)  # written before the text files changed
+        return write_manifest(
+            self.folder,
+            shards,
+            self.tokenizer,
+            endoftext=self.settings.endoftext,
+            text_bytes=sum(record.text_bytes for record in records),
+            empty_documents=sum(record.empty_documents for record in records),
+        )
 
 
-def _run_in_processes(
+def _run_tasks(
     work: Callable[[Task], None],
     tasks: list[Task],
     workers: int,
     report: Callable[[int, int], None],
 ) -> None:
+    if workers == 1 or len(tasks) <= 1:
+        for done, task in enumerate(tasks, start=1):
+            work(task)
+            report(done, len(tasks))
+        return
     context = multiprocessing.get_context("spawn")  # fork is unsafe with threads
     with ProcessPoolExecutor(min(workers, len(tasks)), context, _init_worker) as pool:
         try:

@@ -8,15 +8,14 @@
 The file extension selects the format (tokens/paths.py), and READERS contains a function for each
 format: plain text (one document per file), JSON lines (one JSON object per line), a JSON array of
 objects, Parquet, and data sets on the Hugging Face hub. Text and JSON may be compressed (*.gz,
-*.xz, *.bz2, *.zst). Parquet and zstd need the package pyarrow, the hub needs datasets; both are
-imported on first use.
+*.zst). Parquet and zstd need the package pyarrow, the hub needs datasets; both are imported on
+first use.
 
 An error in a file raises DataError with the byte or the row. A byte-order mark at the start of a
 file and empty texts are skipped, as is null in place of a text. A lone surrogate in JSON becomes
 U+FFFD, as in tiktoken.
 """
 
-import bz2
 import codecs
 import contextlib
 import gzip
@@ -24,7 +23,6 @@ import importlib
 import io
 import itertools
 import json
-import lzma
 import mmap
 import os
 import re
@@ -32,7 +30,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import charset_normalizer
 import numpy as np
 
 from clearhead.errors import DataError, message_of
@@ -48,6 +45,8 @@ from clearhead.tokens.paths import (
 BLOCK = 2**20  # bytes read at once
 MAX_ROWS = 64  # rows of Parquet read at once
 MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
+TEXT_HINT = "set data.encoding, such as cp1252 or utf-16, or correct the byte; archives other than "
+TEXT_HINT += f"{' and '.join(f'*{ending}' for ending in COMPRESSED)} must be decompressed"
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
 def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
     """Opens a file for reading, and decompresses it. Read errors become DataError."""
     check_regular_file(path)
-    with translate_read_errors(path, OSError, EOFError, zlib.error, lzma.LZMAError):
+    with translate_read_errors(path, OSError, EOFError, zlib.error):
         opener = OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)
         with opener(path) as file:
             yield file
@@ -166,7 +165,7 @@ def _open_zstd(path: str) -> io.BufferedIOBase:
     return io.BufferedReader(arrow.input_stream(path, compression="zstd"), BLOCK)
 
 
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zstd}
+OPENERS = {".gz": gzip.open, ".zst": _open_zstd}
 
 
 def import_optional(module: str, path: str, what: str, package: str):
@@ -196,7 +195,7 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
     with open_decompressed(part.path) as file:
         if offset:
             file.seek(offset)
-        raw, before = b" ", b""  # before: the text before this block, at most 32 KiB
+        raw = b" "
         while raw:
             raw = file.read(BLOCK if end is None else min(BLOCK, end - offset))
             carried = decoder.getstate()[0]  # first bytes of a character that continues here
@@ -204,48 +203,18 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
                 text = decoder.decode(raw, final=not raw)
                 if (zero := text.find("\0")) >= 0:  # not in a text, whatever its encoding
                     start = len(text[:zero].encode(part.encoding))
-                    raise UnicodeDecodeError(part.encoding, carried + raw, start, start + 1, "zero")
+                    raise UnicodeDecodeError(part.encoding, raw, start, start + 1, "zero")
                 block = text.removeprefix("" if offset else "\ufeff").encode()
             except UnicodeError as error:  # other types have no position in the file
                 start = error.start if isinstance(error, UnicodeDecodeError) else 0
-                position, near = offset - len(carried) + start, before + raw
-                start += len(before) - len(carried)  # in `near`
-                byte = f"0x{near[start : start + 1].hex()} at byte {position}"
-                reason = f"not {part.encoding} text ({byte})"
-                is_json = part.format != "text"
-                hint = "JSON must be UTF-8: convert it" if is_json else _encoding_hint(near, start)
+                byte = f"0x{(carried + raw)[start : start + 1].hex()}"
+                position = offset - len(carried) + start
+                reason = f"not {part.encoding} text ({byte} at byte {position})"
+                hint = "JSON must be UTF-8: convert it" if part.format != "text" else TEXT_HINT
                 raise DataError("data.path", part.path, reason, hint) from error
             offset += len(raw)
-            before = (before + raw)[-(2**15) :]
             if block:
                 yield block
-
-
-def _encoding_hint(text: bytes, position: int) -> str:
-    """Names the likely encodings of a text that is not valid at this byte position."""
-    near = text[max(0, position - 2**14) : position + 2**14]
-    found = list(charset_normalizer.from_bytes(near))
-    has_mark = bool(found) and found[0].bom
-    if b"\0" in near and not has_mark:
-        kinds = ", ".join(COMPRESSED)
-        return f"decompress it ({kinds} are supported); UTF-16 without a mark: utf-16-le, utf-16-be"
-    decoded = near.decode(errors="replace")
-    invalid = decoded.count("\ufffd")
-    if 0 < 2 * invalid <= sum(char > "\x7f" for char in decoded):
-        return "most other characters are UTF-8: correct this one in an editor"
-    likely = [match.encoding for match in found]
-    if not has_mark and "\ufffd" not in near.decode("cp1252", "replace"):
-        # The library cannot tell it from others if there are few such characters. It is the usual.
-        is_western = 0 < 20 * invalid < len(near)
-        is_western |= any("cp1252" in match.could_be_from_charset for match in found)
-        likely = [name for name in likely if name != "cp1252"]
-        likely.insert(0 if is_western else 1, "cp1252")
-    lines = [
-        f"data.encoding={encoding} reads {shown!r}"
-        for encoding in likely[:3]
-        if (shown := text[max(0, position - 20) : position + 20].decode(encoding, "ignore"))
-    ]
-    return ", or ".join(lines) or "use a text file, and set data.encoding"
 
 
 # ---------------------------------------------------------------------------- JSON, Parquet, hub

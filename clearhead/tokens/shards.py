@@ -7,33 +7,38 @@ A shard in the format of llm.c and modded-nanogpt, little-endian:
 
 nanoGPT's train.bin and val.bin are the ids without a header. `scripts/prepare_data.py` writes
 shards, manifest.json and, unless data.tokenizer is gpt2 or byte, tokenizer.json. The manifest
-contains the name of the tokenizer, the numbers of tokens and documents, and the SHA-256 of each
-block of 4 MiB, so that an error message can name the damaged block.
+contains the name of the tokenizer, and the numbers of tokens and documents and the SHA-256 of each
+shard.
 
     streams = open_shards("fineweb/", get_tokenizer("gpt2"))  # memory-maps the files
     streams["train"].gather(np.array([5]), 1024)              # ids 5 to 1028 (tokens/stream.py)
 """
 
 import contextlib
-import functools
 import glob
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    model_validator,
+)
 
 from clearhead.errors import DataError, hint_of, message_of
 from clearhead.files import atomic_write, open_regular, read_json, rename, temporary_name
 from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.paths import find_files, translate_read_errors
-from clearhead.tokens.stream import BLOCK_BYTES, TokenStream, invalid_id
+from clearhead.tokens.stream import TokenStream, invalid_id
 from clearhead.tokens.tokenizers import Tokenizer
 
 try:
@@ -42,17 +47,25 @@ except ImportError:  # Windows, which does not limit open files
     resource = None
 
 MANIFEST = "manifest.json"
-MANIFEST_LIMIT = 2**28  # bytes; enough for 15 TB of shards
+MANIFEST_VERSION = 2
 MAGIC = 20240520  # the first number in the header of llm.c's token files
 VERSION = 1
 HEADER_BYTES = 256 * 4
-MAX_VERIFY_ALL = 2**30  # bytes; up to this size all blocks are verified when files are opened
+MAX_VERIFIED = 2**30  # bytes; token files up to this size are read when they are opened
+BLOCK = 2**21  # bytes read at once
 TOKEN_DTYPE = np.dtype("<u2")
 # Matches the name of a validation file (without its extension).
 VALIDATION_NAME = re.compile(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)")
 
 
 # --------------------------------------------------------------------------------------- manifest
+
+
+def _whole_file(checksums: object) -> object:
+    """Version 1 of the manifest has a checksum for each 4 MiB. Several are not compared."""
+    if isinstance(checksums, list):
+        return checksums[0] if len(checksums) == 1 else None
+    return checksums
 
 
 class ShardEntry(BaseModel):
@@ -64,7 +77,7 @@ class ShardEntry(BaseModel):
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.bin$")]
     tokens: NonNegativeInt
     documents: NonNegativeInt  # number of documents that start in the shard
-    sha256: list[str]  # of each block of BLOCK_BYTES
+    sha256: Annotated[str | None, BeforeValidator(_whole_file)]  # of the file
 
 
 class Manifest(BaseModel):
@@ -73,17 +86,16 @@ class Manifest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     format: Literal["clearhead-shards"]
-    version: Literal[1]
+    version: Literal[1, 2]
     tokenizer: str = Field(pattern=r"^(gpt2|byte|bpe-[0-9a-f]{12})$")
     tokens: int
-    block_bytes: int
     shards: list[ShardEntry] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "Manifest":
         files = {shard.file for shard in self.shards}
         tokens = sum(shard.tokens for shard in self.shards)
-        if (len(files), tokens, BLOCK_BYTES) != (len(self.shards), self.tokens, self.block_bytes):
+        if (len(files), tokens) != (len(self.shards), self.tokens):
             raise ValueError("the numbers of tokens and shards do not match the list of shards")
         return self
 
@@ -94,13 +106,12 @@ def write_manifest(
     """Writes the manifest of the shards in a folder and returns it. extra: additional entries."""
     manifest = {
         "format": "clearhead-shards",
-        "version": 1,
+        "version": MANIFEST_VERSION,
         "tokenizer": tokenizer.name,
         **extra,
         "vocab_size": tokenizer.n_vocab,
         "tokens": sum(shard.tokens for shard in shards),
         "documents": sum(shard.documents for shard in shards),
-        "block_bytes": BLOCK_BYTES,
         "shards": [shard.model_dump() for shard in shards],
     }
     atomic_write(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
@@ -111,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a folder and validates it: the file may be from an unknown source."""
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate(read_json(path, MANIFEST_LIMIT))
+        return Manifest.model_validate(read_json(path))
     except (OSError, ValueError) as error:
         reason = f"invalid manifest ({message_of(error)})"
         raise DataError("data.path", path, reason, "prepare the data again") from error
@@ -147,12 +158,11 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        with open(self._part, "rb", buffering=0) as file:
-            blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
-            checksums = [hashlib.sha256(block).hexdigest() for block in blocks]
+        with open(self._part, "rb") as file:
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
         rename(self._part, self.path)
         return ShardEntry(
-            file=self.path.name, tokens=self.tokens, documents=self._documents, sha256=checksums
+            file=self.path.name, tokens=self.tokens, documents=self._documents, sha256=checksum
         )
 
     def discard(self) -> None:
@@ -200,10 +210,10 @@ def open_shards(
     """Memory-maps the token files of data.path: {"train": ..., "val": ...}.
 
     Files whose names contain the word "val" (VALIDATION_NAME) are the validation data, as in llm.c
-    and nanoGPT. If all files or none have such a name, there is only "train". verify: true reads
-    every byte; false reads only headers; auto reads every byte up to 1 GiB in total, otherwise the
-    first and last block of each file. dtype: of ids without a header; with one they are uint16.
-    Raises DataError with the file and the byte position.
+    and nanoGPT. If all files or none have such a name, there is only "train". verify: whether all
+    bytes are read and compared with the checksums of the manifest; auto: up to 1 GiB in total.
+    dtype: of ids without a header; with one they are uint16. Raises DataError with the file and the
+    byte position.
     """
     files = []
     for entry in [path] if isinstance(path, str) else path:
@@ -225,13 +235,10 @@ def open_shards(
     if resource:
         _raise_file_limit(len(files) + 256)  # each memory-mapped file needs a file descriptor
     shards = [_open_shard(f, manifests.get(f.parent), tokenizer, dtype) for f in files]
-    total = sum(shard.size for shard in shards)
-    for shard in shards:
-        blocks = range(len(shard.checksums))
-        if verify == "auto" and total > MAX_VERIFY_ALL:
-            blocks = sorted({0, len(blocks) - 1})
-        if verify:
-            shard.verify(blocks)
+    if verify == "auto":
+        verify = sum(shard.size for shard in shards) <= MAX_VERIFIED
+    for shard in shards if verify else ():
+        shard.verify()
     opened = {shard.path: shard for shard in shards}
     parts = split_by_name(files)
     end_of_text = tokenizer.eot_token
@@ -264,7 +271,7 @@ def _stream(shards: list["_Shard"], end_of_text: int) -> TokenStream:
         shards[0].vocab_size,
         end_of_text,
         [(str(shard.path), shard.first_byte) for shard in shards],
-        [(shard.path.name, shard.checksums) for shard in shards],
+        [(shard.path.name, shard.checksum()) for shard in shards],
     )
 
 
@@ -277,27 +284,31 @@ class _Shard:
     first_byte: int  # position of the first id
     ids: np.ndarray  # memory-mapped
     vocab_size: int
-    entry: ShardEntry | None  # of the manifest
-    checksums: list[str]  # 12 digits for each block; "" for a block that was not read
+    sha256: str | None  # in the manifest
 
-    def verify(self, blocks: Iterable[int]) -> None:
-        """Reads blocks and checks their checksums and that their ids are in the vocabulary."""
-        with open(self.path, "rb", buffering=0) as file:
-            for block in blocks:
-                first = block * BLOCK_BYTES
-                file.seek(first)
-                raw = file.read(BLOCK_BYTES)
-                checksum = hashlib.sha256(raw).hexdigest()
-                if self.entry and checksum != self.entry.sha256[block]:
-                    reason = f"checksum mismatch with {MANIFEST} in the block at byte {first}"
-                    raise _bad_file(self.path, reason)
-                self.checksums[block] = checksum[:12]
-                skip = max(0, self.first_byte - first)
-                ids = np.frombuffer(raw[skip:], self.ids.dtype)
-                if len(ids) and ids.max() >= self.vocab_size:
+    def verify(self) -> None:
+        """Reads the file and checks its checksum and that its ids are in the vocabulary."""
+        with open(self.path, "rb") as file:
+            digest = hashlib.sha256(file.read(self.first_byte))
+            while raw := file.read(BLOCK):
+                digest.update(raw)
+                ids = np.frombuffer(raw, self.ids.dtype)
+                if ids.max() >= self.vocab_size:
                     index = int((ids >= self.vocab_size).argmax())
-                    byte = first + skip + ids.itemsize * index
+                    byte = file.tell() - len(raw) + ids.itemsize * index
                     raise invalid_id(self.path, ids[index], byte, self.vocab_size)
+        if self.sha256 not in (None, digest.hexdigest()):
+            raise _bad_file(self.path, f"checksum mismatch with {MANIFEST}")
+
+    def checksum(self) -> str:
+        """Returns 12 digits of the checksum in the manifest, or of the first and the last 2 MiB."""
+        if self.sha256:
+            return self.sha256[:12]
+        with open(self.path, "rb") as file:
+            digest = hashlib.sha256(file.read(BLOCK))
+            file.seek(max(BLOCK, self.size - BLOCK))
+            digest.update(file.read())
+        return digest.hexdigest()[:12]
 
 
 def _bad_file(path: Path, reason: str, hint: str = "prepare or copy it again") -> DataError:
@@ -325,16 +336,14 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: Tokenizer, dty
             reason += f"its {size} bytes are not {dtype} ids below {vocab_size}"
             raise _bad_file(path, reason, "use token files in the format of llm.c or nanoGPT")
         first_byte, count = 0, size // plain.itemsize
-    blocks = -(-size // BLOCK_BYTES)
-    checksums = [checksum[:12] for checksum in entry.sha256] if entry else [""] * blocks
-    if len(checksums) != blocks or (entry and entry.tokens != count):
+    if entry and entry.tokens != count:
         raise _bad_file(path, f"its number of tokens, {count} (byte 8), does not match {MANIFEST}")
     try:
         ids = np.asarray(np.memmap(path, plain, "r", first_byte, (count,)))
     except OSError as error:
         hint = hint_of(error, "copy the file to a local disk")
         raise _bad_file(path, f"cannot be memory-mapped ({error.strerror})", hint) from error
-    return _Shard(path, size, first_byte, ids, vocab_size, entry, checksums)
+    return _Shard(path, size, first_byte, ids, vocab_size, entry and entry.sha256)
 
 
 def _check_plain_ids(path: Path, start: bytes, dtype: np.dtype) -> None:

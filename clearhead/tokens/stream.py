@@ -7,7 +7,6 @@ Shapes: B windows in a batch, N ids in a window.
 """
 
 import hashlib
-import itertools
 import json
 import mmap
 from collections import Counter
@@ -17,17 +16,18 @@ import numpy as np
 
 from clearhead.errors import DataError, shorten
 
-BLOCK_BYTES = 2**22  # each checksum is of one block of this size
 SEARCH_BLOCK = 2**20  # number of ids searched at once
 MAX_MEASURED = 2**27  # larger streams, which are token files, are not read completely at the start
-Checksums = list[tuple[str, list[str]]]  # of each file: (name, checksums of its blocks)
+Checksums = list[tuple[str, str]]  # of each file: (name, 12 hexadecimal digits)
+# In a checkpoint. Version 3 stored a list of checksums for each file, one for each 4 MiB.
+StoredChecksums = list[tuple[str, str | list[str]]]
 
 
 class TokenStream:
     """Arrays of token ids, concatenated without copying.
 
     names: of each array, its name in errors and the position of its first id in the file, in bytes.
-    checksums: of each array; "" for a block that was not read.
+    checksums: of each array; None: computed when they are needed.
     """
 
     def __init__(
@@ -169,22 +169,19 @@ class TokenStream:
         return None
 
     def checksums(self) -> Checksums:
-        """Returns the checksums of each array, which a checkpoint stores: the first 12 hexadecimal
-        digits of the SHA-256 of each block."""
+        """Returns the checksum of each array, which a checkpoint stores: the beginning of its
+        SHA-256."""
         if self._checksums is None:
-            self._checksums = []
-            for array, (name, _) in zip(self.arrays, self.names, strict=True):
-                raw = memoryview(np.ascontiguousarray(array)).cast("B")
-                blocks = (raw[b : b + BLOCK_BYTES] for b in range(0, len(raw), BLOCK_BYTES))
-                sums = [hashlib.sha256(block).hexdigest()[:12] for block in blocks]
-                self._checksums.append((name, sums))
+            named = zip(self.names, map(np.ascontiguousarray, self.arrays), strict=True)
+            sums = [(name, hashlib.sha256(array).hexdigest()[:12]) for (name, _), array in named]
+            self._checksums = sums
         return self._checksums
 
 
 def checksum_of_all(checksums: Checksums) -> str | None:
     """Returns one checksum of all tokens, without the names of files; None for no files."""
-    blocks = json.dumps([sums for _, sums in checksums])
-    return hashlib.sha256(blocks.encode()).hexdigest()[:12] if checksums else None
+    content = json.dumps([[checksum] for _, checksum in checksums])
+    return hashlib.sha256(content.encode()).hexdigest()[:12] if checksums else None
 
 
 def invalid_id(path: object, token: int, byte: int, vocab_size: int) -> DataError:
@@ -201,11 +198,11 @@ def _mmap_of(array: np.ndarray) -> mmap.mmap | None:
 
 
 def check_checksums(
-    expected: Checksums, found: Checksums, path: object, whose: str, hint: str
+    expected: StoredChecksums, found: Checksums, path: object, whose: str, hint: str
 ) -> None:
     """Raises DataError when the tokens of data.path differ from those of the checkpoint or rank 0.
 
-    whose: "the checkpoint" or "rank 0". hint: what to do. A checksum "" is not compared.
+    whose: "the checkpoint" or "rank 0". hint: what to do.
     """
     before, now = ([name for name, _ in files] for files in (expected, found))
     if before != now:
@@ -215,9 +212,7 @@ def check_checksums(
         reason = shorten(reason + ("; ".join(changes) or "their order differs"))
         raise DataError("data.path", path, reason, hint)
     for (file, theirs), (_, ours) in zip(expected, found, strict=True):
-        pairs = enumerate(itertools.zip_longest(theirs, ours))
-        blocks = [block for block, (a, b) in pairs if a != b and "" not in (a, b)]
-        if blocks:
-            byte = blocks[0] * BLOCK_BYTES
-            reason = f"{file} differs from the file of {whose}, starting at byte {byte} or later"
-            raise DataError("data.path", path, reason, hint)
+        if theirs not in (ours, [ours]):
+            is_old = isinstance(theirs, list) and len(theirs) > 1
+            how = "cannot be compared with the one (version 3)" if is_old else "differs from that"
+            raise DataError("data.path", path, f"{file} {how} of {whose}", hint)

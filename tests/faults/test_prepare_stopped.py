@@ -16,7 +16,7 @@ import pytest
 from helpers import NO_NETWORK, REPOSITORY
 from helpers.ranks import processes_of, started, wait_for_exit, wait_until
 from helpers.refusals import printed_keys, time_limit
-from helpers.tally import CAMPAIGN, in_campaign
+from helpers.tally import CAMPAIGN
 from helpers.texts import (
     check_kept,
     check_manifest,
@@ -26,6 +26,7 @@ from helpers.texts import (
     ids_of,
     in_order,
     prepare,
+    prepare_half,
     write_collection,
     write_source,
 )
@@ -167,24 +168,12 @@ def test_stopped_by_a_signal(start, resumed, number, whom, codes):
 
 
 def test_two_at_the_same_time(start, here, resumed, tmp_path):
-    """A second process for the same part is refused; one for another part is accepted."""
-    process = start("part=1/2")
-    code, _, errors = here(*ARGUMENTS, "part=1/2")
+    """A second process is refused."""
+    process = start()
+    code, _, errors = here(*ARGUMENTS)
     assert (code, printed_keys(errors)) == (3, ["out"])
-    assert here(*ARGUMENTS, "part=2/2")[0] == 0
     (tmp_path / "hold").unlink()
     assert wait_for_exit(process) == 0
-    resumed()
-
-
-@in_campaign
-def test_two_parts_finish_at_the_same_time(start, resumed, tmp_path):
-    """Both may write the manifest."""
-    processes = [start("part=1/2"), start("part=2/2")]
-    wait_until((tmp_path / "out/preparing/lock-2-of-2").exists, processes[1])
-    (tmp_path / "hold").unlink()
-    assert [wait_for_exit(process) for process in processes] == [0, 0]
-    assert (tmp_path / "out" / "manifest.json").exists()
     resumed()
 
 
@@ -226,8 +215,8 @@ def test_full_disk(here, tmp_path):
     assert ids_of(tmp_path / "out") == expected_ids(collection, "byte")
 
 
-def test_moved_texts_are_the_same_texts(here, resumed, tmp_path):
-    write_collection(tmp_path / "b", TEXTS)
-    assert here(*ARGUMENTS, "data.path=b", "part=1/2")[0] == 0
+def test_moved_texts_are_the_same_texts(resumed, tmp_path):
+    texts = write_collection(tmp_path / "b", TEXTS)
+    prepare_half(texts, tmp_path / "out", shard_tokens=400, tokenizer="byte")
     (tmp_path / "b").rename(tmp_path / "held")
     assert resumed()

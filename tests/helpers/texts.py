@@ -1,9 +1,7 @@
 """Texts of all formats, their tokens by one call of tiktoken, and shards made of them."""
 
-import bz2
 import gzip
 import json
-import lzma
 import random
 import re
 import tracemalloc
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 from clearhead.errors import ClearheadError
 from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.paths import find_files
-from clearhead.tokens.prepare import Preparation, PrepareSettings
+from clearhead.tokens.prepare import Preparation, PrepareSettings, run_task
 from clearhead.tokens.shards import HEADER_BYTES, open_shards
 from clearhead.tokens.tokenizers import get_tokenizer
 
@@ -55,8 +53,6 @@ def write_packed(path: Path, content: str | bytes = "text") -> Path:
     raw = content.encode() if isinstance(content, str) else content
     if path.suffix.lower() == ".gz":
         raw = gzip.compress(raw, 1, mtime=0)
-    if path.suffix.lower() in (".xz", ".bz2"):
-        raw = (lzma if path.suffix.lower() == ".xz" else bz2).compress(raw)
     if path.suffix.lower() == ".zst":
         raw = pyarrow.compress(raw, "zstd", asbytes=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,19 +111,26 @@ def varied_text(size: int, seed: int = 0) -> str:
     return "".join(random.Random(seed).choices([*characters, END_OF_TEXT], k=size))
 
 
-def preparation(path: object, folder: Path, i: int = 1, n: int = 1, **changes) -> Preparation:
+def preparation(path: object, folder: Path, **changes) -> Preparation:
     values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "gigatoken", "text_key": "text"}
     settings = PrepareSettings(**values | {"shard_tokens": 10**8} | changes)
     path = [str(p) for p in path] if isinstance(path, list) else str(path)
-    return Preparation(find_files(path), folder, settings, (i, n))
+    return Preparation(find_files(path), folder, settings)
 
 
-def prepare(path: object, folder: Path, i: int = 1, n: int = 1, workers: int = 1, **changes):
-    """Runs the preparation of part i/n. Returns the manifest; None if other parts are missing."""
-    made = preparation(path, folder, i, n, **changes)
+def prepare(path: object, folder: Path, workers: int = 1, **changes) -> dict:
+    """Prepares a folder of shards. Returns the manifest."""
+    made = preparation(path, folder, **changes)
     made.start()
-    made.run(made.unfinished(made.assigned), workers, lambda done, total: None)
-    return made.finish()
+    return made.run(workers, lambda done, total: None)
+
+
+def prepare_half(path: object, folder: Path, first: int = 0, **changes) -> None:
+    """Runs every second task, as a preparation that is interrupted. first: 0 or 1."""
+    made = preparation(path, folder, **changes)
+    made.start()
+    for task in made.tasks[first::2]:
+        run_task(task, folder, made.settings, made.plan)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -1,5 +1,5 @@
 """scripts/prepare_data.py and tokens/prepare.py: the shards contain tiktoken's ids, for any number
-of processes and parts. Interrupted preparations: tests/faults/test_prepare_stopped.py.
+of processes. Interrupted preparations: tests/faults/test_prepare_stopped.py.
 """
 
 import functools
@@ -34,18 +34,16 @@ from helpers.texts import (
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from clearhead.config.command_line import parse
-from clearhead.errors import ConfigError, DataError
+from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT, encoding, readers
 from clearhead.tokens import prepare as module
-from clearhead.tokens.paths import find_files
-from clearhead.tokens.prepare import make_tasks
-from scripts.prepare_data import PrepareConfig, main
+from scripts.prepare_data import main
 
 few = trials(5, 100)
 # Shards have 30 tokens unless a test sets another number.
 preparation = functools.partial(texts.preparation, shard_tokens=30)
 prepare = functools.partial(texts.prepare, shard_tokens=30)
+prepare_half = functools.partial(texts.prepare_half, shard_tokens=30)
 
 TEXT = "Some words of a text. " * 20  # four tasks with shards of 30 tokens
 
@@ -140,44 +138,21 @@ def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
     assert ids_of(tmp_path / "out") == expected_ids([("hub", documents), ("txt", ["And a file."])])
 
 
-@few
-@given(st.data(), collections.filter(expected_ids), st.integers(1, 6), st.integers(10, 80))
-def test_parts_in_any_order_make_the_same_files(draw, collection, n, smallest):
-    """The last part writes the manifest. Running a part twice changes nothing."""
-    order = draw.draw(st.permutations(range(1, n + 1)))
-    twice = draw.draw(st.lists(st.sampled_from(order), max_size=2))
-    order = [*twice, *order, *twice]
-    with (
-        tempfile.TemporaryDirectory() as name,
-        mock.patch.object(module, "MIN_TASK_BYTES", smallest),
-        mock.patch("os.fsync"),
-    ):
-        path = write_collection(Path(name) / "texts", collection)
-        whole, shared = Path(name) / "whole", Path(name) / "shared"
-        prepare(path, whole, shard_tokens=10_000)
-        count = len(make_tasks(find_files(str(path)), 10_000))
-        needed = {number % n + 1 for number in range(count)}
-        for place, i in enumerate(order):
-            manifest = prepare(path, shared, i, n, shard_tokens=10_000)
-            assert (manifest is not None) == (needed <= set(order[: place + 1]))
-        assert files_of(shared) == files_of(whole)
-
-
 def test_other_texts_or_settings_are_refused(tmp_path, subtests):
     path = write_source(tmp_path / "a.txt", [TEXT])
     other = str(write_source(tmp_path / "other.txt", [TEXT.replace("text", "test")]))
     others = [{"path": [str(path), other]}, {"tokenizer": "byte"}, {"endoftext": "text"}]
     others += [{"text_key": "body"}, {"shard_tokens": 29}]
-    for n in (1, 2):  # a complete preparation and an incomplete one
-        out = tmp_path / f"out{n}"
-        prepare(path, out, 1, n)
+    for make in (prepare, prepare_half):  # a complete preparation and an incomplete one
+        out = tmp_path / make.func.__name__
+        make(path, out)
         before = files_of(out)
         for changes in others:
-            with subtests.test(n=n, **changes), refused(DataError, "out", out, 3):
+            with subtests.test(out=out, **changes), refused(DataError, "out", out, 3):
                 prepare(**{"path": path, "folder": out} | changes)
             assert files_of(out) == before
         # Settings that do not change tokens may differ.
-        prepare(path, out, 2, 2, engine="tiktoken")
+        prepare(path, out, engine="tiktoken")
         assert ids_of(out) == expected_ids([("txt", [TEXT])])
     os.utime(path, ns=(1, 1))  # a changed file
     with refused(DataError, "out", out, 3):
@@ -186,13 +161,14 @@ def test_other_texts_or_settings_are_refused(tmp_path, subtests):
 
 def test_task_with_a_damaged_record_is_done_again(tmp_path):
     path = write_source(tmp_path / "a.txt", [TEXT])
-    prepare(path, tmp_path / "out", 1, 2)
+    prepare_half(path, tmp_path / "out")
     record = tmp_path / "out/preparing/00000.json"
     valid = json.loads(record.read_text())
     for content in ("{", "null", json.dumps(valid | {"text_bytes": -5, "shards": [{}]})):
         record.write_text(content)
-        prepare(path, tmp_path / "out", 1, 2)
+        prepare_half(path, tmp_path / "out")
         assert json.loads(record.read_text()) == valid
+    record.write_text("{")
     prepare(path, tmp_path / "out")
     assert ids_of(tmp_path / "out") == expected_ids([("txt", [TEXT])])
 
@@ -202,7 +178,7 @@ def test_missing_or_truncated_shard_is_made_again(tmp_path, size):
     """If the folder was complete, this is an error: a run may be training on it."""
     path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
     prepare(path, tmp_path / "whole")
-    prepare(path, out, 1, 2)
+    prepare_half(path, out)
     for number in (1, 2):  # an incomplete preparation and a complete one
         shard = out / "shard_00000_00.bin"
         if size is None:
@@ -220,7 +196,7 @@ def test_missing_or_truncated_shard_is_made_again(tmp_path, size):
 def test_shards_of_a_longer_text_do_not_stay(tmp_path):
     """The file is replaced when half of its tasks are done."""
     path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
-    prepare(path, out, 2, 2)
+    prepare_half(path, out, first=1)
     assert (out / "shard_00003_00.bin").exists()
     write_source(path, ["A few words."])
     check_manifest(out, prepare(path, out), "gpt2", 30)
@@ -282,7 +258,7 @@ def test_text_that_changes_during_preparation_is_prepared_again(tmp_path, share)
     collection = [("txt", [f"Text {n}, some words of it. " * 300]) for n in range(5)]
     web, out = write_collection(tmp_path / "web", collection), tmp_path / "out"
     recipe = {"tokenizer": "byte", "shard_tokens": 2500}
-    prepare(web, out, 1, 2, **recipe)
+    prepare_half(web, out, **recipe)
     before = finished_shards(out)
     text = f"Other words, {share} times as many. " * int(share * 240)
     collection[4] = ("txt", [text])  # the third file
@@ -293,6 +269,17 @@ def test_text_that_changes_during_preparation_is_prepared_again(tmp_path, share)
     check_kept(out, kept)
     assert ids_of(out) == expected_ids(in_order(collection), "byte")
     check_manifest(out, manifest, "byte", 2500)
+
+
+def test_text_that_changes_after_its_task_is_refused(tmp_path):
+    path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
+    made = preparation(path, out)
+    made.start()
+    with refused(DataError, "data.path", path, 3):
+        made.run(1, lambda done, total: os.utime(path, ns=(done, done)))
+    assert not (out / "manifest.json").exists()
+    prepare(path, out)
+    assert ids_of(out) == expected_ids([("txt", [TEXT])])
 
 
 def test_task_whose_tokenizers_disagree_is_not_finished(tmp_path, monkeypatch):
@@ -319,12 +306,9 @@ def test_task_whose_tokenizers_disagree_is_not_finished(tmp_path, monkeypatch):
 
 def test_invalid_settings_are_refused(here):
     """All problems are reported together, each with its key."""
-    for part in ("5/4", "0/4", "x"):
-        with refused(ConfigError, "part", exit_code=2):
-            parse(PrepareConfig, ["data.path=a.txt", "out=x", f"part={part}"])
-    code, out, errors = here("data.path=a", "data.tokenizer=words", "part=9/3", "ou=x", "out=x")
+    code, out, errors = here("data.path=a", "data.tokenizer=words", "workers=-1", "ou=x", "out=x")
     assert (code, out) == (2, "")
-    assert sorted(printed_keys(errors)) == ["data.tokenizer", "ou", "part"]
+    assert sorted(printed_keys(errors)) == ["data.tokenizer", "ou", "workers"]
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):

@@ -143,9 +143,9 @@ def test_format_is_frozen(tmp_path):
     path = write_shards(tmp_path, {"a.bin": HAND_MADE_IDS}) / "a.bin"
     assert path.read_bytes() == HAND_MADE
     entry = {"file": "a.bin", "tokens": 7, "documents": 2}
-    entry["sha256"] = [hashlib.sha256(HAND_MADE).hexdigest()]
-    expected = {"format": "clearhead-shards", "version": 1, "tokenizer": "gpt2"}
-    expected |= {"vocab_size": 50257, "tokens": 7, "documents": 2, "block_bytes": 4194304}
+    entry["sha256"] = hashlib.sha256(HAND_MADE).hexdigest()
+    expected = {"format": "clearhead-shards", "version": 2, "tokenizer": "gpt2"}
+    expected |= {"vocab_size": 50257, "tokens": 7, "documents": 2}
     assert json.loads((tmp_path / MANIFEST).read_bytes()) == expected | {"shards": [entry]}
     assert read(path) == HAND_MADE_IDS
     stream = opened(path)["train"]
@@ -153,21 +153,20 @@ def test_format_is_frozen(tmp_path):
     assert not stream.arrays[0].flags.writeable
 
 
-def test_shard_of_several_blocks(tmp_path):
-    """Longer than the buffer of the writer; it has three checksums."""
+def test_a_long_shard(tmp_path):
+    """Longer than the buffers of the writer and of the reader."""
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, 50257, 2**22 + 1000).astype(np.uint16)
+    ids = rng.integers(0, 50257, 2**21 + 1000).astype(np.uint16)
     ids[rng.integers(0, len(ids), 500)] = EOT
     path = tmp_path / "a.bin"
     writer = ShardWriter(path, EOT)
-    for piece in np.split(ids, [2**20 - 1, 2**20, 2**20 + 1, 3 * 2**20 + 18]):
+    for piece in np.split(ids, [2**20 - 1, 2**20, 2**20 + 1, 2**21]):
         writer.append(piece)
     entry = writer.close()
     write_manifest(tmp_path, [entry], get_tokenizer("gpt2"))
     raw = shard(20240520, 1, len(ids), ids=[]) + ids.tobytes()
     assert path.read_bytes() == raw
-    blocks = (raw[:4194304], raw[4194304:8388608], raw[8388608:])
-    assert entry.sha256 == [hashlib.sha256(block).hexdigest() for block in blocks]
+    assert entry.sha256 == hashlib.sha256(raw).hexdigest()
     stream = opened(tmp_path)["train"]
     assert np.array_equal(stream.arrays[0], ids)
     assert np.array_equal(stream.document_starts(), np.union1d([0], np.flatnonzero(ids == EOT)))
@@ -214,14 +213,13 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(kind, tmp_path):
 
 # Invalid values in the manifest, and in the entry of its second shard.
 BAD_VALUES = {
-    "version": 2,
-    "block_bytes": 2**20,
+    "version": 3,
     "tokenizer": "words",
     "shards": [],
     "tokens": 3069,
 }
 BAD_SHARDS = [{"file": file} for file in ("../b.bin", "a\nb.bin", "a.bin")]  # the last one twice
-BAD_SHARDS += [{"tokens": "70"}, {"tokens": 69}, {"sha256": []}]
+BAD_SHARDS += [{"tokens": "70"}, {"tokens": 69}, {"sha256": 5}, {"sha256": "0"}]
 NOT_OBJECTS = (b"", b"\xff\xfe\xff", b"9" * 5000, b"[" * 100_000, b"[]", b"{}")
 
 
@@ -339,42 +337,63 @@ def test_files_named_val_are_validation_data(tmp_path):
         assert (ids_in(found["val"]) if "val" in found else []) == val
 
 
-BLOCK = 2048  # bytes per checksum, so that small files have several
-EVERY_BLOCK = [("a.bin", n) for n in range(4)] + [("b.bin", 0), ("val.bin", 0), ("val.bin", 1)]
-OUTER_BLOCKS = [block for block in EVERY_BLOCK if block not in (("a.bin", 1), ("a.bin", 2))]
+SIZE = 7024 + 1026 + 2448  # bytes of the files below
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
 @pytest.mark.parametrize(
-    ("verify", "most", "expected"),
-    [
-        (True, 0, EVERY_BLOCK),
-        ("auto", 7024 + 1026 + 2448, EVERY_BLOCK),
-        ("auto", 7024 + 1026 + 2448 - 1, OUTER_BLOCKS),
-        (False, 2**30, []),
-    ],
+    ("verify", "most", "is_read"),
+    [(True, 0, True), ("auto", SIZE, True), ("auto", SIZE - 1, False), (False, 2**30, False)],
 )
-def test_blocks_that_verify_reads(verify, most, expected, with_manifest, tmp_path, monkeypatch):
-    """Damage is found only in these blocks; without a manifest only they have checksums."""
-    assert module.MAX_VERIFY_ALL == 2**30  # as docs/data.md says
-    monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr("clearhead.tokens.stream.BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(module, "MAX_VERIFY_ALL", most)
+def test_verify_reads_all_bytes(verify, most, is_read, with_manifest, tmp_path, monkeypatch):
+    """An id outside the vocabulary is found; with a manifest, any other damage too."""
+    assert module.MAX_VERIFIED == 2**30  # as docs/data.md says
+    monkeypatch.setattr(module, "BLOCK", 2000)
+    monkeypatch.setattr(module, "MAX_VERIFIED", most)
     write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5], "val.bin": ids_of(712)})
     if not with_manifest:
         (tmp_path / MANIFEST).unlink()
-    streams = opened(tmp_path, verify=verify)
-    checksums = dict(streams["train"].checksums() + streams["val"].checksums())
-    known = [block for block in EVERY_BLOCK if checksums[block[0]][block[1]]]
-    assert known == (EVERY_BLOCK if with_manifest else expected)
-    for name, block in EVERY_BLOCK:
-        path, byte = tmp_path / name, max(1024, block * BLOCK)
+    assert sorted(opened(tmp_path, verify=verify)) == ["train", "val"]
+    for name, byte in (("a.bin", 1024), ("a.bin", 5024), ("b.bin", -2), ("val.bin", -2)):
+        path = tmp_path / name
         whole = path.read_bytes()
-        put(path, byte, b"\xff\xff")
-        position = block * BLOCK if with_manifest else byte  # position of the block, or of the id
-        with refuses(path, position) if (name, block) in expected else contextlib.nullcontext():
-            opened(tmp_path, verify=verify)
+        for damage in (b"\xff\xff", b"\x0a\x00"):  # the id 10
+            put(path, byte, damage)
+            is_bad_id = damage == b"\xff\xff"
+            numbers = [byte % len(whole)] if is_bad_id else []
+            is_found = is_read and (is_bad_id or with_manifest)
+            with refuses(path, *numbers) if is_found else contextlib.nullcontext():
+                opened(tmp_path, verify=verify)
         path.write_bytes(whole)
+
+
+def test_checksums_of_token_files(tmp_path, monkeypatch):
+    """Those of the manifest; without one, those of the beginning and the end of each file."""
+    monkeypatch.setattr(module, "BLOCK", 2000)
+
+    def checksums() -> list[str]:
+        return [checksum for _, checksum in opened(tmp_path, verify=False)["train"].checksums()]
+
+    path = write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5]}) / "a.bin"
+    whole = [hashlib.sha256((tmp_path / name).read_bytes()) for name in ("a.bin", "b.bin")]
+    assert checksums() == [digest.hexdigest()[:12] for digest in whole]
+    (tmp_path / MANIFEST).unlink()
+    raw = path.read_bytes()
+    assert checksums()[0] == hashlib.sha256(raw[:2000] + raw[-2000:]).hexdigest()[:12]
+    assert checksums()[1] == whole[1].hexdigest()[:12]  # a short file
+
+
+def test_manifest_of_version_1(tmp_path):
+    """It has a checksum for each 4 MiB. That of a file with one block is compared."""
+    path = write_shards(tmp_path, {"a.bin": IDS}) / "a.bin"
+    manifest = json.loads((tmp_path / MANIFEST).read_bytes())
+    (entry,) = manifest["shards"]
+    put(path, -2, b"\x0a\x00")
+    for checksums, is_found in (([entry["sha256"]], True), (["0" * 64, "1" * 64], False)):
+        old = {"version": 1, "block_bytes": 2**22, "shards": [entry | {"sha256": checksums}]}
+        (tmp_path / MANIFEST).write_text(json.dumps(manifest | old))
+        with refuses(path) if is_found else contextlib.nullcontext():
+            opened(tmp_path)
 
 
 def test_opening_three_gigabytes_reads_the_header_only(tmp_path):
