@@ -18,10 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml.reader import ReaderError
 
 from clearhead.config.command_line import not_a_setting
-from clearhead.config.other_names import unknown_key
 from clearhead.config.overrides import override, takes_text, with_typed_text
 from clearhead.config.schema import GROUPS, Config, known_settings
 from clearhead.config.stored import config_from
+from clearhead.config.validation import unknown_key
 from clearhead.config.yaml_files import CONFIGS
 from clearhead.errors import NO_VALUE, ClearheadError, ConfigError, Problem, shorten
 

@@ -22,11 +22,10 @@ import train
 from clearhead.config import Config, compose
 from clearhead.config.application import hydra_main
 from clearhead.config.command_line import parse
-from clearhead.config.other_names import other_names, unknown_key
 from clearhead.config.overrides import override
 from clearhead.config.schema import GROUPS, UNLIMITED, known_settings
 from clearhead.config.stored import complete, settings_of, with_automatic_values
-from clearhead.config.validation import flat_fields, validate
+from clearhead.config.validation import flat_fields, unknown_key, validate
 from clearhead.config.yaml_files import CONFIGS, default_values, defaults_and_meanings, flat
 from clearhead.errors import CheckpointError, ConfigError, DataError
 from generate import GenerateConfig
@@ -48,8 +47,7 @@ def suggested(known, key) -> set[str]:
 
 # unknown name=suggested setting, if any
 MEANT = """
-optimizer.learning_rate=optimizer.lr trainer.epochs=trainer.max_steps block_size=data.max_length
-wandb_project=wandb.project train.max_step=trainer.max_steps optimizer.beta=optimizer.betas
+optimizer.lrs=optimizer.lr train.max_step=trainer.max_steps optimizer.beta=optimizer.betas
 modle=model max_step=trainer.max_steps model.num_head=model.num_heads verbose= gamma=
 """
 
@@ -58,19 +56,6 @@ def test_hints_suggest_similar_settings():
     for key, _, setting in (text.partition("=") for text in MEANT.split()):
         found = suggested(known_settings(), key)
         assert (setting in found) if setting else (found == set()), key
-
-
-def test_hints_for_names_of_other_projects_are_existing_settings():
-    of_training = known_settings()
-    scripts = (GenerateConfig, PlanConfig, InspectConfig)
-    commands = [of_training, *map(list, map(flat_fields, scripts))]
-    for setting, names, remark in other_names():
-        named = set(re.findall(r"[a-z]+\.[a-z_]+", remark)) - {"train.py"}
-        assert named <= set(of_training)
-        (known, *_) = (keys for keys in commands if setting in keys)
-        for name in names.split():
-            assert name not in known
-            assert setting in suggested(known, name), name
 
 
 def test_accepted_forms():
