@@ -12,13 +12,13 @@ from pathlib import Path
 
 import hydra
 import yaml
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml.reader import ReaderError
 
 from clearhead.config.command_line import not_a_setting
-from clearhead.config.overrides import override, takes_text, with_typed_text
 from clearhead.config.schema import GROUPS, Config, known_settings
 from clearhead.config.stored import config_from
 from clearhead.config.validation import unknown_key
@@ -55,7 +55,7 @@ def checked(values: DictConfig, overrides: Sequence[str]) -> Config:
     """Returns the config for values that Hydra has composed. Raises ConfigError."""
     with one_line_each(overrides):
         plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
-        return config_from(with_typed_text(plain, overrides), overrides)
+        return config_from(plain, overrides)
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ def invalid_override(text: str) -> Problem:
     key, equals, value = plain.partition("=")
     hint = quoting(text)
     if plain != text:
-        hint = f"type {plain.strip()}" + f"; {hint}" * takes_text(key)
+        hint = f"type {plain.strip()}; {hint}"
         return Problem(text, NO_VALUE, "contains characters of a page or editor", hint)
     if not equals:
         return not_a_setting(text, "data.path")
@@ -183,6 +183,13 @@ def folders_of(arguments: Sequence[str]) -> list[Path]:
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     given = parser.parse_known_args(list(arguments))[0].config_dir
     return [*map(Path, given + re.findall(r"file://([^,'\"\]]+)", " ".join(arguments)))]
+
+
+def override(key: str, text: object) -> str:
+    """Returns KEY=TEXT for Hydra, with quotes if the text is not a plain path with a slash."""
+    if re.fullmatch(r"[\w.+-]*/[\w./+ -]*", str(text), re.ASCII):
+        return f"{key}={text}"
+    return f"{key}={QuotedString(str(text), Quote.double).with_quotes()}"
 
 
 def quoting(text: str) -> str:

@@ -78,13 +78,16 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
     reason = re.sub("^(Input|List|String) should", "must", reason).replace("False", "false")
     value = flat(values).get(key, NO_VALUE)
     kinds = members(fields[key].annotation) if key in fields else []
-    return Problem(key, value, reason, context.get("hint") or _hint(key, value, kinds))
+    return Problem(key, value, reason, context.get("hint") or _hint(key, value, kinds, details))
 
 
-def _hint(key: str, value: object, kinds: Sequence[object]) -> str:
+def _hint(key: str, value: object, kinds: Sequence[object], details: ErrorDetails) -> str:
     variable = environment_variable(key)
     if variable and os.environ.get(variable) == value:
         return f"correct the environment variable {variable}"
+    if details["type"] == "string_type" and isinstance(details["input"], int | float):
+        text = '["TEXT"]' if isinstance(details["loc"][-1], int) else '"TEXT"'
+        return f"quote a text: '{key}={text}'"
     if None in kinds and value in ("", "none", "None"):
         return f"write {key}=null"
     if list in map(typing.get_origin, kinds) and isinstance(value, str):

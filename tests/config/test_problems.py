@@ -62,6 +62,7 @@ model.emb_dim=null seed=x seed={a:1} seed= wandb.alerts=often
 optimizer.weight_decay=-1 optimizer.min_lr_ratio=2 optimizer.decay_fraction=0 optimizer.eps=0
 optimizer.out_proj_lr_ratio=0
 optimizer.betas=[0.9] model.num_layers=0 model.dropout=1.5 data.val_fraction=1 data.stride=0
+name=2026 wandb.project=null wandb.notes=${seed} lens.prompts=[a,1]
 trainer.max_minutes=0 trainer.max_minutes=five trainer.schedule_steps=0
 trainer.max_steps=0 trainer.warmup_steps=-1 trainer.batch_size=1e9 trainer.sample_tokens=1e9
 trainer.threads=0 trainer.threads=1025
@@ -127,14 +128,13 @@ def test_names_and_syntax():
 
 # A wrong argument, and what its hint says; the hint is accepted.
 HINTS = {
-    "name=None": "name=null",
-    "data.val_path=none": "data.val_path=null",
     "trainer.eval_every=None": "trainer.eval_every=null",
     "optimizer.matrix_lr=": "optimizer.matrix_lr=null",
     "optimizer.betas=(0.9,0.95)": "optimizer.betas=[0.9,0.95]",
     "lens.prompts=one": 'lens.prompts=["one"]',
-    "data.path=[s.txt,a b (1).txt]": 'data.path=[s.txt,"a b (1).txt"]',
     "trainer.max_steps=5\r": "trainer.max_steps=5",
+    "name=1_1": 'name="TEXT"',
+    "lens.prompts=[1_1]": 'lens.prompts=["TEXT"]',
     "optimizer.lr=1e\u22123": "optimizer.lr=1e-3",
     "seed=5\xa0": "seed=5",
     "trainer.sample_prompt=\u201cHello\u201d": 'trainer.sample_prompt="Hello"',
