@@ -19,8 +19,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from clearhead.config.other_names import nearest
 from clearhead.config.schema import Name, Paths, rejected
+from clearhead.config.validation import nearest
 from clearhead.errors import as_yaml, message_of, refuse, sanitize, shorten
 from clearhead.files import as_json
 from clearhead.output import comparison

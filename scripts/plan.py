@@ -27,7 +27,6 @@ from clearhead.config.command_line import (
     unknown_option,
     write_out,
 )
-from clearhead.config.other_names import nearest, unknown_key
 from clearhead.config.schema import (
     UNLIMITED,
     AboveZero,
@@ -36,6 +35,7 @@ from clearhead.config.schema import (
     Positive,
     known_settings,
 )
+from clearhead.config.validation import nearest, unknown_key
 from clearhead.errors import ConfigError, DataError, refuse
 from clearhead.parallel.hardware import (
     ASSUMED_UTILISATION,

@@ -26,8 +26,8 @@ from clearhead.checkpoint.run_directory import (
 )
 from clearhead.checkpoint.tensors import read_tensors
 from clearhead.compute.optimizers import learning_rate
+from clearhead.config.compose import override
 from clearhead.config.job import is_in_sweep
-from clearhead.config.overrides import override
 from clearhead.config.schema import Config
 from clearhead.config.stored import (
     AUTOMATIC,

@@ -8,6 +8,7 @@ printed as one line per problem. Exit codes: errors.py.
 """
 
 import argparse
+import filecmp
 import functools
 import os
 import sys
@@ -20,11 +21,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from clearhead.config.command_line import errors_in_one_line, unknown_option
+from clearhead.config.command_line import errors_in_one_line
 from clearhead.config.compose import VERSION, checked, one_line_each
 from clearhead.config.job import run_job
-from clearhead.config.schema import Config, known_settings
-from clearhead.config.stored import settings_of
+from clearhead.config.schema import Config
 from clearhead.config.yaml_files import CONFIGS
 from clearhead.errors import NO_VALUE, Problem, refuse
 
@@ -36,8 +36,6 @@ if sys.version_info >= (3, 14) and VERSION:
     # that Hydra 1.3 uses in place of a text (hydra issue 3121). Hydra 1.4 does not have it.
     setattr(argparse.ArgumentParser, "_check_help", lambda parser, action: None)  # noqa: B010
 OURS = ("hydra", "main", "schema")  # providers of settings
-HYDRA_OPTIONS = """--help --hydra-help --version --cfg --resolve --package --run --multirun
-    --shell-completion --config-path --config-name --config-dir --experimental-rerun --info"""
 
 
 def is_single_run() -> bool:
@@ -69,7 +67,6 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
     def main() -> None:
         arguments = sys.argv[1:]
         with errors_in_one_line(debug="debug=true" in arguments):
-            check_options(arguments)
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
             with one_line_each(arguments):
                 hydra.main(str(CONFIGS), "config", **OPTIONS)(task)()
@@ -77,27 +74,15 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
     return main
 
 
-def check_options(arguments: list[str]) -> None:
-    """Raises ConfigError for options that Hydra does not have."""
-    known, settings = HYDRA_OPTIONS.split(), known_settings()
-    names = {text: text.partition("=")[0] for text in arguments if text.startswith("-")}
-    wrong = [
-        text
-        for text, name in names.items()
-        if name not in known and (name.startswith("--") or name[1:] in settings)
-    ]
-    refuse([unknown_option(text, settings) for text in wrong])
-
-
 def unread_files(sources: Iterable[DictConfig]) -> list[Problem]:
     """Returns a problem for each file in the user's folders of settings that Hydra does not read,
     because another file of this name in configs/ has priority."""
-    problems = []
-    for folder in [Path(source.path) for source in sources if source.provider not in OURS]:
-        for ours in CONFIGS.rglob("*.yaml"):
-            path = folder / ours.relative_to(CONFIGS)
-            if path.is_file() and path.read_bytes() != ours.read_bytes():
-                reason = "not read, because a file of this name in configs/ has priority"
-                hint = f"to repeat a run: from={folder}" if settings_of(folder) else "rename it"
-                problems.append(Problem(os.path.relpath(path), NO_VALUE, reason, hint))
-    return problems
+    folders = [Path(source.path) for source in sources if source.provider not in OURS]
+    pairs = [(f / p.relative_to(CONFIGS), p) for f in folders for p in CONFIGS.rglob("*.yaml")]
+    reason = "not read, because a file of this name in configs/ has priority"
+    hint = "rename it; to repeat a run: from=RUN"
+    return [
+        Problem(os.path.relpath(mine), NO_VALUE, reason, hint)
+        for mine, ours in pairs
+        if mine.is_file() and not filecmp.cmp(mine, ours, shallow=False)
+    ]

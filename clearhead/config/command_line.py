@@ -31,9 +31,8 @@ from pydantic import (
     field_validator,
 )
 
-from clearhead.config.other_names import unknown_key
 from clearhead.config.schema import Name, rejected
-from clearhead.config.validation import flat_fields, groups_of, validate
+from clearhead.config.validation import flat_fields, groups_of, unknown_key, validate
 from clearhead.config.yaml_files import nested, table
 from clearhead.errors import (
     DEBUG_HINT,

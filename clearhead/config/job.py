@@ -17,12 +17,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf
 
 from clearhead.config.compose import one_line_each
-from clearhead.config.overrides import FIELDS, typed_value, with_quoted_numbers
 from clearhead.config.schema import Config
-from clearhead.config.validation import validate
+from clearhead.config.validation import flat_fields, validate
 from clearhead.config.yaml_files import default_values, flat, nested
 from clearhead.errors import (
     DEBUG_HINT,
@@ -43,8 +42,7 @@ def check_sweep(config: DictConfig) -> int | None:
     cannot have, or one name for all jobs. Each job checks the rules between settings. Returns the
     number of jobs; None if the sweeper decides it.
 
-    config: as Hydra composed it for the sweep, with the node `hydra`. Numbers in text settings are
-    quoted in it: Hydra writes the overrides of each job from the values that it has read.
+    config: as Hydra composed it for the sweep, with the node `hydra`.
     """
     composed, problems, found, num_jobs = OmegaConf.to_container(config), [], {}, 1
     task = composed["hydra"]["overrides"]["task"]
@@ -53,11 +51,7 @@ def check_sweep(config: DictConfig) -> int | None:
     if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
         hint = "start it without torchrun, or remove -m"
         problems.append(Problem("WORLD_SIZE", ranks, "a sweep runs in one process", hint))
-    with one_line_each([*params, *task]), read_write(config):
-        params, task = [[*map(with_quoted_numbers, each)] for each in (params, task)]
-        config.hydra.overrides.task = task
-        if params:
-            config.hydra.sweeper.params = dict(text.split("=", 1) for text in params)
+    with one_line_each([*params, *task]):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         for override in parser.parse_overrides([*params, *task]):
             key, values = override.key_or_group, [None, None]  # the sweeper chooses from a range
@@ -73,7 +67,7 @@ def check_sweep(config: DictConfig) -> int | None:
                 problems.append(Problem(key, written, "has no values, so no job runs", hint))
             problems += problems_of_values(key, [value for value in values if value])
     swept = {key for key, values in found.items() if len(values) > 1}
-    if "name" not in found and swept <= FIELDS.keys():  # otherwise a file may set the name
+    if "name" not in found and swept <= flat_fields(Config).keys():  # else a file may set the name
         found["name"] = [composed["name"]]
     names = [str(name) for name in found.get("name", ()) if name not in (None, "null")]
     names = [name for name in names if "$" not in name]
@@ -88,8 +82,9 @@ def problems_of_values(key: str, values: Iterable[str]) -> list[Problem]:
     """Returns the problem of the first value, as in an override, that this setting cannot have."""
     defaults = flat(default_values())
     for value in values:
-        if key in FIELDS and "$" not in value:
-            tree = nested(defaults | {key: typed_value(key, value)})
+        if key in defaults and "$" not in value:
+            override = OverridesParser.create().parse_override(f"{key}={value}")
+            tree = nested(defaults | {key: override.value()})
             found = [each for each in validate(Config, tree, rules=False)[1] if each.key == key]
             if found:
                 return found

@@ -66,8 +66,7 @@ Seed = Annotated[int, BeforeValidator(_to_int), Field(ge=0, le=2**63 - 1)]
 NonNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 AboveZero = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
 Fractional = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-# A name may be a number: name=2026. min_length makes pydantic check that the text is UTF-8.
-Text = Annotated[str, Field(strict=False, coerce_numbers_to_str=True, min_length=0)]
+Text = Annotated[str, Field(min_length=0)]  # min_length: pydantic checks that it is UTF-8
 Name = Annotated[Text, Field(min_length=1)]
 Sentence = Annotated[Text, Field(pattern=r"\S")]
 Checkpoint = Annotated[

@@ -1,5 +1,6 @@
 """Checks values with a pydantic model and turns its errors into problems, one line each."""
 
+import difflib
 import os
 import re
 import types
@@ -11,7 +12,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from clearhead.config.other_names import unknown_key
 from clearhead.config.yaml_files import environment_variable, flat
 from clearhead.errors import NO_VALUE, Problem, as_yaml
 
@@ -78,18 +78,42 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
     reason = re.sub("^(Input|List|String) should", "must", reason).replace("False", "false")
     value = flat(values).get(key, NO_VALUE)
     kinds = members(fields[key].annotation) if key in fields else []
-    return Problem(key, value, reason, context.get("hint") or _hint(key, value, kinds))
+    return Problem(key, value, reason, context.get("hint") or _hint(key, value, kinds, details))
 
 
-def _hint(key: str, value: object, kinds: Sequence[object]) -> str:
+def _hint(key: str, value: object, kinds: Sequence[object], details: ErrorDetails) -> str:
     variable = environment_variable(key)
     if variable and os.environ.get(variable) == value:
         return f"correct the environment variable {variable}"
+    if details["type"] == "string_type" and isinstance(details["input"], int | float):
+        text = '["TEXT"]' if isinstance(details["loc"][-1], int) else '"TEXT"'
+        return f"quote a text: '{key}={text}'"
     if None in kinds and value in ("", "none", "None"):
         return f"write {key}=null"
     if list in map(typing.get_origin, kinds) and isinstance(value, str):
         return f"a list of one text is '{key}=[\"{value}\"]'"
     return "see --help"
+
+
+def nearest(key: str, known: Sequence[str]) -> str | None:
+    """Returns the setting with the most similar name, preferably in the same group."""
+    group, _, last = key.rpartition(".")
+    own = [name for name in known if name.rpartition(".")[0] == group]
+    for names in (own, known):
+        # Compares names without groups: a common group would make any two names similar.
+        by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+        if hits := difflib.get_close_matches(last, by_last, n=1, cutoff=0.75):
+            return by_last[hits[0]]
+    return None
+
+
+def unknown_key(key: str, value: object, known: Sequence[str]) -> Problem:
+    """Returns the problem of an unknown key. The hint is the setting with the nearest name."""
+    near = nearest(key, known)
+    hint = f"did you mean {near}?" if near else "--help lists all settings"
+    if key in known:  # in a YAML file
+        hint = f"write it in a new line below {key.partition('.')[0]}:"
+    return Problem(key, value, "no such setting", hint)
 
 
 def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:

@@ -22,11 +22,10 @@ import train
 from clearhead.config import Config, compose
 from clearhead.config.application import hydra_main
 from clearhead.config.command_line import parse
-from clearhead.config.other_names import other_names, unknown_key
-from clearhead.config.overrides import override
+from clearhead.config.compose import override
 from clearhead.config.schema import GROUPS, UNLIMITED, known_settings
 from clearhead.config.stored import complete, settings_of, with_automatic_values
-from clearhead.config.validation import flat_fields, validate
+from clearhead.config.validation import flat_fields, unknown_key, validate
 from clearhead.config.yaml_files import CONFIGS, default_values, defaults_and_meanings, flat
 from clearhead.errors import CheckpointError, ConfigError, DataError
 from generate import GenerateConfig
@@ -48,8 +47,7 @@ def suggested(known, key) -> set[str]:
 
 # unknown name=suggested setting, if any
 MEANT = """
-optimizer.learning_rate=optimizer.lr trainer.epochs=trainer.max_steps block_size=data.max_length
-wandb_project=wandb.project train.max_step=trainer.max_steps optimizer.beta=optimizer.betas
+optimizer.lrs=optimizer.lr train.max_step=trainer.max_steps optimizer.beta=optimizer.betas
 modle=model max_step=trainer.max_steps model.num_head=model.num_heads verbose= gamma=
 """
 
@@ -60,21 +58,8 @@ def test_hints_suggest_similar_settings():
         assert (setting in found) if setting else (found == set()), key
 
 
-def test_hints_for_names_of_other_projects_are_existing_settings():
-    of_training = known_settings()
-    scripts = (GenerateConfig, PlanConfig, InspectConfig)
-    commands = [of_training, *map(list, map(flat_fields, scripts))]
-    for setting, names, remark in other_names():
-        named = set(re.findall(r"[a-z]+\.[a-z_]+", remark)) - {"train.py"}
-        assert named <= set(of_training)
-        (known, *_) = (keys for keys in commands if setting in keys)
-        for name in names.split():
-            assert name not in known
-            assert setting in suggested(known, name), name
-
-
 def test_accepted_forms():
-    given = ["model=gpt2-nano", "experiment=book", "lens=off", "optimizer.lr=3e-4", "name=2026"]
+    given = ["model=gpt2-nano", "experiment=book", "lens=off", "optimizer.lr=3e-4", 'name="2026"']
     given += ["lens.prompts=[one prompt,another]", "data.path=[a.txt,b.txt]"]
     given += ["++trainer.max_steps=1e3", "trainer.compile=false", "wandb.group=null"]
     found = compose(given)
@@ -111,24 +96,13 @@ def test_free_text():
     assert (found.prompt, found.compile, found.ignore_end) == (["1", "b"], True, True)
 
 
-def test_text_that_looks_like_a_number_is_kept():
-    """null and false count as such where the setting has this value."""
-    texts = ("1_1_1", "1.10", "1e3", "007", "12:30", "True", "inf", "[Verse 1]", "[12:30]", "{a:1}")
-    for text in texts:
-        assert compose([f"trainer.sample_prompt={text}"]).trainer.sample_prompt == text
-        assert parse(GenerateConfig, ["checkpoint=x", f"prompt={text}"]).prompt == text
-    found = compose(["name=1.10", "wandb.project=null", "lens.prompts=[1_0, 'a, 1_0',null]"])
-    assert (found.name, found.wandb.project) == ("1.10", "null")
-    assert found.lens.prompts == ["1_0", "a, 1_0", "null"]
-    given = ["name=null", "trainer.resume=false", "wandb.notes=1", "wandb.notes=${seed}"]
-    found = compose([*given, "seed=1_0", "trainer.sample_prompt=null", "lens.prompts=null"])
-    assert (found.name, found.trainer.resume) == (None, False)
-    assert (found.trainer.sample_prompt, found.lens.prompts) == (None, None)
-    assert (found.wandb.notes, found.seed) == ("10", 10)
-    assert parse(PrepareConfig, ["data.path=[1.10,12:30]", "out=1_0"]).data.path == [
-        "1.10",
-        "12:30",
-    ]
+@pytest.mark.parametrize("value", ["1_1_1", "2026", "1e3", "inf", "true"])
+def test_a_text_that_hydra_reads_as_another_type_needs_quotes(value):
+    for setting in ("name={}", "trainer.sample_prompt={}", "lens.prompts=[a,{}]"):
+        ((key, _),) = problems_of(compose, [setting.format(value)])
+        assert key == setting.partition("=")[0]
+        compose([setting.format(f'"{value}"')])
+    assert parse(GenerateConfig, ["checkpoint=x", f"prompt={value}"]).prompt == value
 
 
 def problems_of(read, *given) -> list[tuple[str, str]]:

@@ -327,17 +327,6 @@ def test_a_sweep_is_checked_before_its_first_job(tmp_path, monkeypatch):
     assert [each.name for each in tmp_path.iterdir()] == ["mine"]
 
 
-def test_text_that_looks_like_a_number_is_kept(tmp_path):
-    configs = []
-    assert sweep_in(tmp_path, lambda config: 0.0, "name=null", "seed=1,2")[0] == 0
-    given = ("name=1_1,1.10", "trainer.sample_prompt=1_0", "seed=1_0")
-    assert sweep_in(tmp_path, configs.append, *given)[0] == 0
-    assert [config.name for config in configs] == ["1_1", "1.10"]
-    assert {(config.trainer.sample_prompt, config.seed) for config in configs} == {("1_0", 10)}
-    assert sweep_in(tmp_path, configs.append, "name=a${seed}-2", "seed=3,4")[0] == 0
-    assert [config.name for config in configs[2:]] == ["a3-2", "a4-2"]
-
-
 def test_files_of_others_are_left_alone(tmp_path):
     """Also files of a sweep in a subfolder. Earlier results of this sweep are removed."""
     others = {tmp_path / "other" / "result.json": b"{", tmp_path / "result.json": b'{"job": 0}'}
