@@ -18,7 +18,6 @@ from helpers.tally import tally
 
 import generate
 import train
-from benchmarks import data as benchmark_data
 from clearhead.config import Config, compose
 from clearhead.config.command_line import parse
 from clearhead.config.validation import validate
@@ -288,8 +287,6 @@ SCRIPTS = [
     (prepare_data, 3, "data.path", "data.path=pipe out=out"),
     (inspect_attention, 2, "out", "checkpoint={run} out=text.txt/x.html"),
     (inspect_attention, 3, "compare", "checkpoint={run} compare=no"),
-    *((benchmark_data, 2, "text", f"text={x}") for x in ("no.txt", "pipe")),
-    (benchmark_data, 2, "repeats", "text=text.txt repeats=0"),
 ]
 
 
