@@ -39,8 +39,6 @@ from clearhead.config.schema import AboveZero, Name, Positive
 from clearhead.errors import ClearheadError, message_of, refuse
 from clearhead.files import REPOSITORY, read_json, read_rows
 from clearhead.parallel import device
-from clearhead.parallel.device_memory import memory_of
-from clearhead.parallel.memory import USABLE
 from clearhead.tokens.tokenizers import get_tokenizer
 from scripts import plan
 
@@ -68,9 +66,7 @@ class GpuBenchmark(ScriptConfig):
     rows: list[Name] = Field(list(ROWS), description="rows to run, in the order of the default")
     minutes: AboveZero = Field(9, description="rows that do not fit into this time are skipped")
     model: Name = Field("gpt2-small", description="model group of train.py")
-    batch_size: Positive | None = Field(
-        None, description="windows per step; null: as many as fit at once, at most 64"
-    )
+    batch_size: Positive = Field(64, description="windows per step")
     length: Positive = Field(1024, description="tokens per window")
     nanogpt: DirectoryPath | None = Field(None, description="folder of a checkout of nanoGPT")
     device: Literal["cuda", "cpu"] = Field("cuda", description="cpu: to check this file, eager")
@@ -111,13 +107,11 @@ class Check:
         self.on_gpu, where = settings.device == "cuda", torch.device(settings.device)
         bf16 = not self.on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
         self.precision = "bf16" if bf16 else "fp16"
-        self.usable = USABLE * memory_of(where)  # bytes
-        self.batch_size = settings.batch_size or self.largest_batch()
         self.origin = origin("benchmarks.gpu", where, ("triton", "transformers"))
         self.origin["commit"] = settings.commit or self.origin["commit"]
         story = (REPOSITORY / "corpus/sample.txt").read_text(encoding="utf-8")
         tokens = np.array(get_tokenizer("gpt2").encode(story), dtype=np.uint16)
-        size = STEPS * self.batch_size * settings.length + 1
+        size = STEPS * settings.batch_size * settings.length + 1
         np.resize(tokens, size).tofile(folder / "train.bin")  # repeated, in nanoGPT's format
 
     def row(self, name: str) -> dict:
@@ -158,17 +152,13 @@ class Check:
     def train(self, name: str, program: str = "train.py", **values: object) -> dict:
         """Trains as run `name` and returns its figures. values: of `overrides`."""
         settings = self.overrides(**values)
-        if self.on_gpu and (needed := self.plan(settings, 1)["total"]) > self.usable:
-            text = f"one window at a time needs {needed / 1e9:.1f} GB"
-            raise Skipped(f"{text}; {self.usable / 1e9:.1f} GB are usable")
         self.run(f"{program} {shlex.join(settings)} name={name}")
         self.runs[name] = self.folder / name
         return self.figures(name, settings)
 
-    def overrides(self, batch_size=0, parallel="single", **trainer) -> list[str]:
+    def overrides(self, parallel="single", **trainer) -> list[str]:
         """Returns the settings of a training. trainer: settings of this group."""
         values = self.settings.model_dump() | {"folder": self.folder}
-        values["batch_size"] = batch_size or self.batch_size
         of_rows = {"precision": self.precision, "compile": self.on_gpu, "max_steps": STEPS}
         more = [f"trainer.{key}={value}" for key, value in (of_rows | trainer).items()]
         return [f"parallel={parallel}", *shlex.split(TRAIN.format(**values)), *more]
@@ -178,13 +168,6 @@ class Check:
         kind = "h100" if self.on_gpu else "cpu"  # all GPUs have the same estimate
         more = [f"trainer.micro_batch_size={micro_batch_size}", f"kind={kind}"]
         return plan.make_plan(*plan.composed([*settings, *more]))["memory"]
-
-    def largest_batch(self) -> int:
-        """Returns the largest power of two up to 64 that fits as one micro-batch."""
-        for size in (64, 32, 16, 8, 4, 2):
-            if self.plan(self.overrides(batch_size=size), size)["total"] <= self.usable:
-                return size
-        return 1
 
     def figures(self, name: str, settings: list[str]) -> dict:
         """Returns losses, speed and memory of a run, and what is wrong with them."""
@@ -267,7 +250,7 @@ class Check:
         """A quarter of the batch: transformers stores the logits of all tokens in fp32."""
         nanogpt = self.settings.nanogpt
         values: dict = {"compile": self.on_gpu, "length": self.settings.length}
-        values |= {"batch_size": max(1, self.batch_size // 4)}
+        values |= {"batch_size": max(1, self.settings.batch_size // 4)}
         values |= {"nanogpt": nanogpt.absolute()} if nanogpt else {}
         return self.tables("training", **values)
 

@@ -96,7 +96,7 @@ def find_checkpoint(
         hint += ".save_pretrained(...)"
     elif pickles:
         reason = f"{pickles[0].name} is a pickle, which can execute code"
-        hint = "if you trust its author, convert it to safetensors (docs/models.md)"
+        hint = "if you trust its author, convert it to safetensors (docs/checkpoints.md)"
     raise CheckpointError(key, path, reason, hint)
 
 

@@ -121,9 +121,6 @@ def test_what_makes_a_training_fail(trained, monkeypatch):
     assert len(check.figures("eager", settings)["problems"]) == 1
     monkeypatch.setattr(gpu, "LOSS_FALLS", 9)
     assert len(check.figures("eager", settings)["problems"]) == 2
-    monkeypatch.setattr(check, "usable", 1e6)
-    with pytest.raises(Skipped):  # it does not fit
-        check.train("eager")
 
 
 @pytest.mark.parametrize(("loss", "weight"), [(8.0, 1.0), (8.01, 1.0), (8.1, 1.0), (8.0, 2.0)])

@@ -1,20 +1,18 @@
-"""lm-eval on an exported folder, with the command and the tasks of docs/models.md. Its results
-equal those of scripts.evaluate. Skipped if lm-eval is not installed.
+"""lm-eval on an exported folder, with tasks of two kinds. Its results equal those of
+scripts.evaluate. Skipped if lm-eval is not installed.
 
     python -m pytest tests/campaign/lm_eval.py
 """
 
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import NO_NETWORK, REPOSITORY, TEXT
+from helpers import NO_NETWORK, TEXT
 
 from clearhead.models import export
 from clearhead.models.pretrained import PretrainedModel
@@ -24,7 +22,29 @@ from model import GPT, ModelConfig
 from scripts import evaluate
 
 pytest.importorskip("lm_eval")
-PAGE = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
+TASKS = {
+    "my_text": """
+dataset_path: json
+dataset_kwargs: {data_files: {test: texts.jsonl}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - metric: bits_per_byte
+""",
+    "my_choice": """
+dataset_path: json
+dataset_kwargs: {data_files: {test: questions.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list:
+  - metric: acc
+""",
+}
 QUESTIONS = [
     {"question": "The quick fox jumps over the", "choices": ["dog", "zebra"], "answer": 0},
     {"question": "Line 5: the quick", "choices": ["xylophone", "fox", "Q"], "answer": 1},
@@ -49,14 +69,11 @@ def test_lm_eval_computes_what_we_do(in_process, tmp_path, tokenizer, window):
     write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     write_lines(tmp_path / "questions.jsonl", QUESTIONS)
     (tmp_path / "tasks").mkdir()
-    tasks = re.findall(r"```yaml\n(task: (\w+)\n.*?)```", PAGE, re.DOTALL)
-    assert [name for _, name in tasks] == ["my_text", "my_choice"]
-    for content, name in tasks:
-        (tmp_path / "tasks" / f"{name}.yaml").write_text(content, encoding="utf-8")
+    for name, content in TASKS.items():
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(f"task: {name}{content}", encoding="utf-8")
 
-    (line,) = re.findall(r"^(lm_eval .*--include_path.*)$", PAGE, re.MULTILINE)
-    _, *arguments = shlex.split(line)
-    arguments[arguments.index("--model_args") + 1] += f",max_length={window}"
+    arguments = ["--model", "hf", "--tasks", ",".join(TASKS), "--include_path", "tasks"]
+    arguments += ["--model_args", f"pretrained=my-model,dtype=float32,max_length={window}"]
     arguments += ["--device", "cpu", "--output_path", "found"]
     home = {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     options = {"env": os.environ | home | {"PYTHONPATH": str(NO_NETWORK)}, "timeout": 600}

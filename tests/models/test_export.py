@@ -117,8 +117,8 @@ def test_card_has_the_figures_of_the_run(home):
 
 
 def test_examples_run(home, capsys):
-    """The examples of the model card and of docs/models.md."""
-    docs = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
+    """The examples of the model card and of docs/checkpoints.md."""
+    docs = (REPOSITORY / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     card = (home / "bytes" / "README.md").read_text(encoding="utf-8")
     for text, place in ((card, "PATH/OF/THIS/FOLDER"), (docs, "my-model")):
         blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

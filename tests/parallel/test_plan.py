@@ -126,7 +126,7 @@ def test_values_that_depend_on_settings():
 
 
 def test_the_estimate_in_the_docs_is_the_output(in_process, tmp_path):
-    page = (REPOSITORY / "docs" / "scaling.md").read_text("utf-8")
+    page = (REPOSITORY / "docs" / "training.md").read_text("utf-8")
     shown = re.search(r"^\$ python -m scripts\.plan (.*)\n((?:.*\n)*?)```", page, re.MULTILINE)
     assert in_process(plan.main, tmp_path, *shlex.split(shown[1])) == (0, shown[2], "")
 

@@ -65,7 +65,7 @@ def test_targets_of_links_exist():
 def test_the_python_example_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names, quick = {}, ["wandb=off", "lens=off", "model.num_layers=2", "model.emb_dim=16"]
-    (code,) = (code for code in blocks("docs/models.md", "python") if "build_run" in code)
+    (code,) = (code for code in blocks("docs/checkpoints.md", "python") if "build_run" in code)
     exec(code.replace("max_steps=20", f'max_steps=2", *{quick}, "debug=true'), names)
     assert names["run"].state.step == 2
     assert [layer.shape[:2] for layer in names["layers"]] == [(1, 4)] * 2
