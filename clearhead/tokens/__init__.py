@@ -21,3 +21,4 @@ END_OF_TEXT = "<|endoftext|>"
 VOCABULARIES = {"gpt2": 50257, "byte": 257}  # number of ids of the built-in tokenizers
 TRAINED = "bpe"  # data.tokenizer: byte-level BPE, trained on the training text
 MAX_VOCABULARY = 2**16  # token files have 16 bits for each id
+MIXTURE_BLOCK = 1000  # windows of a mixture among which each source has exactly its share
