@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from clearhead.config.schema import DataConfig
-from clearhead.errors import ConfigError, DataError, sanitize
+from clearhead.errors import DataError, sanitize
 from clearhead.tokens.encoding import AnyTokenizer, StreamEncoder, concatenate, encode_text
 from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.readers import FilePart, encode_part
-from clearhead.tokens.sampler import WindowOrder, integer_weights
+from clearhead.tokens.sampler import WindowOrder
 from clearhead.tokens.shards import files_by_name, is_shards, open_shards
 from clearhead.tokens.stream import Checksums, TokenStream
 from clearhead.tokens.synthetic import CycleWalks, RepeatedSequences
@@ -285,11 +285,6 @@ def load_datasets(config: DataConfig, tokenizer: Tokenizer) -> LoadedData:
 
 def _load_mixture(config: DataConfig, path: list[str], tokenizer: Tokenizer) -> LoadedData:
     """Builds the datasets of all entries of data.path, mixed with data.weights."""
-    try:
-        integer_weights(config.weights)
-    except ValueError as error:
-        reason, hint = "as a ratio of integers, they sum to more than 100,000", "use fewer digits"
-        raise ConfigError([("data.weights", config.weights, reason, hint)]) from error
     without_val = {"val_path": None, "val_fraction": 0.0}
     others = config.model_copy(update=without_val) if config.val_path else config
     configs = [config, *[others] * (len(path) - 1)]

@@ -44,8 +44,8 @@ from clearhead.parallel.hardware import (
     WORTH_COMPILING,
 )
 from clearhead.parallel.launch import check_ranks
-from clearhead.tokens import TRAINED
-from clearhead.tokens.paths import HUB, find_files
+from clearhead.tokens import HUB, TRAINED
+from clearhead.tokens.paths import find_files
 from clearhead.tokens.tokenizer_json import load_tokenizer
 from clearhead.tokens.training import default_vocab_size
 

@@ -335,8 +335,8 @@ def test_a_mixture_of_texts(tmp_path):
         assert (mixed.weights, mixed.sizes) == ([0.7, 0.3], [len(part) for part in parts])
         assert pairs_of(mixed) == pairs_of(parts[0]) + pairs_of(parts[1])
     assert loaded.checksums == alone[0].checksums + alone[1].checksums
-    order = window_order(loaded.train, 20, 0).windows(0)
-    assert (order < loaded.train.sizes[0]).sum() == 14
+    order = window_order(loaded.train, 1000, 0).windows(0)
+    assert (order < loaded.train.sizes[0]).sum() == 700
     val_path = str(write_source(tmp_path / "val.txt", ["not of any of the sources"]))
     loaded = load(files, weights=[0.5, 0.5], val_fraction=0.1, val_path=val_path)
     assert pairs_of(loaded.val) == pairs_of(load(files[0], val_path=val_path).val)
@@ -401,12 +401,9 @@ def test_other_tokens_than_those_of_a_checkpoint_or_of_rank_0_are_refused():
 def test_rules_between_settings():
     """Types and ranges: tests/config/test_problems.py."""
     two = {"path": ["a", "b"]}
-    for weights in ([1.0, 0.333333], [1.0, 100_000.0]):  # the period is too long
-        with refused(ConfigError, "data.weights", exit_code=2):
-            load_datasets(DataConfig.with_defaults(**two, weights=weights), get_tokenizer("gpt2"))
-    for weights in ([0.7, 0.3], [1, 2], [1.0, 99_999.0]):
+    for weights in ([0.7, 0.3], [1, 2], [1.0, 999.0], [1.0, 0.333333]):
         DataConfig.with_defaults(**two, weights=weights)
-    for weights in ([], [0.0, 1.0], [1.0, -0.5], [float("nan"), 1.0]):
+    for weights in ([], [0.0, 1.0], [1.0, -0.5], [float("nan"), 1.0], [1.0, 1000.0]):
         with refused(ConfigError, "data.weights", exit_code=2):
             DataConfig.with_defaults(**two, weights=weights)
     # Synthetic sequences need no text, but they need the byte tokenizer.

@@ -345,6 +345,9 @@ def changed_data(config: Config, state: State, checksums: Checksums) -> DataErro
     ended = f" {longer(config, state)}" * (state.step >= config.trainer.max_steps)
     hint = f"to continue the run with them, add trainer.resume_override=true{ended}; "
     hint += "for a new run, use another name"
+    if config.data.weights and any(isinstance(checksum, list) for _, checksum in state.data or []):
+        reason = "version 3, which wrote the checkpoint, read the mixture in another order"
+        return DataError("data.weights", config.data.weights, reason, hint)
     try:
         check_checksums(state.data or [], checksums, config.data.path, "the checkpoint", hint)
     except DataError as error:

@@ -30,7 +30,7 @@ from clearhead.config.validation import (
 )
 from clearhead.config.yaml_files import default_values, nested
 from clearhead.errors import refuse
-from clearhead.tokens import MAX_VOCABULARY, TRAINED, VOCABULARIES
+from clearhead.tokens import MAX_VOCABULARY, MIXTURE_BLOCK, TRAINED, VOCABULARIES
 
 UNLIMITED = 10**15  # trainer.max_steps if only trainer.max_minutes limits a run
 MAX_PROMPTS = 20  # every page of a snapshot contains all prompts
@@ -160,6 +160,9 @@ def _one_per_path(weights: list[float] | None, others: dict) -> None:
     if weights is not None and "path" in others and len(weights) != entries:
         reason = f"number of weights: {len(weights)}; number of entries of data.path: {entries}"
         raise rejected(reason, "give one weight per entry, such as [0.7,0.3]")
+    if weights and min(weights) * MIXTURE_BLOCK < sum(weights):
+        reason = f"a weight is less than 1/{MIXTURE_BLOCK:,} of their sum"
+        raise rejected(reason, "use a larger weight, or leave this entry out")
 
 
 @rule

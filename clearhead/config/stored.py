@@ -23,8 +23,7 @@ from clearhead.errors import (
     shorten,
 )
 from clearhead.files import REPOSITORY, read_object
-from clearhead.tokens import TRAINED, VOCABULARIES
-from clearhead.tokens.paths import HUB
+from clearhead.tokens import HUB, TRAINED, VOCABULARIES
 from headlens.config import LensConfig
 
 SETTINGS_JSON = "run.json"  # in a run directory

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clearhead.errors import CheckpointError, message_of
-from clearhead.tokens.paths import HUB  # "hub:", also used by data.path
+from clearhead.tokens import HUB
 
 MODEL_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 REVISION = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})*", re.ASCII)  # a branch, a tag or a commit

@@ -21,3 +21,5 @@ END_OF_TEXT = "<|endoftext|>"
 VOCABULARIES = {"gpt2": 50257, "byte": 257}  # number of ids of the built-in tokenizers
 TRAINED = "bpe"  # data.tokenizer: byte-level BPE, trained on the training text
 MAX_VOCABULARY = 2**16  # token files have 16 bits for each id
+HUB = "hub:"  # a path hub:NAME is a dataset or a model on the Hugging Face hub
+MIXTURE_BLOCK = 1000  # windows of a mixture among which each source has exactly its share

@@ -76,8 +76,12 @@ UNICODE_DIFFERENCES = re.compile(
 )
 
 
-def find_boundary(text: bytes | bytearray | mmap.mmap, start: int, stop: int) -> int | None:
-    """Returns the first boundary at a position p with 0 < start <= p < stop, or None."""
+def find_boundary(
+    text: bytes | bytearray | mmap.mmap, start: int, stop: int | None = None
+) -> int | None:
+    """Returns the first boundary at a position p with 0 < start <= p < stop, or None. stop: None
+    for the end of the text."""
+    stop = len(text) if stop is None else stop
     # + 3: it reads the next character, up to three bytes of it.
     found = BOUNDARY.search(text, start, min(len(text), stop + 3))
     return found.start() if found and found.start() < stop else None
@@ -194,7 +198,7 @@ class StreamEncoder:
         """Returns the ids of a chunk; tiktoken checks the start of every `check_every`-th chunk."""
         ids = self._encode(text).astype(np.uint16)
         if self.chunks % self.check_every == 0 and self.engine == "gigatoken":
-            end = find_boundary(text, CHECKED_BYTES, len(text))
+            end = find_boundary(text, CHECKED_BYTES)
             expected = self._reference(text[:end].decode())
             if not np.array_equal(ids[: len(expected)] if end else ids, expected):
                 reason = "gigatoken and tiktoken return different ids for the text from byte "

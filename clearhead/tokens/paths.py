@@ -1,38 +1,20 @@
-"""Finds the files that data.path names and their formats."""
+"""Finds the files that data.path names."""
 
-import contextlib
 import glob
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from os.path import isfile
 from pathlib import Path
 
-from clearhead.errors import DataError, message_of, sanitize
-
-HUB = "hub:"  # data.path=hub:NAME is a dataset on the Hugging Face hub
-COMPRESSED = (".gz", ".zst")
-# File extension (before one in COMPRESSED): format, a key of READERS in tokens/readers.py. In a
-# folder, files with these extensions are read.
-TEXT_EXTENSIONS = {
-    ".txt": "text",
-    ".md": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-}
-# The same for files that are named directly. Any other extension is read as plain text.
-EXTENSIONS = TEXT_EXTENSIONS | {".json": "json"}
-
-
-def format_of(path: str) -> str:
-    """Returns the format of a file: a key of READERS in tokens/readers.py."""
-    return "hub" if path.startswith(HUB) else EXTENSIONS.get(_extension(path), "text")
-
-
-def _extension(path: str) -> str:
-    name, extension = os.path.splitext(path.lower())
-    return os.path.splitext(name)[1] if extension in COMPRESSED else extension
+from clearhead.errors import DataError, sanitize
+from clearhead.tokens import HUB
+from clearhead.tokens.readers import (
+    IN_FOLDERS,
+    check_regular_file,
+    extension_of,
+    translate_read_errors,
+)
 
 
 def find_files(path: str | list[str], notes: list[str] | None = None) -> list[str]:
@@ -55,7 +37,7 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
                 notes.append(sanitize(f"{entry}: {read}; skipped: {skipped}", keep=""))
             if not found:
                 hint = "use a glob for files with another extension, such as FOLDER/*.html"
-                names = ", ".join(f"*{extension}" for extension in TEXT_EXTENSIONS)
+                names = ", ".join(f"*{extension}" for extension in IN_FOLDERS)
                 raise DataError("data.path", entry, f"the folder contains no {names}", hint)
         elif os.path.exists(entry):
             check_regular_file(entry)
@@ -86,7 +68,7 @@ def _text_files_in(folder: str) -> tuple[list[str], list[str]]:
             if name[0] == "." or (real := os.path.realpath(path)) in seen or not isfile(path):
                 continue
             seen.add(real)
-            if _extension(name) in TEXT_EXTENSIONS:
+            if extension_of(name) in IN_FOLDERS:
                 found.append(path)
             else:
                 others.append(name)
@@ -105,26 +87,3 @@ def notes_about_repeated(files: Iterable[str | Path], val_files: Iterable = ()) 
 def _raise_read_error(error: OSError) -> None:
     with translate_read_errors(error.filename, OSError):
         raise error
-
-
-@contextlib.contextmanager
-def translate_read_errors(path: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raises DataError for this file in place of errors of the system or another library."""
-    try:
-        yield
-    except DataError:
-        raise
-    except errors as error:
-        reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
-        hint = "create or download it again" + "; zstd without --long" * path.endswith(".zst")
-        if isinstance(error, PermissionError):
-            hint = "check its permissions"
-        if path.startswith(HUB):
-            hint = "check NAME:CONFIG:SPLIT and the network connection"
-        raise DataError("data.path", path, f"cannot be read ({reason})", hint) from error
-
-
-def check_regular_file(path: str) -> None:
-    """Raises DataError if the path is a folder, a FIFO or a device, or does not exist."""
-    if not os.path.isfile(path):
-        raise DataError("data.path", path, "not a regular file", "give a text file")

@@ -32,8 +32,14 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from clearhead.errors import DataError, PreparationError
 from clearhead.files import atomic_write, read_json, remove_temporary_files
 from clearhead.tokens.encoding import StreamEncoder
-from clearhead.tokens.paths import HUB, translate_read_errors
-from clearhead.tokens.readers import FilePart, documents, encode_part, split_file
+from clearhead.tokens.readers import (
+    FilePart,
+    documents,
+    encode_part,
+    format_of,
+    split_file,
+    translate_read_errors,
+)
 from clearhead.tokens.shards import (
     HEADER_BYTES,
     MANIFEST,
@@ -90,7 +96,7 @@ def fingerprint_of(parts: Iterable[FilePart]) -> str:
     values = []
     for part in parts:
         changed = None
-        if part.format != "hub":
+        if part.format.is_file:
             with translate_read_errors(part.path, OSError):
                 state = os.stat(part.path)
             changed = [state.st_size, state.st_mtime_ns]
@@ -104,12 +110,12 @@ def make_tasks(files: list[str], shard_tokens: int, **options) -> list[Task]:
     Large files are split and small ones combined. A task has at most about one shard of tokens.
     options: text_key and encoding.
     """
-    total = sum(os.path.getsize(file) for file in files if not file.startswith(HUB))
+    total = sum(os.path.getsize(file) for file in files if format_of(file).is_file)
     task_bytes = min(max(MIN_TASK_BYTES, total // MIN_TASKS), 4 * shard_tokens)
     groups: list[list[FilePart]] = [[]]
     size = 0  # of the last group
     for part in itertools.chain.from_iterable(split_file(f, task_bytes, **options) for f in files):
-        if groups[-1] and (size + part.size > task_bytes or part.format == "hub"):
+        if groups[-1] and (size + part.size > task_bytes or not part.format.is_file):
             groups.append([])
             size = 0
         groups[-1].append(part)
@@ -149,7 +155,7 @@ class Preparation:
             hint = "use another out=, or delete the folder; training reads several: data.path=[A,B]"
             raise DataError("out", self.folder, reason, hint)
         for part in itertools.chain(*(task.parts for task in unfinished)):
-            if part.start == 0 and part.format != "hub":  # not after hours of other files
+            if part.start == 0 and part.format.is_file:  # not after hours of other files
                 for blocks in itertools.islice(documents(part), 1):
                     next(iter(blocks), None)
         preparing.mkdir(parents=True, exist_ok=True)

@@ -5,11 +5,10 @@
             for block in blocks:  # bytes; no character is split between two blocks
                 ...
 
-The file extension selects the format (tokens/paths.py), and READERS contains a function for each
-format: plain text (one document per file), JSON lines (one JSON object per line), a JSON array of
-objects, Parquet, and data sets on the Hugging Face hub. Text and JSON may be compressed (*.gz,
-*.zst). Parquet and zstd need the package pyarrow, the hub needs datasets; both are imported on
-first use.
+The file extension selects the format, an entry of FORMATS: plain text (one document per file),
+JSON lines (one JSON object per line), a JSON array of objects, Parquet, and data sets on the
+Hugging Face hub. Text and JSON may be compressed (*.gz, *.zst). Parquet and zstd need the package
+pyarrow, the hub needs datasets; both are imported on first use.
 
 An error in a file raises DataError with the byte or the row. A byte-order mark at the start of a
 file and empty texts are skipped, as is null in place of a text. A lone surrogate in JSON becomes
@@ -33,20 +32,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from clearhead.errors import DataError, message_of
+from clearhead.tokens import HUB
 from clearhead.tokens.encoding import StreamEncoder, find_boundary, utf8_blocks
-from clearhead.tokens.paths import (
-    COMPRESSED,
-    HUB,
-    check_regular_file,
-    format_of,
-    translate_read_errors,
-)
 
+COMPRESSED = (".gz", ".zst")
 BLOCK = 2**20  # bytes read at once
 MAX_ROWS = 64  # rows of Parquet read at once
 MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
 TEXT_HINT = "set data.encoding, such as cp1252 or utf-16, or correct the byte; archives other than "
 TEXT_HINT += f"{' and '.join(f'*{ending}' for ending in COMPRESSED)} must be decompressed"
+CREATE_AGAIN = "create or download it again"
+READ_ERRORS = (OSError, EOFError, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -65,74 +61,32 @@ class FilePart:
     size: int = 0  # approximate number of bytes to read; 0 for a hub dataset
 
     @property
-    def format(self) -> str:
-        """A key of READERS."""
+    def format(self) -> "Format":
         return format_of(self.path)
 
 
 def split_file(path: str, max_bytes: int, **options) -> Iterator[FilePart]:
     """Splits a file into parts of about `max_bytes` bytes, which have the same tokens as the file.
-
-    Plain text is split at token boundaries (`find_boundary`), JSON lines between lines, Parquet
-    between row groups, a hub dataset as it is stored. Compressed files, JSON arrays and text in
-    other encodings than UTF-8 are not split. options: text_key and encoding of the parts.
-    """
-    format = format_of(path)
-    if format == "hub":
-        count = load_hub_dataset(path).num_shards
-        for number in range(count):
-            yield FilePart(path, number, count, **options)
-    elif format == "parquet":
-        with _open_parquet(path) as file:
-            groups = range(file.num_row_groups)
-            sizes = [file.metadata.row_group(group).total_byte_size for group in groups]
-        first = size = 0
-        for group in groups:
-            size += sizes[group]
-            if size >= max_bytes or group == groups[-1]:
-                yield FilePart(path, first, group + 1, **options, size=size)
-                first, size = group + 1, 0
-    else:
-        size = os.path.getsize(path)
-        can_split = format in ("text", "jsonl") and not path.lower().endswith(COMPRESSED)
-        can_split &= format == "jsonl" or is_utf8(options.get("encoding", "utf-8"))
-        count = -(-size // max_bytes) if can_split else 1
-        boundaries = _part_boundaries(path, format, count) if count > 1 else []
-        for start, stop in itertools.pairwise([0, *boundaries, size]):
-            end = None if stop == size else stop
-            yield FilePart(path, start, end, **options, size=stop - start)
-
-
-def _part_boundaries(path: str, format: str, count: int) -> list[int]:
-    """Returns byte positions that split a file into `count` parts, or fewer if it has too few
-    boundaries."""
-    boundaries, boundary = [], 0
-    with (
-        open_decompressed(path) as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
-    ):
-        for number in range(1, count):
-            position = max(4, number * len(text) // count)  # after a byte-order mark
-            if position <= boundary:  # the search would find `boundary` again
-                continue
-            if format == "jsonl":
-                boundary = text.find(b"\n", position - 1) + 1 or len(text)
-            else:
-                boundary = find_boundary(text, position, len(text)) or len(text)
-            boundaries.append(boundary)
-        return [boundary for boundary in boundaries if boundary < len(text)]
+    options: text_key and encoding of the parts. Raises DataError."""
+    part = FilePart(path, **options)
+    return _translated(part, part.format.split(part, max_bytes))
 
 
 def documents(part: FilePart) -> Iterator[Iterable[bytes]]:
     """Yields the documents of a part, each as an iterable of blocks of UTF-8. Raises DataError."""
-    return READERS[part.format](part)
+    found = _translated(part, part.format.read(part))
+    if part.format.is_text:
+        yield found
+    else:
+        for text in found:
+            yield utf8_blocks(text, BLOCK)
 
 
 def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
     """Yields the token ids of a part, uint16. An end-of-text token is inserted before each document
     that does not start with one. Empty documents are skipped and counted by the encoder."""
     end_of_text = np.array([encoder.tokenizer.eot_token], np.uint16)
-    offset = part.start if part.format == "text" else 0  # > 0: the part starts inside a document
+    offset = part.start if part.format.is_text else 0  # > 0: the part starts inside a document
     for blocks in documents(part):
         is_empty = True
         for ids in encoder.encode(blocks, part.path, offset):
@@ -143,17 +97,41 @@ def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
         encoder.empty_documents += is_empty
 
 
-# ----------------------------------------------------------------------------------------- opening
+# ------------------------------------------------------------------------------ opening, splitting
 
 
 @contextlib.contextmanager
-def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
-    """Opens a file for reading, and decompresses it. Read errors become DataError."""
+def translate_read_errors(
+    path: str, *errors: type[Exception], hint: str = CREATE_AGAIN
+) -> Iterator[None]:
+    """Raises DataError for this file in place of errors of the system or another library."""
+    try:
+        yield
+    except DataError:
+        raise
+    except errors as error:
+        reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
+        if isinstance(error, PermissionError):
+            hint = "check its permissions"
+        raise DataError("data.path", path, f"cannot be read ({reason})", hint) from error
+
+
+def _translated(part: FilePart, items: Iterator) -> Iterator:
+    """Yields the same items. Errors that the format names become DataError."""
+    with translate_read_errors(part.path, *part.format.errors, hint=part.format.hint):
+        yield from items
+
+
+def check_regular_file(path: str) -> None:
+    """Raises DataError if the path is a folder, a FIFO or a device, or does not exist."""
+    if not os.path.isfile(path):
+        raise DataError("data.path", path, "not a regular file", "give a text file")
+
+
+def open_decompressed(path: str) -> io.BufferedIOBase:
+    """Opens a file for reading, and decompresses it."""
     check_regular_file(path)
-    with translate_read_errors(path, OSError, EOFError, zlib.error):
-        opener = OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)
-        with opener(path) as file:
-            yield file
+    return OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)(path)
 
 
 def _open_plain(path: str) -> io.BufferedIOBase:
@@ -177,18 +155,38 @@ def import_optional(module: str, path: str, what: str, package: str):
         raise DataError("data.path", path, f"reading {what} needs {package}", hint) from error
 
 
+def _split_bytes(part: FilePart, max_bytes: int) -> Iterator[FilePart]:
+    """Splits a file at boundaries of its format. Compressed files and text in other encodings than
+    UTF-8 are not split."""
+    size = os.path.getsize(part.path)
+    is_utf8 = not part.format.is_text or codecs.lookup(part.encoding).name == "utf-8"
+    can_split = part.format.boundary and is_utf8 and not part.path.lower().endswith(COMPRESSED)
+    bounds = _boundaries(part, size, -(-size // max_bytes)) if can_split else []
+    for start, stop in itertools.pairwise([0, *bounds, size]):
+        yield replace(part, start=start, stop=None if stop == size else stop, size=stop - start)
+
+
+def _boundaries(part: FilePart, size: int, count: int) -> list[int]:
+    """Returns byte positions that split a file into `count` parts, or fewer if it has too few
+    boundaries."""
+    if count < 2:
+        return []
+    bounds = [0]
+    with (
+        open(part.path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
+    ):
+        for number in range(1, count):
+            position = max(4, number * size // count)  # after a byte-order mark
+            if position > bounds[-1]:  # otherwise the search would find the same boundary
+                bounds.append(part.format.boundary(text, position) or size)
+    return [bound for bound in bounds[1:] if bound < size]
+
+
 # -------------------------------------------------------------------------------------- plain text
 
 
-def _plain_text(part: FilePart) -> Iterator[Iterable[bytes]]:
-    yield _decoded_blocks(part)
-
-
-def is_utf8(encoding: str) -> bool:
-    return codecs.lookup(encoding).name == "utf-8"
-
-
-def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
+def decoded_blocks(part: FilePart) -> Iterator[bytes]:
     """Reads a text file as blocks of UTF-8, without changing line ends, and checks the encoding."""
     decoder = codecs.getincrementaldecoder(part.encoding)()
     offset, end = part.start, part.stop
@@ -210,7 +208,7 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
                 byte = f"0x{(carried + raw)[start : start + 1].hex()}"
                 position = offset - len(carried) + start
                 reason = f"not {part.encoding} text ({byte} at byte {position})"
-                hint = "JSON must be UTF-8: convert it" if part.format != "text" else TEXT_HINT
+                hint = TEXT_HINT if part.format.is_text else "it must be UTF-8: convert it"
                 raise DataError("data.path", part.path, reason, hint) from error
             offset += len(raw)
             if block:
@@ -220,7 +218,12 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
 # ---------------------------------------------------------------------------- JSON, Parquet, hub
 
 
-def _json_lines(part: FilePart) -> Iterator[Iterable[bytes]]:
+def _next_line(text: mmap.mmap, position: int) -> int | None:
+    """Returns the first position from this one on where a line starts."""
+    return text.find(b"\n", position - 1) + 1 or None
+
+
+def _json_lines(part: FilePart) -> Iterator[str]:
     """Reads the text of each line; blank lines are skipped."""
     offset, end = part.start, part.stop
     with open_decompressed(part.path) as file:
@@ -235,13 +238,13 @@ def _json_lines(part: FilePart) -> Iterator[Iterable[bytes]]:
                 except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
                     reason = f"{where} is not valid JSON ({message_of(error)})"
                     raise DataError("data.path", part.path, reason, "correct the line") from error
-                yield utf8_blocks(_text_field(record, part, where), BLOCK)
+                yield text_field(record, part, where)
             offset += len(line)
 
 
-def _json_records(part: FilePart) -> Iterator[Iterable[bytes]]:
+def _json_records(part: FilePart) -> Iterator[str]:
     """Reads the text of each record of a JSON array. Other files are read as JSON lines."""
-    blocks = (block.decode() for block in _decoded_blocks(replace(part, encoding="utf-8")))
+    blocks = (block.decode() for block in decoded_blocks(replace(part, encoding="utf-8")))
     text = next(blocks, "")
     if not text.lstrip().startswith("["):
         yield from _json_lines(part)
@@ -259,14 +262,14 @@ def _json_records(part: FilePart) -> Iterator[Iterable[bytes]]:
                 reason = f"{where} is not valid JSON ({message_of(error)})"
                 raise DataError("data.path", part.path, reason, "correct it") from error
             continue
-        yield utf8_blocks(_text_field(record, part, where), BLOCK)
+        yield text_field(record, part, where)
         number += 1
     if any(block.strip() for block in itertools.chain([text[position + 1 :]], blocks)):
         reason = f"there is more after the array, which has {number} records"
         raise DataError("data.path", part.path, reason, "give one array, or one object per line")
 
 
-def _text_field(record: object, part: FilePart, where: str) -> str:
+def text_field(record: object, part: FilePart, where: str) -> str:
     """Returns the text of a record, "" for null. Raises DataError if it has none. where: its
     position."""
     keys = record if isinstance(record, dict) else {}
@@ -302,7 +305,7 @@ def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
         raise DataError("data.path", part.path, reason, "split the text into several records")
 
 
-def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
+def _parquet_rows(part: FilePart) -> Iterator[str]:
     with _open_parquet(part.path) as file:
         key = _text_key(file.schema_arrow.names, part, "the file")
         groups = range(file.num_row_groups)[part.start : part.stop]
@@ -318,26 +321,40 @@ def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
             values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
             for row, value in enumerate(values):
                 where = f"row {row} of row group {group}"
-                yield utf8_blocks(_text_field({key: value.as_py()}, part, where), BLOCK)
+                yield text_field({key: value.as_py()}, part, where)
 
 
-@contextlib.contextmanager
+def _split_row_groups(part: FilePart, max_bytes: int) -> Iterator[FilePart]:
+    with _open_parquet(part.path) as file:
+        groups = range(file.num_row_groups)
+        sizes = [file.metadata.row_group(group).total_byte_size for group in groups]
+    first = size = 0
+    for group in groups:
+        size += sizes[group]
+        if size >= max_bytes or group == groups[-1]:
+            yield replace(part, start=first, stop=group + 1, size=size)
+            first, size = group + 1, 0
+
+
 def _open_parquet(path: str):
-    """Opens a Parquet file. Errors become DataError; damaged files cause errors of many types."""
     parquet = import_optional("pyarrow.parquet", path, "Parquet", "pyarrow")
     check_regular_file(path)
-    with translate_read_errors(path, Exception), parquet.ParquetFile(path) as file:
-        yield file
+    return parquet.ParquetFile(path)
 
 
-def _hub_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
+def _hub_rows(part: FilePart) -> Iterator[str]:
     """Reads the texts of a hub dataset's part number `start`; the dataset has `stop` parts."""
     rows = load_hub_dataset(part.path)
     if part.stop:
         rows = rows.shard(num_shards=part.stop, index=part.start)
-    with translate_read_errors(part.path, Exception):  # network or file errors
-        for record in rows:
-            yield utf8_blocks(_text_field(record, part, "a row"), BLOCK)
+    for record in rows:
+        yield text_field(record, part, "a row")
+
+
+def _split_hub_dataset(part: FilePart, max_bytes: int) -> Iterator[FilePart]:
+    """Splits a dataset as it is stored."""
+    count = load_hub_dataset(part.path).num_shards
+    return (replace(part, start=number, stop=count) for number in range(count))
 
 
 def load_hub_dataset(path: str):
@@ -347,15 +364,59 @@ def load_hub_dataset(path: str):
     """
     datasets = import_optional("datasets", path, "the Hugging Face hub", "datasets")
     name, config, split = [*path.removeprefix(HUB).split(":"), "", ""][:3]
-    with translate_read_errors(path, Exception):  # unknown name, no network, no configuration
-        return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+    return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
 
 
-# Format: its reader, a function of a FilePart that yields each document as blocks of UTF-8.
-READERS: dict[str, Callable[[FilePart], Iterator[Iterable[bytes]]]] = {
-    "text": _plain_text,
-    "jsonl": _json_lines,
-    "json": _json_records,
-    "parquet": _parquet_rows,
-    "hub": _hub_rows,
+# ----------------------------------------------------------------------------------------- formats
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the files of a format are read."""
+
+    read: Callable[[FilePart], Iterator[str] | Iterator[bytes]]  # yields the text of each document
+    extensions: tuple[str, ...] = ()  # of its files, before one of COMPRESSED
+    is_text: bool = False  # one document per file, in data.encoding; `read` yields blocks of UTF-8
+    # (bytes, position) -> the first position from this one on where a new part may start, or None.
+    # Without this function, a file has one part.
+    boundary: Callable[[mmap.mmap, int], int | None] | None = None
+    split: Callable[[FilePart, int], Iterator[FilePart]] = _split_bytes
+    errors: tuple[type[Exception], ...] = READ_ERRORS  # of files that cannot be read
+    hint: str = CREATE_AGAIN  # what to do then
+    is_in_folders: bool = True  # whether a folder means these files, too
+    is_file: bool = True  # not a dataset of the hub
+
+
+# Parquet and the hub have errors of many types: damaged files, the network, unknown names.
+FORMATS = {
+    "text": Format(decoded_blocks, (".txt", ".md"), is_text=True, boundary=find_boundary),
+    "JSON lines": Format(_json_lines, (".jsonl", ".ndjson"), boundary=_next_line),
+    "JSON array": Format(_json_records, (".json",), is_in_folders=False),
+    "Parquet": Format(_parquet_rows, (".parquet",), split=_split_row_groups, errors=(Exception,)),
+    "hub": Format(
+        _hub_rows,
+        split=_split_hub_dataset,
+        errors=(Exception,),
+        hint="check NAME:CONFIG:SPLIT and the network connection",
+        is_file=False,
+    ),
 }
+
+
+def format_of(path: str) -> Format:
+    """Returns the format of a file, plain text for unknown extensions, or that of hub datasets."""
+    if path.startswith(HUB):
+        return FORMATS["hub"]
+    extension = extension_of(path)
+    found = (format for format in FORMATS.values() if extension in format.extensions)
+    return next(found, FORMATS["text"])
+
+
+def extension_of(path: str) -> str:
+    """Returns the extension of a file in lower case, without that of its compression."""
+    name, extension = os.path.splitext(path.lower())
+    return os.path.splitext(name)[1] if extension in COMPRESSED else extension
+
+
+# Extensions of the files that are read in folders.
+IN_FOLDERS = [e for format in FORMATS.values() if format.is_in_folders for e in format.extensions]

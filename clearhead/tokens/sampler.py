@@ -9,15 +9,12 @@ the step or on the number of windows. Needs numpy.
 """
 
 import functools
-import heapq
 import itertools
-import math
 from collections.abc import Iterator
-from fractions import Fraction
 
 import numpy as np
 
-MAX_PERIOD = 100_000  # windows after which the schedule of a mixture repeats
+from clearhead.tokens import MIXTURE_BLOCK
 
 
 class WindowOrder:
@@ -28,10 +25,12 @@ class WindowOrder:
     (seed, epoch) selects its window. So every window is read exactly once per epoch, and the global
     batch of a step does not depend on the number of ranks.
 
-    With several sources, a periodic schedule (weighted round-robin) assigns each position to a
-    source. The j-th position of a source reads item j of that source's endless sequence, which
-    has its own epochs. Among the first p positions, a source with weight w has p w / sum(weights)
-    windows, with an error below one window.
+    With several sources, a hash of the position selects the source: each 1,000 positions are
+    permuted, with the key (seed, number of these 1,000), and source i has 1,000 w_i / sum(w) of
+    them, rounded. Each source is an endless sequence of windows, with its own epochs; each 1,000
+    positions read the next windows of the sequence, in random order. Among the first p positions, a
+    source with the share s has p s windows, with a standard deviation of at most
+    sqrt(p s (1 - s)), which is never above 8.
 
     num_windows: of the source, or a list with one number per source. Windows are numbered
     consecutively: those of source 1 follow those of source 0. weights: one per source, of any sum.
@@ -47,14 +46,13 @@ class WindowOrder:
         self.sizes = [num_windows] if isinstance(num_windows, int) else num_windows
         self.batch_size = batch_size
         self.seed = seed
-        counts = integer_weights(weights) if weights else [1]
-        if len(counts) != len(self.sizes):
-            raise ValueError(f"got {len(counts)} weights, need {len(self.sizes)}: one per source")
+        weights = weights or [1.0]
+        if len(weights) != len(self.sizes):
+            raise ValueError(f"got {len(weights)} weights, need {len(self.sizes)}: one per source")
         self.offsets = np.cumsum([0, *self.sizes])[:-1]
-        self.counts = np.array(counts)  # windows of each source in a period of the schedule
-        self.schedule = weighted_round_robin(counts)  # (period,): the source of each position
-        is_source = self.schedule[:, None] == np.arange(len(counts))  # (period, sources)
-        self.counts_before = np.cumsum(is_source, axis=0) - is_source
+        shares = np.cumsum([0, *weights]) / sum(weights)
+        # Source i has the positions ends[i] to ends[i + 1] - 1 of each MIXTURE_BLOCK, permuted.
+        self.ends = (shares * MIXTURE_BLOCK + 0.5).astype(np.int64)
 
     def windows(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
         """Returns the windows of this rank at this step: int64 (batch_size / world_size,).
@@ -67,15 +65,18 @@ class WindowOrder:
         per_rank = self.batch_size // world_size
         first = step * self.batch_size + rank * per_rank
         positions = np.arange(first, first + per_rank, dtype=np.int64)
-        periods, indices = np.divmod(positions, len(self.schedule))
-        sources = self.schedule[indices]
-        # The same positions, counted separately for each source.
-        positions_in_source = periods * self.counts[sources] + self.counts_before[indices, sources]
+        if len(self.sizes) == 1:
+            return shuffled(positions, self.sizes[0], (self.seed,))
+        slots = shuffled(positions, MIXTURE_BLOCK, (self.seed, len(self.sizes)))
+        sources = np.searchsorted(self.ends, slots, side="right") - 1
+        # The positions in the sequence of the source.
+        counts, before = np.diff(self.ends)[sources], self.ends[sources]
+        positions_in_source = positions // MIXTURE_BLOCK * counts + slots - before
         windows = np.empty_like(positions)
         for source in np.unique(sources):
-            rows, size = sources == source, self.sizes[source]
-            key = (self.seed,) if len(self.sizes) == 1 else (self.seed, int(source))
-            windows[rows] = self.offsets[source] + shuffled(positions_in_source[rows], size, key)
+            rows, key = sources == source, (self.seed, int(source))
+            own = shuffled(positions_in_source[rows], self.sizes[source], key)
+            windows[rows] = self.offsets[source] + own
         return windows
 
     def steps(
@@ -94,46 +95,6 @@ def shuffled(positions: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
         rows = epochs == epoch
         items[rows] = permute(positions[rows] % n, n, (key[0], int(epoch), *key[1:]))
     return items
-
-
-def integer_weights(weights: list[float]) -> list[int]:
-    """Returns the smallest integers in the proportion of the weights: 0.5, 0.25 -> 2, 1.
-
-    A weight is read as the decimal number in its shortest notation, so nothing is rounded.
-    Raises ValueError if the sum of the integers, the period of the schedule, is above MAX_PERIOD.
-    """
-    exact = [Fraction(str(weight)) for weight in weights]
-    unit = Fraction(1, math.lcm(*(weight.denominator for weight in exact)))
-    counts = [int(weight / unit) for weight in exact]
-    counts = [count // math.gcd(*counts) for count in counts]
-    if sum(counts) > MAX_PERIOD:
-        raise ValueError(f"the period of the schedule is {sum(counts)} windows")
-    return counts
-
-
-def weighted_round_robin(counts: list[int]) -> np.ndarray:
-    """Returns the source of each of sum(counts) positions, with each source evenly spread.
-
-    This is weighted round-robin, computed as earliest-deadline-first scheduling: n = sum(counts)
-    slots, and source i has c = counts[i] jobs. Job j is released at slot floor(j n / c) and must
-    run before slot ceil((j + 1) n / c), so a source is always less than one job ahead or behind.
-    Running the released job with the earliest deadline meets all deadlines (Liu and Layland 1973,
-    Baruah et al. 1996).
-    """
-    n = sum(counts)
-    waiting = [(0, source, 0) for source in range(len(counts))]  # (release, source, job)
-    heapq.heapify(waiting)
-    released: list[tuple[int, int, int]] = []  # (deadline, source, job)
-    order = np.empty(n, np.int64)
-    for slot in range(n):
-        while waiting and waiting[0][0] <= slot:
-            _, source, job = heapq.heappop(waiting)
-            heapq.heappush(released, (-(-(job + 1) * n // counts[source]), source, job))
-        _, source, job = heapq.heappop(released)
-        order[slot] = source
-        if job + 1 < counts[source]:
-            heapq.heappush(waiting, ((job + 1) * n // counts[source], source, job + 1))
-    return order
 
 
 def permute(index: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:

@@ -37,7 +37,8 @@ from pydantic import (
 from clearhead.errors import DataError, hint_of, message_of
 from clearhead.files import atomic_write, open_regular, read_json, rename, temporary_name
 from clearhead.tokens import VOCABULARIES
-from clearhead.tokens.paths import find_files, translate_read_errors
+from clearhead.tokens.paths import find_files
+from clearhead.tokens.readers import translate_read_errors
 from clearhead.tokens.stream import TokenStream, invalid_id
 from clearhead.tokens.tokenizers import Tokenizer
 

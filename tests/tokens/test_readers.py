@@ -24,7 +24,14 @@ from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT, VOCABULARIES, readers
 from clearhead.tokens.encoding import StreamEncoder
 from clearhead.tokens.paths import find_files
-from clearhead.tokens.readers import FilePart, documents, encode_part, load_hub_dataset, split_file
+from clearhead.tokens.readers import (
+    FilePart,
+    decoded_blocks,
+    documents,
+    encode_part,
+    load_hub_dataset,
+    split_file,
+)
 from clearhead.tokens.tokenizers import get_tokenizer
 
 some = trials(10, 150)
@@ -227,6 +234,27 @@ def test_bytes_that_are_not_of_the_encoding(tmp_path, monkeypatch):
     ):
         with refused(DataError, "data.path", write(path := tmp_path / "a.txt", content)):
             read(path, encoding=encoding)
+
+
+def test_a_new_text_format(tmp_path, monkeypatch):
+    """Its files are found and split, and a wrong byte has the answer for text."""
+
+    def without_times(part: FilePart):
+        yield from (re.sub(rb"[^\n]* --> [^\n]*\n", b"", text) for text in decoded_blocks(part))
+
+    def blank_line(text, position: int) -> int | None:
+        found = text.find(b"\n\n", position)
+        return found + 2 if found >= 0 else None
+
+    subtitles = readers.Format(without_times, (".srt",), is_text=True, boundary=blank_line)
+    monkeypatch.setitem(readers.FORMATS, "subtitles", subtitles)
+    path = write(tmp_path / "a.srt", "00:01 --> 00:02\nThe café.\n\n" * 20)
+    assert read(path) == ["The café.\n\n".encode() * 20]
+    assert len(list(split_file(str(path), 100))) > 4
+    assert b"".join(read_parts(path, 100)) == read(path)[0]
+    write(path, b"00:01 --> 00:02\nThe caf\xe9.\n\n")
+    assert "data.encoding" in check_refused(path).hint
+    assert read(path, encoding="cp1252") == ["The café.\n\n".encode()]
 
 
 def test_invalid_json_line_is_refused(tmp_path):
