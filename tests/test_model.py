@@ -15,11 +15,13 @@ from clearhead.config import compose
 from model import GPT, ModelConfig, gelu, model_without_values
 
 PRESETS = REPOSITORY / "configs" / "model"
-PUBLISHED = {  # Radford et al. 2019, counted from the released weights
-    "gpt2-small": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
+# Radford et al. 2019: parameters, counted from the released weights; layers, heads and width of
+# https://huggingface.co/openai-community.
+PUBLISHED = {
+    "gpt2-small": (124_439_808, 12, 12, 768),
+    "gpt2-medium": (354_823_168, 24, 16, 1024),
+    "gpt2-large": (774_030_080, 36, 20, 1280),
+    "gpt2-xl": (1_557_611_200, 48, 25, 1600),
 }
 each_kernel = pytest.mark.parametrize("name", KERNELS)
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -29,15 +31,19 @@ def preset(name):
     return ModelConfig(**compose([f"model={name}"]).model.model_dump())
 
 
-def test_presets_have_the_published_and_the_stated_number_of_parameters():
+def test_presets_have_the_published_sizes_and_the_stated_number_of_parameters():
     files = {file.stem: file for file in PRESETS.glob("*.yaml")}
     assert PUBLISHED.keys() | {"gpt2-nano"} <= files.keys()
     for name, file in files.items():
         first_line = file.read_text(encoding="utf-8").splitlines()[0]
         stated = re.search(r"([\d,]{6,}) parameters", first_line)
         number = int(stated[1].replace(",", ""))
-        found = model_without_values(preset(name)).num_parameters()
-        assert found == PUBLISHED.get(name, number) == number, name
+        published, *sizes = PUBLISHED.get(name, (number,))
+        found, config = model_without_values(preset(name)).num_parameters(), preset(name)
+        assert found == published == number, name
+        if sizes:
+            assert [config.num_layers, config.num_heads, config.emb_dim] == sizes
+            assert (config.vocab_size, config.context_length) == (50257, 1024)
     assert ModelConfig() == preset("gpt2-small")
 
 

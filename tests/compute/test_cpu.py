@@ -9,7 +9,6 @@ from helpers.models import random_ids, tiny_model
 from attention import explicit, sdpa
 from clearhead.compute import cpu
 from clearhead.compute.specialize import specialize
-from clearhead.parallel.device import best_dtype
 from clearhead.parallel.strategy import Strategy
 from model import Block
 
@@ -38,12 +37,6 @@ def check_errors(got, baseline, right, most):
     """Asserts that errors of output and gradients are at most `most` times the baseline's."""
     for mine, theirs in zip(error(got, right), error(baseline, right), strict=True):
         assert mine < most * theirs
-
-
-def test_torch_without_cpu_capabilities(monkeypatch):
-    """Versions before 2.12."""
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert best_dtype(torch.device("cpu")) == torch.float32
 
 
 @pytest.mark.parametrize("queries", [64, 5])

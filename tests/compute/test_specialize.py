@@ -1,4 +1,4 @@
-"""ops/specialize.py: a model for generation has the outputs of the original. More of `specialize`:
+"""A model specialized for generation has the outputs of the original. More of specialize.py:
 test_cpu.py and test_loss.py."""
 
 import copy
@@ -9,10 +9,7 @@ import torch
 from helpers.greedy import PROMPTS, generated_ids
 from helpers.models import random_ids, tiny_model
 
-from clearhead.compute.packed_weights import PackedLinear, can_pack
 from clearhead.compute.specialize import specialize_for_generation
-
-HAS_BF16 = can_pack(torch.bfloat16)
 
 
 @pytest.mark.parametrize("qkv_bias", [True, False])
@@ -37,28 +34,16 @@ def test_bf16_is_as_exact_as_the_plain_model_in_bf16():
     assert (fast - expected).abs().max() < 2 * (plain - expected).abs().max() + 1e-3
 
 
-@pytest.mark.parametrize("missing", ["_reorder_linear_weight", "_linear_pointwise"])
+@pytest.mark.parametrize("missing", ["_reorder_linear_weight", "_linear_pointwise", "bf16"])
 @torch.no_grad()
 def test_a_torch_without_the_private_operators_uses_plain_products(monkeypatch, missing):
-    names = {"_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported"}
-    others = {name: lambda *_: pytest.fail("called") for name in names - {missing}}
-    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**others))
+    """Or a processor for which oneDNN has no bf16."""
+    names = {"_reorder_linear_weight", "_linear_pointwise"} - {missing}
+    operators = {name: lambda *_: pytest.fail("called") for name in names}
+    operators["_is_mkldnn_bf16_supported"] = lambda: missing != "bf16"
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators))
     model, ids = tiny_model().eval(), random_ids()
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.bfloat16, torch.float32)[: 1 if missing == "bf16" else 2]:
         fast = specialize_for_generation(copy.deepcopy(model), dtype)
         expected = copy.deepcopy(model).to(dtype)(ids)[0]
         torch.testing.assert_close(fast(ids)[0], expected, atol=1e-2, rtol=1e-2)
-
-
-@pytest.mark.skipif(not can_pack(torch.float32), reason="this torch build has no oneDNN")
-@pytest.mark.parametrize("has_bf16", [True, False])
-def test_weights_are_packed_where_the_processor_can(monkeypatch, has_bf16):
-    """bf16 only if oneDNN supports it; never for torch.compile."""
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
-    for dtype in (torch.float32, torch.bfloat16):
-        assert can_pack(dtype) == (dtype == torch.float32 or has_bf16)
-        plain = specialize_for_generation(tiny_model(), dtype, to_compile=True)
-        assert not any(isinstance(module, PackedLinear) for module in plain.modules())
-    if has_bf16 == HAS_BF16:  # otherwise oneDNN refuses the layout
-        linear = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
-        assert PackedLinear(linear, rows=1).weight.is_mkldnn == has_bf16

@@ -1,6 +1,5 @@
 """generate.py: several prompts and samples, interactive mode, end of a text, compilation."""
 
-import contextlib
 import io
 import json
 import os
@@ -27,9 +26,7 @@ def folder(tmp_path_factory):
     """A folder with runs/run, a model with byte tokens trained on a few words."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "text.txt").write_text("the quick fox jumps over the dog\n" * 60, encoding="utf-8")
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        train_in(folder, "name=run", "trainer.max_steps=40", "trainer.eval_every=0")
-    (folder / "out.txt").write_text(out.getvalue(), encoding="utf-8")
+    train_in(folder, "name=run", "trainer.max_steps=40", "trainer.eval_every=0")
     return folder
 
 
@@ -46,8 +43,8 @@ def written(in_process, folder, capsys):
     return run
 
 
-def test_several_prompts_and_samples(written):
-    """The random numbers of a text do not depend on the batch."""
+def test_several_prompts_and_samples(written, monkeypatch):
+    """The random numbers of a text depend neither on the batch nor on the number of threads."""
     arguments = ['prompt=["the quick","a, b"]', "num_samples=2", "precision=fp32", "temperature=2"]
     out = written(*arguments)
     texts = out.removesuffix("\n").split("\n\n---\n")
@@ -55,16 +52,12 @@ def test_several_prompts_and_samples(written):
     assert texts[0] != texts[1]
     for batch_size in (1, 3):
         assert written(*arguments, f"batch_size={batch_size}") == out
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert written(*arguments, "threads=3") == out
+    assert threads == [3]
     assert written("prompt=the quick", *arguments[2:]).removesuffix("\n") == texts[0]
     assert written(*arguments, "seed=1") != out
-
-
-def test_the_command_that_a_run_prints(in_process, folder):
-    """It works in the folder in which the run was started."""
-    (line,) = re.findall("generate text +(.*)", (folder / "out.txt").read_text(encoding="utf-8"))
-    _, script, *arguments = shlex.split(line)
-    assert (folder / script).samefile(generate.__file__)
-    assert in_process(generate.main, folder, *arguments, "max_new_tokens=1")[0] == 0
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -75,13 +68,6 @@ def test_a_model_with_nonfinite_logits_is_refused(in_process, tmp_path, temperat
     arguments = (f"checkpoint={tmp_path}", f"temperature={temperature}")
     code, _, err = in_process(generate.main, tmp_path, *arguments)
     assert (code, printed_keys(err)) == (3, ["checkpoint"])
-
-
-def test_the_number_of_threads(written, monkeypatch):
-    numbers = []
-    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
-    written("threads=3")
-    assert numbers == [3]
 
 
 def test_printing_ends_at_the_end_of_text_token_unless_ignored(written, monkeypatch):
@@ -193,11 +179,14 @@ def test_a_prompt_from_a_file(written, folder):
     assert written("prompt=@prompt.txt") == written("prompt= the\n fox é\n")
 
 
-def test_the_prompt_in_the_printed_command_may_start_with_an_at_sign(in_process, tmp_path, capsys):
+def test_the_command_that_a_run_prints(in_process, tmp_path, capsys):
+    """It works in the folder in which the run was started, also if the prompt starts with @."""
     (tmp_path / "text.txt").write_text("@fox jumps and the dog sees @fox\n" * 60, encoding="utf-8")
     folder = train_in(tmp_path, "name=run")
     (line,) = re.findall("generate text +(.*)", capsys.readouterr().out)
-    code, out, err = in_process(generate.main, tmp_path, *shlex.split(line)[2:], "max_new_tokens=1")
+    _, script, *arguments = shlex.split(line)
+    assert (tmp_path / script).samefile(generate.__file__)
+    code, out, err = in_process(generate.main, tmp_path, *arguments, "max_new_tokens=1")
     assert (code, err) == (0, "")
     prompt = json.loads((folder / "run.json").read_text())["settings"]["trainer"]["sample_prompt"]
     assert prompt[0] == "@"

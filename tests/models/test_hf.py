@@ -9,14 +9,13 @@ import torch
 from helpers.models import random_ids, tiny_model
 from helpers.refusals import refused
 from helpers.runs import assert_same
-from helpers.settings import settings
 from safetensors.torch import load_file, save_file
 
 from clearhead.errors import CheckpointError
-from clearhead.models.huggingface import from_hf, hf_tensors, model_config, to_hf
+from clearhead.models.huggingface import from_hf, model_config, to_hf
 from clearhead.models.pretrained import load_pretrained
 from clearhead.tokens.tokenizers import vocabulary_files
-from model import GPT, ModelConfig
+from model import ModelConfig
 
 VOCAB_SIZE = 61
 IDS = random_ids(2, 17, vocab_size=VOCAB_SIZE)
@@ -135,37 +134,6 @@ def test_shards(theirs, folder, tmp_path):
     ):
         index.write_text(json.dumps({"weight_map": places | change}))
         refusal(tmp_path, refused_file)
-
-
-def test_pickles_are_not_read(place):
-    new = place()
-    torch.save({}, new / "pytorch_model.bin")
-    refusal(new, "pytorch_model.bin")
-
-
-# (n_layer, n_head, n_embd) of the published models; all have n_positions = 1024 and
-# vocab_size = 50257 (https://huggingface.co/openai-community).
-PUBLISHED = {
-    "gpt2-small": (12, 12, 768),
-    "gpt2-medium": (24, 16, 1024),
-    "gpt2-large": (36, 20, 1280),
-    "gpt2-xl": (48, 25, 1600),
-}
-
-
-def test_presets_have_the_published_shapes():
-    """Names and shapes equal those of transformers' model. Allocates no memory."""
-    import transformers
-
-    for preset, (layers, heads, width) in PUBLISHED.items():
-        model = settings("data.path=any", f"model={preset}").model
-        with torch.device("meta"):
-            ours = GPT(model)
-            shape = transformers.GPT2Config(n_layer=layers, n_head=heads, n_embd=width)
-            theirs = transformers.GPT2LMHeadModel(shape)
-        assert (shape.vocab_size, shape.n_positions) == (50257, 1024)
-        wanted = {name: value.shape for name, value in theirs.named_parameters()}
-        assert {name: v.shape for name, v in hf_tensors(ours).items()} == wanted
 
 
 @pytest.mark.parametrize("qkv_bias", [True, False])

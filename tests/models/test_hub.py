@@ -171,23 +171,19 @@ def test_time_lapse_of_revisions(server, tmp_path, new_process, in_process):
     assert [frame["step"] for frame in run["frames"]] == [4, 16]
 
 
-def test_weights_of_another_kind_of_model_are_not_downloaded(server, model, new_process):
-    config = server.models["some/model"] / "config.json"
-    config.write_text(config.read_text().replace('"gpt2"', '"bert"'))
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_another_tokenizer_or_kind_of_model_is_refused(server, model, new_process, kind):
+    """Weights of another kind of model are not downloaded."""
+    folder = server.models["some/model"]
+    tokenizer, config = folder / "tokenizer.json", folder / "config.json"
+    tokenizer.write_text(json.dumps({"model": {"type": "WordPiece"}}), encoding="utf-8")
+    config.write_text(config.read_text().replace('"gpt2"', f'"{kind}"'))
     new_process()
     with refused(CheckpointError, "checkpoint") as caught:
         load_pretrained("hub:some/model")
-    assert "bert" in caught.value.reason
-    assert downloaded(server) == {"config.json"}
-
-
-def test_the_tokenizer_of_a_model_is_read(server, model, new_process):
-    file = server.models["some/model"] / "tokenizer.json"
-    file.write_text(json.dumps({"model": {"type": "WordPiece"}}), encoding="utf-8")
-    new_process()
-    with refused(CheckpointError, "checkpoint") as caught:
-        load_pretrained("hub:some/model")
-    assert "WordPiece" in caught.value.reason
+    assert {"bert": "bert", "gpt2": "WordPiece"}[kind] in caught.value.reason
+    if kind == "bert":
+        assert downloaded(server) == {"config.json"}
 
 
 def test_bad_names_and_answers_of_the_hub(server, new_process, monkeypatch):
