@@ -25,7 +25,7 @@ from clearhead.errors import (
 from clearhead.files import REPOSITORY, read_object
 from clearhead.tokens import TRAINED, VOCABULARIES
 from clearhead.tokens.paths import HUB
-from headlens.config import LensConfig
+from headlens import LensConfig
 
 SETTINGS_JSON = "run.json"  # in a run directory
 SAMPLE = ("corpus", "sample.txt")  # the file of data=sample
