@@ -11,42 +11,64 @@ The folder imports no other package of this repository, so you can copy it into 
     if lens.due(step):
         lens.snapshot(model, step)  # writes data, images and pages to attention/
 
-In reading order: config.py (settings), tokens.py (what the lens needs of a tokenizer), prompts.py
-(prompts), passages.py (prompts from a text), capturing.py (attention weights of a model),
-statistics.py (statistics of heads), text.py (heads on whole text), predictions.py (what the model
-predicts), probe.py (all of this at one step), history.py (statistics of all snapshots), heads.py
-(names of heads), copying.py (when the model learns to copy), snapshot_data.py (a snapshot as a
-file), rounding.py (digits of numbers), heatmap.py, fonts.py, panel.py, figure.py and animation.py
-(images), ablation.py (what a head is good for), page/ and assemble.py (the interactive page),
-render.py (images and pages from snapshot files), snapshots.py (attention snapshots during
-training), trainer.py (of transformers' Trainer), notebook.py (the page in a notebook), live.py (the
-data of a page that follows a run). matching.py finds the heads that several runs have in common.
+docs/reference.md describes the public names below, and headlens.trainer has LensCallback, which
+needs transformers. All else may change. In reading order: capturing.py (weights of a model),
+statistics.py, whole_text.py and recording.py (what is measured of the heads at one step), heads.py
+(their names), history.py and snapshot_data.py (files), lens.py (snapshots during training),
+render.py and page/ (images and pages), ablation.py (what the model loses without a head).
 """
 
+# ruff: noqa: F401
 import importlib
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from .ablation import ablate
+    from .assemble import assemble_html, content_security_policy
+    from .capturing import Captured, LayerAttention, capture
+    from .config import DEFAULT_PROMPTS, LensConfig
+    from .figure import draw_figure
+    from .heads import KINDS, as_csv
+    from .lens import Lens, Snapshot, clearest_prompt
+    from .live_snapshots import LiveSnapshots
+    from .matching import matched_heads
+    from .notebook import show
+    from .page import live_page, run_data, trainer_curves
+    from .passages import beginning, text_prompts
+    from .render import page_html, render_run, write_page
+    from .report import heads_section
+    from .rounding import formatted, rounded
+    from .snapshot_data import SnapshotData, read_snapshot, snapshot_bytes, write_snapshot
+    from .statistics import STATISTICS
+    from .tokens import lens_tokenizer
+
+# Where each public name is: torch and matplotlib take seconds, so it is imported when it is used.
 _PLACES = {
-    "capture": "capturing",
-    "Captured": "capturing",
-    "LayerAttention": "capturing",
-    "lens_tokenizer": "tokens",
-    "LensConfig": "config",
-    "Lens": "lens",
-    "Snapshot": "lens",
-    "SnapshotData": "snapshot_data",
-    "read_snapshot": "snapshot_data",
-    "write_snapshot": "snapshot_data",
-    "write_page": "render",
-    "render_run": "render",
-    "show": "notebook",
-    "draw_figure": "figure",
-    "clearest_prompt": "lens",
+    "ablation": ["ablate"],
+    "assemble": ["assemble_html", "content_security_policy"],
+    "capturing": ["Captured", "LayerAttention", "capture"],
+    "config": ["DEFAULT_PROMPTS", "LensConfig"],
+    "figure": ["draw_figure"],
+    "heads": ["KINDS", "as_csv"],
+    "lens": ["Lens", "Snapshot", "clearest_prompt"],
+    "live_snapshots": ["LiveSnapshots"],
+    "matching": ["matched_heads"],
+    "notebook": ["show"],
+    "page": ["live_page", "run_data", "trainer_curves"],
+    "passages": ["beginning", "text_prompts"],
+    "render": ["page_html", "render_run", "write_page"],
+    "report": ["heads_section"],
+    "rounding": ["formatted", "rounded"],
+    "snapshot_data": ["SnapshotData", "read_snapshot", "snapshot_bytes", "write_snapshot"],
+    "statistics": ["STATISTICS"],
+    "tokens": ["lens_tokenizer"],
 }
-__all__ = list(_PLACES)
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+__all__ = list(_PLACE_OF)
 
 
 def __getattr__(name: str) -> object:
-    """Imports a public name when it is used: torch and matplotlib take seconds."""
-    if name in _PLACES:
-        return getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
+    """Imports a public name."""
+    if name in _PLACE_OF:
+        return getattr(importlib.import_module(f".{_PLACE_OF[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """A web page as one self-contained file, from a folder of HTML, CSS and JavaScript modules.
 
-    html = assemble(Path("headlens/page/index.html"))
+    html = assemble_html(Path("headlens/page/index.html"))
     policy = content_security_policy(html.encode())
 
 The HTML file links its style sheet and its script in the usual way:
@@ -28,7 +28,7 @@ UNNEEDED = re.compile(r"^ *(?:/\*.*?\*/\n|//[^\n]*\n)|^ +|\n(?=\n)", re.MULTILIN
 BLOCK = re.compile(rb"<!--|<(script|style)\b([^>]*)>")
 
 
-def assemble(page: Path) -> str:
+def assemble_html(page: Path) -> str:
     """Returns the HTML of `page` with its style sheets and scripts inlined."""
     folder = page.parent
 

@@ -202,6 +202,7 @@ class Lens:
         lines = [_line(key, table, data.uniform[key]) for key in KINDS]
         if ablate and (found := ablate(heads_by_name(table))):
             data.ablation = {"step": step} | found
+        self.last = data
         return data, [line for line in lines if line]
 
     def _record(self, model: Any, step: int) -> SnapshotData:
@@ -239,8 +240,14 @@ class Lens:
         return lines
 
     def most_important_heads(self) -> list[str]:
-        """Returns `most_important_heads` at the last step. Empty before."""
-        return most_important_heads(self.last) if self.last else []
+        """Describes the head, and the name of several heads, that the model needs most, in the last
+        snapshot of a training or of `inspect`. Empty without ablation."""
+        if not self.last or not self.last.ablation:
+            return []
+        names = self.last.row.names
+        return removal_lines(
+            self.last.ablation, lambda *head: title_of(ALL_NAMES[names[head]]) or "no name"
+        )
 
     def _first_heads(self, data: SnapshotData) -> dict[str, list[tuple[int, int]]]:
         """Returns the heads of the last row with a name that no row before has, by its title."""
@@ -302,18 +309,6 @@ def clearest_prompt(data: SnapshotData, head: tuple[int, int] | None = None) -> 
     row = (most_significant(table) or table)[0]
     prompts = clearest_prompts(data.of_prompts, [prompt.uniform for prompt in data.prompts])
     return int(prompts[head or (row["layer"], row["head"])])
-
-
-def most_important_heads(data: SnapshotData) -> list[str]:
-    """Describes the head, and the name of several heads, that the model needs most. Empty without
-    ablation."""
-    if not data.ablation:
-        return []
-
-    def head_name(layer: int, head: int) -> str:
-        return title_of(ALL_NAMES[data.row.names[layer, head]]) or "no name"
-
-    return removal_lines(data.ablation, head_name)
 
 
 def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:

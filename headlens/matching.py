@@ -1,7 +1,6 @@
 """Matches the heads of several runs by the similarity of their attention maps.
 
-    runs = read_runs([Path("runs/a/attention"), Path("runs/b/attention")])
-    rows = match_heads(runs, all_pairs(runs))
+    rows, names, mean = matched_heads([Path("runs/a/attention"), Path("runs/b/attention")])
 
 The order of the heads of a layer has no meaning: two runs with different seeds can learn the same
 head at different places. The similarity of two heads is the cosine of their attention weights A and
@@ -42,6 +41,14 @@ class MatchedRun:
     directions: list[np.ndarray]  # at the last step, on the compared prompts
     names: np.ndarray  # of each head, keys as in heads.py, (L, H)
     since: np.ndarray  # first step from which a head is similar to its last map, or -1, (L, H)
+
+
+def matched_heads(paths: Iterable[Path]) -> tuple[list[dict], list[str], np.ndarray]:
+    """Returns a row for each head of each run, see match_heads, the names of the runs, and the mean
+    similarity of two runs, (R, R). paths: of at least two runs, as for read_runs."""
+    runs = read_runs(paths)
+    pairs = all_pairs(runs)
+    return match_heads(runs, pairs), [run.name for run in runs], mean_similarity(pairs)
 
 
 def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:

@@ -1,7 +1,7 @@
 """Chooses short passages of texts in which a word occurs again, in any script.
 
     passages(["The bell rang. Tam heard the bell ..."], 3, fit=lambda text: 64)
-    text_prompts(texts, lens_tokenizer(tokenizer), most=64)  # at most three, of at most 64 tokens
+    text_prompts(texts, tokenizer, most=64)  # at most three, of at most 64 tokens
 
 The result depends on the texts alone. The best passages begin and end with a sentence and have a
 word twice, at a distance, so that attention to its earlier occurrence can be seen. A name or a rare
@@ -13,8 +13,9 @@ import re
 import unicodedata
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from .tokens import LensTokenizer
+from .tokens import lens_tokenizer
 
 LONGEST, MOST_STARTS = 100, 1000  # characters of a passage; number of starts that are compared
 DISTANCE = 4  # words between the first and the last occurrence, at least
@@ -44,14 +45,15 @@ MOST_EXCERPTS, EXCERPT = 8, 16_384  # characters
 Passage = namedtuple("Passage", "score word number start text")
 
 
-def text_prompts(texts: Sequence[str], tokenizer: LensTokenizer, most: int) -> list[str]:
-    """Returns at most three passages of at most `most` tokens."""
+def text_prompts(texts: Sequence[str], tokenizer: Any, most: int) -> list[str]:
+    """Returns at most three passages of at most `most` tokens. tokenizer: as for lens_tokenizer."""
+    tokens = lens_tokenizer(tokenizer)
 
     def fit(text: str) -> int:
-        ids = tokenizer.encode(text)
+        ids = tokens.encode(text)
         if len(ids) <= most:
             return len(text)
-        raw = b"".join(tokenizer.token_bytes(token) for token in ids[:most])
+        raw = b"".join(tokens.token_bytes(token) for token in ids[:most])
         return len(raw.decode("utf-8", "ignore"))
 
     return passages(texts, NUM_PROMPTS, fit)
@@ -64,12 +66,8 @@ def excerpts(text: str) -> list[str]:
         return [text[:EXCERPT]]
     starts = [(len(text) - EXCERPT) * n // (count - 1) for n in range(count)]
     parts = [text[start : start + EXCERPT] for start in starts]
-    return parts[:1] + [without_part_of_a_word(part) for part in parts[1:]]
-
-
-def without_part_of_a_word(text: str) -> str:
-    """Returns a text that may start inside a word without this word."""
-    return re.sub(r"\A\S{,40}(?=\s)", "", text)
+    # They may begin inside a word.
+    return parts[:1] + [re.sub(r"\A\S{,40}(?=\s)", "", part) for part in parts[1:]]
 
 
 def passages(texts: Sequence[str], count: int, fit: Callable[[str], int]) -> list[str]:

@@ -92,6 +92,12 @@ def shown_snapshots(folder: Path, frames: int) -> list[SnapshotData]:
     return [snapshot for snapshot in chosen if snapshot.prompts == chosen[-1].prompts]
 
 
+def page_html(runs: Sequence[dict], title: str, last: SnapshotData) -> str:
+    """Returns the page of one run, or of two runs to compare. runs: of run_data. last: the snapshot
+    that a browser without JavaScript shows, as a picture."""
+    return page(runs, title, grid_url(last.codes[0]))
+
+
 def write_page(
     path: str | Path,
     snapshots: Sequence[SnapshotData],
@@ -101,5 +107,5 @@ def write_page(
     """Writes the page of a run, see page.run_data."""
     path = Path(path)
     title = f"{snapshots[-1].run}: {path.stem}"
-    data, picture = run_data(snapshots, history, curves), grid_url(snapshots[-1].codes[0])
-    atomic_write(path, page([data], title, picture).encode())
+    data = run_data(snapshots, history, curves)
+    atomic_write(path, page_html([data], title, snapshots[-1]).encode())

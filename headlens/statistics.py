@@ -292,10 +292,9 @@ class HeadStatistics:
     @functools.cached_property
     def targets(self) -> Tensor:
         """1 at the targets of each query token, else 0, fp32 (B, K, T, T)."""
-        num_texts, num_tokens = self.token_ids.shape
-        attention = self._given(uniform_attention(num_tokens).to(self.token_ids.device))
-        shape = num_texts, num_tokens, num_tokens
-        found = [targets(attention).expand(shape) for targets in TARGETS.values()]
+        uniform = self._uniform()
+        shape = uniform.squeeze(1).shape
+        found = [targets(self._given(uniform)).expand(shape) for targets in TARGETS.values()]
         return torch.stack(found, dim=1).float()
 
     def sums(self, weights: Tensor, scores: Tensor | None) -> Tensor:
@@ -313,15 +312,20 @@ class HeadStatistics:
 
     def uniform_sums(self) -> Tensor:
         """Returns `sums` of uniform attention, (B, M, 1), in fp32 also with autocast."""
-        num_texts, num_tokens = self.token_ids.shape
-        with torch.autocast("cpu", enabled=False):
-            return self.sums(uniform_attention(num_tokens).expand(num_texts, 1, -1, -1), None)
+        with torch.autocast(self.token_ids.device.type, enabled=False):
+            return self.sums(self._uniform(), None)
 
     def counts(self) -> np.ndarray:
         """Returns of how many values each sum consists: the queries with a target, or 1. (B, M)."""
         with_target = self.targets.amax(-1).sum(-1)  # (B, K)
         ones = with_target.new_ones(len(with_target), len(VALUES))
         return torch.cat([with_target, ones], dim=1).cpu().numpy()
+
+    def _uniform(self) -> Tensor:
+        """Returns uniform attention of one head, (B, 1, T, T)."""
+        num_texts, num_tokens = self.token_ids.shape
+        weights = uniform_attention(num_tokens).to(self.token_ids.device)
+        return weights.expand(num_texts, 1, -1, -1)
 
     def _given(self, weights: Tensor, scores: Tensor | None = None) -> Attention:
         return Attention(weights, scores, self.token_ids, self.tokens)
@@ -331,8 +335,8 @@ def ratio_of_sums(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.
     """Returns the mean of each statistic over the queries of all texts, and its standard error,
     (M, ...) each. NaN without a query; the error is NaN for one text.
 
-    sums: (B, M, ...). counts: (B, M). The error is that of a
-    ratio of sums, because texts have different numbers of queries with a target.
+    sums: (B, M, ...). counts: (B, M). The error is that of a ratio of sums, because texts have
+    different numbers of queries with a target.
     """
     counts = counts.reshape(*counts.shape, *[1] * (sums.ndim - 2)).astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):

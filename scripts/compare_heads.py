@@ -20,7 +20,7 @@ from clearhead.config.schema import Paths
 from clearhead.errors import DataError, refuse, sanitize
 from clearhead.output.comparison import matching_paths
 from clearhead.output.comparison_table import markdown_table
-from headlens.rounding import formatted
+from headlens import formatted
 
 MAX_ROWS = 40  # of the printed table
 CLEAR_FROM = 0.1  # smallest margin of a match that is not ambiguous
@@ -40,22 +40,19 @@ class CompareHeadsConfig(ScriptConfig):
 
 @settings_command(CompareHeadsConfig)
 def main(settings: CompareHeadsConfig) -> None:
-    from headlens.heads import as_csv
-    from headlens.matching import all_pairs, match_heads, mean_similarity, read_runs
+    from headlens import as_csv, matched_heads
 
     items = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     paths = [data_of(path) for path in paths_of(items)]
+    if len(paths) < 2:
+        refuse([("runs", " ".join(items), "fewer than two runs", "use runs='[A,B]'")])
     try:
-        runs = read_runs(paths)
+        rows, names, mean = matched_heads(paths)
     except ValueError as error:
         raise DataError("runs", " ".join(items), str(error), HINT) from error
-    if len(runs) < 2:
-        refuse([("runs", " ".join(items), "fewer than two runs", "use runs='[A,B]'")])
-    pairs = all_pairs(runs)
-    rows, mean = match_heads(runs, pairs), mean_similarity(pairs)
     write_out(settings.out, as_csv(rows).encode("utf-8", "replace"))
-    print(sanitize(summary(rows, [run.name for run in runs])))
-    of_pairs = [mean[pair] for pair in itertools.combinations(range(len(runs)), 2)]
+    print(sanitize(summary(rows, names)))
+    of_pairs = [mean[pair] for pair in itertools.combinations(range(len(names)), 2)]
     ends = dict.fromkeys(map(formatted, (min(of_pairs), max(of_pairs))))
     print(f"mean similarity of two runs: {' to '.join(ends)}")
     print(sanitize(f"all heads: {settings.out}"))
@@ -77,7 +74,7 @@ def data_of(path: Path) -> Path:
 def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
     """Returns a table of the groups with heads of several runs, and the numbers of heads.
 
-    rows: of matching.match_heads. names: of all runs."""
+    rows: of matched_heads. names: of all runs."""
     groups = [list(found) for _, found in itertools.groupby(rows, operator.itemgetter("group"))]
     matched = [group for group in groups if len(group) > 1]
     lines = []

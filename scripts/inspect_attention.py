@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from clearhead.models.foreign import ForeignModel
     from clearhead.models.pretrained import PretrainedModel
     from clearhead.tokens.windows import WindowDataset
-    from headlens.lens import Lens
-    from headlens.snapshot_data import SnapshotData
+    from headlens import Lens, SnapshotData
 
     Model = PretrainedModel | ForeignModel
 
@@ -51,8 +50,7 @@ if TYPE_CHECKING:
 def main(settings: InspectConfig) -> None:
     from clearhead.models.foreign import load_any
     from clearhead.parallel.device import check, prepare
-    from headlens.page import run_data
-    from headlens.snapshot_data import snapshot_bytes
+    from headlens import run_data, snapshot_bytes
 
     refuse(check(settings.device) + conflicts(settings))
     out = settings.out if settings.out or settings.figure else "attention.html"
@@ -85,8 +83,7 @@ def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[Snapsho
     in memory at a time. Prints the most significant heads of the last step."""
     from clearhead.models.foreign import load_any, series, series_name
     from clearhead.output.console import progress
-    from headlens.history import evenly_spaced
-    from headlens.page import run_data
+    from headlens import run_data
 
     key, pattern = "checkpoints", settings.checkpoints
     found = series(pattern, key)
@@ -100,14 +97,15 @@ def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[Snapsho
                 lens, _ = lens_of(trained, settings, loaded, settled)
                 lens.run_name = series_name(pattern)
                 check_prompts(settings, lens)
-                shown = evenly_spaced(found, lens.config.frames)
+                count = min(len(found), lens.config.frames)
+            shown = [round(n * (len(found) - 1) / max(count - 1, 1)) for n in range(count)]
             data, lines = inspected(key, path, lens, trained.model.to(device), step)
             del trained  # before the next one is loaded
             rows.append(data.row)
             if data.row.names.shape != rows[0].names.shape:
                 reason = "has other numbers of layers or heads than the first"
                 raise CheckpointError(key, path, reason, "give checkpoints of one training")
-            if (step, path) in shown:
+            if number - 1 in shown:
                 frames.append(data)
             report(number, len(found))
     print_heads(f"{found[-1][1]}, step {found[-1][0]}", lines)
@@ -129,14 +127,13 @@ def write_page(
     out: str, runs: "Sequence[tuple[SnapshotData, dict]]", settings: InspectConfig
 ) -> None:
     """Writes the page of one or several models. runs: the last step of each, and its data."""
-    from headlens.heatmap import grid_url
-    from headlens.page import page
+    from headlens import page_html
 
     datas = [data for _, data in runs]
     if settings.texts:
         datas[0]["opening_prompt"] = 0
     title = f"attention of {' and '.join(data['name'] for data in datas)}"
-    write_out(out, page(datas, title, grid_url(runs[0][0].codes[0])).encode())
+    write_out(out, page_html(datas, title, runs[0][0]).encode())
     print(sanitize(f"open {out} in a browser"))
 
 
@@ -157,8 +154,7 @@ def check_figure(settings: InspectConfig, lens: "Lens", trained: "Model") -> Non
 
 def draw(data: "SnapshotData", settings: InspectConfig) -> None:
     """Writes the figure of all heads or of one head."""
-    from headlens.figure import draw_figure
-    from headlens.lens import clearest_prompt
+    from headlens import clearest_prompt, draw_figure
 
     place = None if settings.head is None else (settings.layer, settings.head)
     prompt = settings.prompt or (1 if settings.texts else clearest_prompt(data, place) + 1)
@@ -179,7 +175,6 @@ def inspect(
     """Returns the data of one model. Prints its most significant heads."""
     from clearhead.models.ablation import ablate_heads
     from clearhead.output.console import progress
-    from headlens.lens import most_important_heads
 
     model = trained.model.to(device)
     step = trained.state.step if trained.state else 0
@@ -198,7 +193,7 @@ def inspect(
     print_heads(path, lines)
     if settings.ablation:
         print("largest increases of the loss:")
-        print("\n".join(f"  without {line}" for line in most_important_heads(data)))
+        print("\n".join(f"  without {line}" for line in lens.most_important_heads()))
     return data
 
 

@@ -29,7 +29,7 @@ def main(settings: RenderConfig) -> None:
     from clearhead.files import read_rows
     from clearhead.output.charts import CURVES, curves
     from clearhead.output.report import write_report
-    from headlens.render import render_run
+    from headlens import render_run
 
     folder = Path(settings.run)
     stored = settings_of(folder)

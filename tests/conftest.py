@@ -203,11 +203,12 @@ def opened(window):
 @pytest.fixture
 def write(tmp_path):
     """write(run, ...) -> the path of a page with these runs (see helpers/pages.py)."""
-    from headlens.page import page
+    from headlens import page_html
 
     def to_file(*runs, title="attention", name="page.html"):
         path = tmp_path / name
-        path.write_text(page([run.data for run in runs], title), encoding="utf-8")
+        datas, last = [run.data for run in runs], runs[0].snapshots[-1]
+        path.write_text(page_html(datas, title, last), encoding="utf-8")
         return path
 
     return to_file

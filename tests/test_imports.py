@@ -11,6 +11,8 @@ from pathlib import Path
 
 from helpers import REPOSITORY
 
+import headlens
+
 COMMANDS = ["generate"]  # train.py: test_config.py
 COMMANDS += [f"scripts.{path.stem}" for path in sorted((REPOSITORY / "scripts").glob("[a-z]*.py"))]
 MISSPELT = """
@@ -96,3 +98,26 @@ def test_no_file_imports_itself_through_others(tmp_path):
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
     graph = json.loads((tmp_path / "map.json").read_text())
     assert "train.py" in list(graphlib.TopologicalSorter(graph).static_order())
+
+
+OF_HEADLENS = ("headlens/", "tests/headlens/", "tests/helpers/pages.py", "tests/helpers/stories.py")
+OF_HEADLENS += ("tests/output/test_report.py",)  # builds snapshots
+
+
+def test_other_code_imports_public_names_of_headlens_only():
+    for file in sorted(REPOSITORY.rglob("[a-z]*.py")):
+        path = file.relative_to(REPOSITORY).as_posix()
+        if path.startswith((".", "runs/", *OF_HEADLENS)):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found = [alias.name for alias in node.names if alias.name.startswith("headlens.")]
+                assert found == [], path
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headlens"):
+                names = {alias.name for alias in node.names}
+                assert node.module in ("headlens", "headlens.trainer"), (path, node.module)
+                assert node.module != "headlens" or names <= {*headlens.__all__}, path
+
+
+def test_public_names_of_headlens_exist():
+    assert all(getattr(headlens, name) is not None for name in headlens.__all__)

@@ -48,7 +48,7 @@ from clearhead.parallel.strategy import Strategy
 from clearhead.run import evaluation
 from clearhead.run.run import Run
 from data import load_datasets
-from headlens.snapshot_data import read_snapshot
+from headlens import read_snapshot
 from train import fit, save, train_step
 
 # Settings of the finished run that the tests resume. They differ from the defaults.

@@ -24,7 +24,7 @@ from clearhead.errors import (
 )
 from clearhead.files import REPOSITORY, read_object
 from clearhead.tokens import HUB, TRAINED, VOCABULARIES
-from headlens.config import LensConfig
+from headlens import LensConfig
 
 SETTINGS_JSON = "run.json"  # in a run directory
 SAMPLE = ("corpus", "sample.txt")  # the file of data=sample

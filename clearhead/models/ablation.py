@@ -1,4 +1,4 @@
-"""Removes attention heads of a GPT and measures the loss (lens/ablation.py).
+"""Removes attention heads of a GPT and measures the loss (headlens/ablation.py).
 
 Shapes: B windows, T positions, N targets, C emb_dim, V vocabulary, H heads, D head_dim.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention import MultiHeadAttention
 from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
-from headlens.ablation import Head, ablate
+from headlens import ablate
 from model import GPT
 
 TOKENS = 64  # per window of a text
@@ -22,7 +22,7 @@ ROWS = 4096  # of the output layer at a time: two thirds of the CPU time of all 
 
 def ablate_heads(
     model: GPT,
-    groups: Mapping[str, Sequence[Head]],
+    groups: Mapping[str, Sequence[tuple[int, int]]],
     dataset: WindowDataset,
     is_synthetic: bool,
     max_tokens: float,

@@ -23,8 +23,7 @@ from clearhead.models import hub
 from clearhead.models.hub import CONFIG
 from clearhead.models.huggingface import read_config
 from clearhead.models.pretrained import PretrainedModel, load_pretrained
-from headlens.page import trainer_curves
-from headlens.tokens import lens_tokenizer
+from headlens import lens_tokenizer, trainer_curves
 
 TRAINER_STATE = "trainer_state.json"  # of transformers' Trainer
 ADAPTER = "adapter_config.json"  # of PEFT

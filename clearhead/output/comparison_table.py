@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from clearhead.errors import as_yaml, sanitize
 from clearhead.output.comparison import CHECKSUM, SHAPE, ComparisonRow, automatic, by_text
-from headlens.rounding import rounded
+from headlens import rounded
 
 COMPARABLE = """\
 Values in different tables are not comparable. Bits per byte are comparable between tokenizers: add

@@ -36,7 +36,7 @@ from clearhead.files import MAX_LOG_BYTES, log_lines, open_regular, read_object,
 from clearhead.output.charts import CURVES, curves, finite, number, points_of, smooth, thin
 
 if TYPE_CHECKING:  # imports torch, which the list does not need
-    from headlens.live_snapshots import LiveSnapshots
+    from headlens import LiveSnapshots
 
 MAX_RUNS = 200  # in the list
 POINTS = 80  # of a curve in the list
@@ -134,7 +134,7 @@ class LiveRun:
     def snapshots(self) -> "LiveSnapshots":
         import torch
 
-        from headlens.live_snapshots import LiveSnapshots
+        from headlens import LiveSnapshots
 
         torch.set_num_threads(1)  # the other cores are for the training
         frames = self.settings().get("lens.frames")

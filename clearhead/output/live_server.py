@@ -31,7 +31,7 @@ from urllib.parse import unquote_to_bytes
 from clearhead.errors import sanitize
 from clearhead.files import read_bounded
 from clearhead.output.live import LiveRun, LiveRuns
-from headlens.assemble import assemble, content_security_policy
+from headlens import assemble_html, content_security_policy
 
 PAGES = Path(__file__).parent / "report_page"
 PORTS = 20  # that are tried
@@ -184,7 +184,7 @@ def answer_of_run(run: LiveRun, parts: list[str]) -> Answer:
         case []:
             return Answer(b"", status=HTTPStatus.FOUND, location=f"/{run.address}")
         case [""]:
-            from headlens.page import live_page  # imports torch, which the list does not need
+            from headlens import live_page  # imports torch, which the list does not need
 
             # The page contains its own policy.
             page = live_page(sanitize(run.folder.name)).encode("utf-8", "replace")
@@ -212,6 +212,6 @@ def as_json(value: object) -> Answer:
 @functools.cache
 def page_answer(name: str) -> Answer:
     """Returns a page of report_page/, which asks this server for its content."""
-    page = assemble(PAGES / name).encode()
+    page = assemble_html(PAGES / name).encode()
     policy = f"{content_security_policy(page)}; connect-src 'self'; frame-src 'self'"
     return Answer(page, "text/html", policy)

@@ -32,9 +32,13 @@ from clearhead.output.charts import (
     points_of,
 )
 from clearhead.output.console import duration
-from clearhead.output.report_heads import heads_section
-from headlens.assemble import assemble, content_security_policy
-from headlens.rounding import formatted, rounded
+from headlens import (
+    assemble_html,
+    content_security_policy,
+    formatted,
+    heads_section,
+    rounded,
+)
 
 PAGE = Path(__file__).parent / "report_page"
 MAX_CONFIG, MAX_PANEL, MAX_PAGE = 2**20, 2**22, 2**30  # bytes; larger files are ignored
@@ -46,7 +50,7 @@ def write_report(folder: Path, is_training: bool = False) -> Path:
     rows = read_rows(folder / "metrics.jsonl", *KEYS, "train/tokens", "train/mfu")
     samples = read_rows(folder / "samples.jsonl", "prompt", "text")
     config = read(folder / "config.yaml", MAX_CONFIG).decode("utf-8", "replace")
-    template, attention = assemble(PAGE / "index.html").encode(), attention_page(folder)
+    template, attention = assemble_html(PAGE / "index.html").encode(), attention_page(folder)
     embedded = read(attention, MAX_PAGE) if attention else b""
     final = final_validation(folder, rows[-1]["step"] if rows else -1)
     heads, cards = heads_section(folder / "attention")

@@ -11,8 +11,7 @@ from clearhead.output.console import Console
 from clearhead.output.profiler import Profiler
 from clearhead.output.report import write_report
 from clearhead.output.tracker import Tracker
-from headlens.lens import Snapshot
-from headlens.rounding import formatted
+from headlens import Snapshot, formatted
 
 MAX_NAMED = 3  # heads in one line
 MAX_SHARE = 0.01  # of the time of a run: reports that are written while it trains

@@ -41,7 +41,7 @@ from clearhead.output.wandb_process import (
 )
 
 if TYPE_CHECKING:
-    from headlens.lens import Snapshot
+    from headlens import Snapshot
 
 MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
 

@@ -24,7 +24,7 @@ from clearhead.output.console import Report
 from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizers import Tokenizer
 from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
-from headlens.rounding import rounded
+from headlens import rounded
 from model import GPT
 
 # The validation at the end of a run uses this fraction of the number of training windows. A forward

@@ -22,14 +22,12 @@ from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizers import Tokenizer
 from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
 from data import LoadedData
-from headlens.ablation import Head
-from headlens.config import LensConfig
-from headlens.heads import heads_by_name
-from headlens.lens import Lens, Snapshot
-from headlens.whole_text import MAX_TOKENS, MAX_WINDOWS
+from headlens import Lens, LensConfig, Snapshot
 from model import GPT
 
-MIN_WINDOWS, MIN_TOKENS = 4, 64  # on which heads are measured
+# Heads are measured on this many windows of this many tokens.
+MIN_WINDOWS, MAX_WINDOWS = 4, 32
+MIN_TOKENS, MAX_TOKENS = 64, 256
 MANY_WINDOWS = 8  # before they become longer
 OFF = "lens: attention logging is off for the rest of this run"
 
@@ -43,7 +41,7 @@ class LensRunner:
     directory: Path  # the run directory
     debug: bool  # whether an error ends the run
     # (model, heads by name) -> the loss without each head, see inference/ablation.py; None: off
-    ablate: Callable[[GPT, dict[str, list[Head]]], dict] | None
+    ablate: Callable[[GPT, dict[str, list[tuple[int, int]]]], dict] | None
     failures: Failures = field(default_factory=Failures)  # of snapshots, on any rank
 
     def is_due(self, step: int, last_step: int) -> bool:
@@ -66,7 +64,7 @@ class LensRunner:
             self.failures.count(True)
             return None
 
-        def ablate(groups: dict[str, list[Head]]) -> dict | None:
+        def ablate(groups: dict[str, list[tuple[int, int]]]) -> dict | None:
             with best_effort("lens.ablation: failed", self.debug):
                 return self.ablate(model, groups)
             return None  # after an error
@@ -97,7 +95,7 @@ class LensRunner:
         if missing:
             lines = [f"lens             attention snapshots that are missing: {missing}"]
         lines += [f"attention heads  {text}" for text in self.lens.most_significant_heads()]
-        names = heads_by_name(self.lens.table).keys()
+        names = {row["name"] for row in self.lens.table} - {"", "uniform"}
         if self.lens.table and not names - {"positional"}:
             some = " except positional" * bool(names)
             advice = "" if has_converged else self._train_longer()

@@ -5,6 +5,8 @@ of the language and kind that it is trained on. The config of the run stores the
 keeps them.
 """
 
+import re
+
 import numpy as np
 
 from clearhead.config.schema import Config
@@ -14,16 +16,9 @@ from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizers import Tokenizer
 from clearhead.tokens.windows import MixedDataset, WindowDataset
 from data import GPTDatasetV1, LoadedData
-from headlens.config import DEFAULT_PROMPTS
-from headlens.passages import (
-    MOST_EXCERPTS,
-    beginning,
-    text_prompts,
-    without_part_of_a_word,
-)
-from headlens.tokens import lens_tokenizer
+from headlens import DEFAULT_PROMPTS, beginning, text_prompts
 
-EXCERPT_TOKENS = 4096
+EXCERPTS, EXCERPT_TOKENS = 8, 4096
 
 
 def with_prompts(
@@ -47,7 +42,7 @@ def with_prompts(
 
 def choose_prompts(dataset: WindowDataset, tokenizer: Tokenizer, most: int) -> dict[str, object]:
     """Returns prompts of at most `most` tokens for the lens, and a prompt for text samples."""
-    found = text_prompts(dataset_excerpts(dataset, tokenizer), lens_tokenizer(tokenizer), most)
+    found = text_prompts(dataset_excerpts(dataset, tokenizer), tokenizer, most)
     return {
         "lens.prompts": found or [*DEFAULT_PROMPTS],
         "trainer.sample_prompt": beginning(found[0]) if found else "",
@@ -57,12 +52,13 @@ def choose_prompts(dataset: WindowDataset, tokenizer: Tokenizer, most: int) -> d
 def dataset_excerpts(dataset: WindowDataset, tokenizer: Tokenizer) -> list[str]:
     """Returns parts of the text of a dataset, each of one document."""
     texts = []
-    for ids in _tokens_of(dataset, MOST_EXCERPTS):
+    for ids in _tokens_of(dataset, EXCERPTS):
         documents = np.split(ids, np.flatnonzero(ids == tokenizer.eot_token))
         for number, document in enumerate(documents):
             kept = document[document != tokenizer.eot_token].tolist()
             text = tokenizer.decode_bytes(kept).decode("utf-8", "ignore")
-            texts.append(text if number else without_part_of_a_word(text))
+            # The first document of an excerpt may begin inside a word.
+            texts.append(text if number else re.sub(r"\A\S{,40}(?=\s)", "", text))
     return texts
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..assemble import assemble, content_security_policy
+from ..assemble import assemble_html, content_security_policy
 from ..copying import copying_step
 from ..heads import ALL_NAMES, KINDS, NAMES, first_rows, targets_on, title_of
 from ..heatmap import VIRIDIS
@@ -194,7 +194,7 @@ def _packed(raw: bytes) -> str:
 @functools.cache
 def _template(is_live: bool) -> tuple[str, str]:
     """Returns the HTML before the data and after the data, without a title."""
-    html = assemble(Path(__file__).parent / "index.html").replace("__VIRIDIS__", VIRIDIS)
+    html = assemble_html(Path(__file__).parent / "index.html").replace("__VIRIDIS__", VIRIDIS)
     policy = content_security_policy(html.encode()) + "; connect-src 'self'" * is_live
     html = html.replace("__CSP__", policy)
     before, after = html.split("__DATA__")

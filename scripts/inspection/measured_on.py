@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from clearhead.config.schema import DataConfig, LensSettings
 from clearhead.errors import ClearheadError, Problem, refuse
-from headlens.config import LensConfig
+from headlens import LensConfig
 from scripts.inspection.settings import InspectConfig
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from clearhead.models.pretrained import PretrainedModel
     from clearhead.tokens.windows import WindowDataset
     from data import LoadedData
-    from headlens.lens import Lens
+    from headlens import Lens
 
     Model = PretrainedModel | ForeignModel
 
@@ -111,9 +111,8 @@ def lens_of(
     settled: tuple[LensConfig, Sequence[int] | None, Any],
 ) -> tuple["Lens", "WindowDataset | None"]:
     """Returns the lens of a model, and the windows on which heads are removed."""
-    from clearhead.run.lens_runner import some_windows, text_name
-    from headlens.lens import Lens
-    from headlens.whole_text import MAX_TOKENS, MAX_WINDOWS
+    from clearhead.run.lens_runner import MAX_TOKENS, MAX_WINDOWS, some_windows, text_name
+    from headlens import Lens
 
     config, vocabulary, tokenizer = settled
     if getattr(trained.tokenizer, "name", None) != getattr(tokenizer, "name", None):

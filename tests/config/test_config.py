@@ -29,7 +29,7 @@ from clearhead.config.validation import flat_fields, unknown_key, validate
 from clearhead.config.yaml_files import CONFIGS, default_values, defaults_and_meanings, flat
 from clearhead.errors import CheckpointError, ConfigError, DataError
 from generate import GenerateConfig
-from headlens.config import LensConfig
+from headlens import LensConfig
 from model import ModelConfig
 from scripts.compare import CompareConfig
 from scripts.evaluate import EvaluateConfig

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from headlens.assemble import assemble, content_security_policy, inline_blocks, join_modules
+from headlens.assemble import assemble_html, content_security_policy, inline_blocks, join_modules
 
 
 def written(folder, **modules):
@@ -51,7 +51,7 @@ def test_policy_has_the_hash_of_each_script_and_style_that_runs(tmp_path):
         '<script type="application/json">{}</script>'
         '<script type="module" src="main.js"></script>'
     )
-    html = assemble(tmp_path / "index.html").encode()
+    html = assemble_html(tmp_path / "index.html").encode()
     assert [kind for kind, _ in inline_blocks(html)] == ["style", "script"]
     assert content_security_policy(html).count("sha256-") == 2
 
@@ -61,7 +61,7 @@ def test_comments_and_indentation_of_a_style_sheet_are_removed(tmp_path):
     (tmp_path / "index.html").write_text(
         '<head>\n  <link rel="stylesheet" href="style.css">\n</head>'
     )
-    html = assemble(tmp_path / "index.html")
+    html = assemble_html(tmp_path / "index.html")
     assert re.sub(r"\n+", "\n", html) == "<head>\n<style>\np {\ncolor: red;\n}\n</style>\n</head>"
 
 
@@ -71,6 +71,6 @@ def test_comments_on_their_own_lines_and_indentation_are_removed(tmp_path):
     )
     written(tmp_path, main=code)
     (tmp_path / "index.html").write_text('<script type="module" src="main.js"></script>')
-    html = assemble(tmp_path / "index.html")
+    html = assemble_html(tmp_path / "index.html")
     kept = 'start("/* kept */ // kept");  // kept\nend();\n'
     assert html == f'<script type="module">\n{kept}</script>'

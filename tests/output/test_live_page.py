@@ -13,7 +13,7 @@ from helpers.live import RUN, GrowingRun, live_command, serving
 from helpers.runs import train_in
 from playwright.sync_api import expect
 
-from headlens.heads import ALL_NAMES
+from headlens import KINDS
 
 ports = itertools.count(8200, 30)
 
@@ -107,7 +107,7 @@ def named(tmp_path, finished):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
         for head in range(min(row["step"], 2)):
-            row["names"][1][head] = ALL_NAMES.index("previous_token")
+            row["names"][1][head] = 1 + [*KINDS].index("previous_token")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return GrowingRun(copy, tmp_path / "runs" / "first")
 

@@ -30,8 +30,7 @@ from clearhead.models.pretrained import load_pretrained
 from clearhead.output.machine import environment, git
 from clearhead.output.report import sample_page
 from clearhead.output.tracker import MAX_SAMPLES, NoTracker, Tracker
-from headlens.lens import Snapshot
-from headlens.statistics import STATISTICS
+from headlens import STATISTICS, Snapshot
 
 OFFLINE = WandbConfig.with_defaults(mode="offline")
 

@@ -7,8 +7,7 @@ import pytest
 from helpers.refusals import printed_keys
 from helpers.wandb_server import WandbServer
 
-from headlens.heads import KINDS
-from headlens.statistics import STATISTICS
+from headlens import KINDS, STATISTICS
 from scripts import wandb_workspace
 
 HEATMAPS = ["attention/heatmap/1-the-bell", "attention/heatmap/2-repeated"]

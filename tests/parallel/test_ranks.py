@@ -38,7 +38,7 @@ from safetensors.torch import load_file
 
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing
-from headlens.snapshot_data import read_snapshot, snapshot_files
+from headlens import read_snapshot
 
 HALF = SHORT // 2
 WATCHED = ("trainer.sample_tokens=8", "lens=default", "lens.every=4", "lens.repeat_length=8")
@@ -123,7 +123,7 @@ def test_the_lens_measures_the_same(watched):
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
     readings = []  # with the logit lens, in the order of runs, steps, prompts and layers
     for run in watched[:2]:
-        details = [read_snapshot(path).details for path in snapshot_files(run / "attention")]
+        details = [read_snapshot(path).details for path in sorted(run.glob("attention/*.npz"))]
         found = [p for of in details for p in of["predictions"]["of_prompts"]]
         readings.append([layer["losses"] for prompt in found for layer in prompt["layers"]])
     assert readings[0]

@@ -9,7 +9,6 @@ from helpers import TINY
 from helpers.runs import rows
 
 import train
-from headlens.statistics import uniform_attention
 
 RUN = [*TINY, "data.path=text.txt", "name=a", "lens=default", "lens.every=4"]
 PRINTED = r"^attention heads .*: (\S*python\S* .*)$"
@@ -33,6 +32,10 @@ def test_without_a_named_head_the_printed_command_trains_longer(
 HEADS = ("name=a", "model.num_heads=4", "lens=default", "lens.every=1", "trainer.sample_tokens=0")
 BACK = {(0, 0): 1, (0, 1): 1, (0, 2): 1, (0, 3): 1, (1, 0): 1}  # steps 1 to 5: previous token
 LATER = [{}, {}, {(1, 1): 99}, {(1, 2): 2, (1, 3): 2}, {}, {}, {(0, 3): 0}]  # from each step on
+
+
+def uniform_attention(size):
+    return torch.ones(size, size).tril() / torch.arange(1, size + 1)[:, None]
 
 
 def trained(run, max_steps):

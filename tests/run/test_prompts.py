@@ -18,8 +18,7 @@ from clearhead.run.prompts import choose_prompts
 from clearhead.tokens.stream import TokenStream
 from clearhead.tokens.tokenizers import get_tokenizer
 from data import GPTDatasetV1
-from headlens.config import DEFAULT_PROMPTS
-from headlens.snapshot_data import read_snapshot, snapshot_files
+from headlens import DEFAULT_PROMPTS, read_snapshot
 
 JAPANESE = "".join(
     f"美咲は{n}番目の鐘を鳴らした。源蔵は川を見て、川は待てと言ったと答えた。" for n in range(60)
@@ -133,7 +132,7 @@ def test_a_resumed_run_keeps_its_prompts(make_run, tmp_path, text_file):
         again = make_run(*overrides, tiny=overrides == by_name)
         assert prompts_of(again.config) == before
     train.fit(again)
-    steps = snapshot_files(again.directory / "attention")
+    steps = sorted((again.directory / "attention").glob("*.npz"))
     assert len(steps) == 4
     texts = [[p.text for p in read_snapshot(path).prompts] for path in steps]
     assert texts == [before[:-1]] * 4

@@ -8,7 +8,7 @@ import pytest
 from helpers.pages import HOSTILE, PROMPTS, STEPS, a_run, second_run
 from helpers.refusals import printed_keys, time_limit
 
-from headlens.snapshot_data import write_snapshot
+from headlens import write_snapshot
 from scripts.compare_heads import main
 
 ORDERS = ([0, 1, 2], [2, 0, 1], [1, 2, 0])

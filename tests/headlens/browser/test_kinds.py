@@ -56,5 +56,8 @@ def test_title_letter_colour_and_example_of_a_head(opened, tmp_path, kind):
     assert all(part in example for part in re.split(r"{\w+}", KINDS[kind].example))
     assert pages.readout(page)[0][1] == int(query)  # the row of the example is marked
     prompt = data.prompts[pages.state(page, "prompt")]
-    largest = planted(prompt.token_ids, kind)[int(query)].max().item()
-    assert float(weight) == pytest.approx(largest, abs=0.01)
+    weights = planted(prompt.token_ids, kind)[int(query)].tolist()
+    assert float(weight) == pytest.approx(max(weights), abs=0.01)
+    keys = re.findall(r"\((\d+)\)", example)
+    assert bool(keys) == ("{key}" in KINDS[kind].example)
+    assert all(weights[int(key)] == max(weights) for key in keys)

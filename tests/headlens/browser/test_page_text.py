@@ -295,7 +295,7 @@ def test_head_of_a_fixed_offset_has_its_number(shown):
         assert "3" in re.findall(r"offset.(\d)", lens.locator(part).inner_text())
     lens.locator("#finding button").or_(lens.locator("#finding")).first.click()
     text = lens.locator("#finding").inner_text()
-    found = re.search(r'"(\S+)" \((\d+)\) it .*?"(\S+)", with weight (\d\.\d+)', text)
+    found = re.search(r'"(\S+)" \((\d+)\) it .*?"(\S+)" \(\d+\), with weight (\d\.\d+)', text)
     query = int(found[2])
     assert found[3].strip("␣") == SOME.tokens[query - 3].strip()
     weights = attention_of(SOME.token_ids, 80)[0][0, 1]

@@ -1,4 +1,4 @@
-"""Section "Attention heads" of report.html: for each name, the most significant head.
+"""The heads of a run for a report: for each name, the most significant head.
 
     heads_section(Path("runs/first/attention"))
 
@@ -7,8 +7,9 @@ It is made from the newest snapshot and statistics.jsonl.
 
 from pathlib import Path
 
-from clearhead.output.charts import finite, thin
-from headlens.heads import (
+import numpy as np
+
+from .heads import (
     KINDS,
     NAMES,
     clearest,
@@ -18,13 +19,14 @@ from headlens.heads import (
     title_of,
     title_of_head,
 )
-from headlens.heatmap import data_url
-from headlens.history import Row, read_history
-from headlens.rounding import formatted, formatted_change, formatted_loss
-from headlens.snapshot_data import Contexts, SnapshotData, read_snapshot, snapshot_files
+from .heatmap import data_url
+from .history import Row, evenly_spaced, read_history
+from .rounding import formatted, formatted_change, formatted_loss
+from .snapshot_data import Contexts, SnapshotData, read_snapshot, snapshot_files
 
 THUMBNAIL = 128  # pixels, as in style.css
 MAX_LISTED = 12  # heads with the same name
+MAX_POINTS = 1000  # of a curve
 
 
 def heads_section(folder: Path) -> tuple[str, str]:
@@ -104,7 +106,8 @@ def place(row: dict) -> str:
 def curve(row: dict, rows: list[Row]) -> str:
     """Returns an SVG of the statistic of a head over the steps. rows: of statistics.jsonl."""
     name, place = row["name"], (row["layer"], row["head"])
-    points = thin(finite([(at.step, float(at.values[name][place])) for at in rows]))
+    of_head = [(at.step, float(at.values[name][place])) for at in rows]
+    points = evenly_spaced([point for point in of_head if np.isfinite(point[1])], MAX_POINTS)
     last = points[-1][0] if points else 0
     if last == 0:
         return ""
