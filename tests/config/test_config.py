@@ -88,9 +88,13 @@ def test_free_text():
         found = compose([override("trainer.sample_prompt", text)])
         assert found.trainer.sample_prompt == text
         assert parse(GenerateConfig, ["checkpoint=x", f"prompt= {text} "]).prompt == f" {text} "
-    for text in ("007", "null", "true", "[a", "[]", "1e3"):
-        found = parse(GenerateConfig, [f"checkpoint={text}", f"prompt={text}", "top_k=null"])
-        assert (found.checkpoint, found.prompt, found.top_k) == (text, text, None)
+    for text in ("007", "null", "true", "[a", "[]", "1e3", "@a: b", "* # ${", ""):
+        found = parse(GenerateConfig, ['checkpoint="7"', f"prompt={text}", "top_k=null"])
+        assert (found.checkpoint, found.prompt, found.top_k) == ("7", text, None)
+    for text in ("7", "null", "[a", "*", "a: b", "${"):
+        assert [key for key, _ in problems_of(parse, GenerateConfig, [f"checkpoint={text}"])] == [
+            "checkpoint"
+        ]
     given = ["checkpoint=x", 'prompt=["1", "b"]', "compile=true", "ignore_end=true"]
     found = parse(GenerateConfig, given)
     assert (found.prompt, found.compile, found.ignore_end) == (["1", "b"], True, True)
@@ -121,7 +125,7 @@ def test_every_problem_is_listed():
     found = problems_of(compose, ["optimizer.lrr=1", "seed=x", "trainer.max_step=5"])
     assert found == [("optimizer.lrr", "1"), ("trainer.max_step", "5")]
     found = problems_of(parse, GenerateConfig, ["promt=x", "temperature=-1", "checkpoint=y"])
-    assert found == [("promt", "x"), ("temperature", "-1")]
+    assert found == [("promt", "x"), ("temperature", -1)]
     # Types are checked before the stored settings are read.
     given = ["trainer.resume=runs/none", "trainer.max_steps=abc", "optimizer.lr=[1]"]
     assert problems_of(compose, given) == [("optimizer.lr", [1]), ("trainer.max_steps", "abc")]
