@@ -52,7 +52,7 @@ SETTINGS_OF_A_ROW = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", 
 class GenerateConfig(ScriptConfig):
     """python generate.py checkpoint=runs/NAME prompt="The ferry bell" [KEY=VALUE ...]"""
 
-    lists_in_quotes = ("prompt",)
+    free_text = ("prompt",)
 
     checkpoint: Checkpoint
     interactive: bool = Field(False, description="true: ask for prompts")

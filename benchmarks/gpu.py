@@ -29,12 +29,18 @@ from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import DirectoryPath, Field
+from pydantic import Field
 from safetensors.torch import load_file
 
 from benchmarks.timing import origin
 from clearhead.checkpoint.run_directory import settings_of
-from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from clearhead.config.command_line import (
+    InFolder,
+    OutFile,
+    ScriptConfig,
+    settings_command,
+    write_out,
+)
 from clearhead.config.schema import AboveZero, Name, Positive
 from clearhead.errors import ClearheadError, message_of, refuse
 from clearhead.files import REPOSITORY, read_json, read_rows
@@ -68,7 +74,7 @@ class GpuBenchmark(ScriptConfig):
     model: Name = Field("gpt2-small", description="model group of train.py")
     batch_size: Positive = Field(64, description="windows per step")
     length: Positive = Field(1024, description="tokens per window")
-    nanogpt: DirectoryPath | None = Field(None, description="folder of a checkout of nanoGPT")
+    nanogpt: InFolder | None = Field(None, description="folder of a checkout of nanoGPT")
     device: Literal["cuda", "cpu"] = Field("cuda", description="cpu: to check this file, eager")
     commit: str = Field("", description="commit of a copy without .git")
     out: OutFile = Field("gpu.json", description="JSON file for the results")

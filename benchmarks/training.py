@@ -20,7 +20,7 @@ from statistics import median
 from typing import Literal
 
 import torch
-from pydantic import DirectoryPath, Field
+from pydantic import Field
 
 from benchmarks import equivalence
 from benchmarks.implementations import (
@@ -34,7 +34,13 @@ from benchmarks.implementations import (
 )
 from benchmarks.timing import interleave, origin, show_speedup, speedup
 from clearhead.config import Config, compose
-from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from clearhead.config.command_line import (
+    InFolder,
+    OutFile,
+    ScriptConfig,
+    settings_command,
+    write_out,
+)
 from clearhead.config.schema import Device, Name, ParallelConfig, Positive
 from clearhead.errors import refuse
 from clearhead.parallel import device as devices
@@ -59,7 +65,7 @@ class TrainingBenchmark(ScriptConfig):
     model: Name = Field("gpt2-small", description="model group of train.py")
     batch_size: Positive = Field(4, description="windows per step")
     length: Positive = Field(256, description="tokens per window")
-    nanogpt: DirectoryPath | None = Field(None, description="folder of a checkout of nanoGPT")
+    nanogpt: InFolder | None = Field(None, description="folder of a checkout of nanoGPT")
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto | fp32 | bf16")
     compile: bool = Field(True, description="false: do not use torch.compile")

@@ -18,9 +18,9 @@ class LensConfig:
     # steps between snapshots; the first and the last step always have one; 0: no snapshots;
     # null: max_steps / 20, between 40 and 1000
     every: int | None = None
-    prompts: list[str] | None = None  # at most 20; null: passages of the text, or DEFAULT_PROMPTS
     repeat_length: int = 24  # additional prompt: this many random tokens, written twice; 0: none
     max_tokens: int = 64  # longer prompts are truncated; images and pages note this
+    prompts: list[str] | None = None  # at most 20; null: passages of the text, or DEFAULT_PROMPTS
     logit_lens: bool = False  # also record what the output layer predicts from each layer's input
     frames: int = 24  # maximum number of steps in the time-lapse
     ablation: str = "auto"  # removed heads at the last step: auto, exact, estimate or off

@@ -21,7 +21,6 @@ from pydantic import Field
 from clearhead.config.command_line import (
     OutFile,
     ScriptConfig,
-    ScriptGroup,
     settings_command,
     write_out,
 )
@@ -36,6 +35,7 @@ from clearhead.config.schema import (
     Paths,
     Positive,
     Precision,
+    Settings,
     Threads,
 )
 from clearhead.errors import CheckpointError, DataError, Problem, refuse, sanitize
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 FROM_RUN = ("text_key", "encoding", "token_dtype", "endoftext", "val_fraction")
 
 
-class TextConfig(ScriptGroup):
+class TextConfig(Settings):
     """The text, and how it is read."""
 
     path: Paths = Field(description="text or token file, folder, glob pattern, or a list of these")

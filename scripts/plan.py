@@ -24,7 +24,6 @@ from clearhead.config.command_line import (
     command_line,
     parse,
     show_help,
-    unknown_option,
     write_out,
 )
 from clearhead.config.schema import (
@@ -35,7 +34,7 @@ from clearhead.config.schema import (
     Positive,
     known_settings,
 )
-from clearhead.config.validation import nearest, unknown_key
+from clearhead.config.validation import unknown_key
 from clearhead.errors import ConfigError, DataError, refuse
 from clearhead.parallel.hardware import (
     ASSUMED_UTILISATION,
@@ -232,23 +231,22 @@ validation, samples and checkpoints are included only if the utilisation include
 
 def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
     """Returns the settings of training and of the plan. ConfigError lists the problems of both."""
-    own = list(PlanConfig.model_fields)
-    options = [text for text in arguments if text.startswith("-")]
+    own, config, plan = list(PlanConfig.model_fields), None, None
     mine = [text for text in arguments if text.partition("=")[0] in own]
-    others = [text for text in arguments if text not in (*mine, *options)]
-    problems = [unknown_option(text, [*own, *known_settings()]) for text in options]
-    config = plan = None
+    problems = []
     try:
         plan = parse(PlanConfig, mine)
     except ConfigError as error:
         problems += error.problems
     try:
-        config = of_training(others)
+        config = of_training([text for text in arguments if text not in mine])
     except ConfigError as error:
-        problems += error.problems
-    for n, problem in enumerate(problems):
-        if problem.key not in (*known_settings(), *own) and nearest(problem.key, own):
-            problems[n] = unknown_key(problem.key, problem.value, own)
+        known = [*own, *known_settings()]
+        unknown = {text.partition("=")[0] for text in arguments} - {*known}
+        problems += [
+            unknown_key(*problem[:2], known) if problem.key in unknown else problem
+            for problem in error.problems
+        ]
     refuse(problems)
     return config, plan
 

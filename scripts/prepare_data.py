@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from clearhead.config.command_line import ScriptConfig, ScriptGroup, settings_command
+from clearhead.config.command_line import ScriptConfig, settings_command
 from clearhead.config.schema import (
     Count,
     Encoding,
@@ -25,6 +25,7 @@ from clearhead.config.schema import (
     Names,
     Paths,
     Positive,
+    Settings,
     is_tokenizer,
     rejected,
 )
@@ -36,7 +37,7 @@ from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.prepare import Preparation, PrepareSettings
 
 
-class SourceConfig(ScriptGroup):
+class SourceConfig(Settings):
     """The texts, and how they are tokenized."""
 
     path: Paths = Field(

@@ -19,11 +19,10 @@ from pydantic import Field
 from clearhead.config.command_line import (
     OutFolder,
     ScriptConfig,
-    ScriptGroup,
     new_folder,
     settings_command,
 )
-from clearhead.config.schema import Encoding, Names, Paths, Positive, VocabSize
+from clearhead.config.schema import Encoding, Names, Paths, Positive, Settings, VocabSize
 from clearhead.errors import DataError, sanitize
 from clearhead.output.console import progress
 from clearhead.tokens.paths import find_files, notes_about_repeated
@@ -33,7 +32,7 @@ from clearhead.tokens.training import SAMPLE_BYTES, Sample, train_tokenizer
 PART_BYTES = 2**24  # progress is shown after each part
 
 
-class SourceConfig(ScriptGroup):
+class SourceConfig(Settings):
     """The texts."""
 
     path: Paths = Field(

@@ -11,7 +11,6 @@ import inspect
 import json
 import os
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -21,17 +20,11 @@ from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    field_validator,
-)
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, BaseModel, DirectoryPath, Field, FilePath
 
-from clearhead.config.schema import Name, rejected
+from clearhead.config.schema import Name, Settings, rejected
 from clearhead.config.validation import flat_fields, groups_of, unknown_key, validate
 from clearhead.config.yaml_files import nested, table
 from clearhead.errors import (
@@ -48,35 +41,15 @@ from clearhead.errors import (
 from clearhead.files import atomic_write, fsync, make_folder, rename, temporary_name
 
 WAIT_FOR_RANK_0 = 10  # seconds
+# Raised for values that are not YAML, such as [a or ${.
+UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 
 
-class ScriptGroup(BaseModel):
-    """A group of settings of a script. Values are text, which pydantic converts."""
-
-    model_config = ConfigDict(extra="forbid")
-    lists_in_quotes: ClassVar[tuple[str, ...]] = ()  # settings: [a b] is a text, ["a b"] a list
-
-    @field_validator("*", mode="wrap")
-    @classmethod
-    def _from_text(
-        cls, value: object, validated: ValidatorFunctionWrapHandler, info: ValidationInfo
-    ) -> object:
-        """Reads null and [a,b] if the setting accepts the result, else as text."""
-        opening = r"\[\s*[\"']" if info.field_name in cls.lists_in_quotes else r"\["
-        if value == "null" or (
-            isinstance(value, str) and re.fullmatch(rf"(?s){opening}.*\]", value)
-        ):
-            try:  # BaseLoader keeps each element as it was typed
-                return validated(None if value == "null" else yaml.load(value, yaml.BaseLoader))
-            except (ValueError, RecursionError, yaml.YAMLError):
-                with contextlib.suppress(ValueError):
-                    return validated(value)
-                raise
-        return validated(value)
-
-
-class ScriptConfig(ScriptGroup):
+class ScriptConfig(Settings):
     """Base class of the settings of a script. The docstring of a subclass is its usage line."""
+
+    # Settings that are taken as typed, except for a list of quoted texts: ["one","two"].
+    free_text: ClassVar[tuple[str, ...]] = ()
 
     debug: bool = Field(False, description="true: print errors with their traceback")
 
@@ -117,6 +90,9 @@ def new_folder(out: str) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
+# strict=False: from a text.
+InFile = Annotated[FilePath, Field(strict=False)]
+InFolder = Annotated[DirectoryPath, Field(strict=False)]
 OutFile = Annotated[str, AfterValidator(_writable_file)]  # "": no file
 OutFolder = Annotated[
     Name, AfterValidator(_new_folder), Field(description="folder to write; must not exist")
@@ -141,25 +117,28 @@ def settings_command(schema: type[Schema]) -> Callable:
 
 
 def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
-    """Parses KEY=VALUE arguments into the schema. Raises ConfigError with all problems."""
-    fields, problems = flat_fields(schema), []
-    values: dict[str, object] = {}
+    """Parses KEY=VALUE arguments, with values in YAML, into the schema. Raises ConfigError with all
+    problems."""
+    fields, values, problems = flat_fields(schema), {}, []
     for text in arguments:
-        key, equals, raw = text.lstrip("-").partition("=")
-        if is_option := text.startswith("-"):
-            problems.append(unknown_option(text, list(fields)))
-        if equals and key in fields:
-            values[key] = raw
-        elif is_option:
-            continue
-        elif not equals:
-            likely = next((key for key in ("checkpoint", "data.path", "runs") if key in fields), "")
-            problems.append(not_a_setting(text, likely))
-        else:
+        key, equals, raw = text.partition("=")
+        if not equals:
+            hint = "quote a value with blanks: 'KEY=some words'"
+            problems.append(Problem(text or "''", NO_VALUE, "not of the form KEY=VALUE", hint))
+        elif key not in fields:
             problems.append(unknown_key(key, raw, list(fields)))
+        elif key in schema.free_text and not re.match(r"\[\s*[\"']", raw):
+            values[key] = raw
+        else:
+            try:
+                values[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"_={raw}"]))["_"]
+            except UNREADABLE:
+                hint = f"quote a text: '{key}=\"TEXT\"'"
+                problems.append(Problem(key, raw, "not valid YAML", hint))
     empty: dict = {group: {} for group in groups_of(schema)}  # to report missing settings of groups
     config, more = validate(schema, empty | nested(values))
-    refuse(problems + more)
+    unreadable = {problem.key for problem in problems}
+    refuse(problems + [problem for problem in more if problem.key not in unreadable])
     return config
 
 
@@ -172,29 +151,6 @@ def show_help(schema: type[BaseModel]) -> None:
         for key, field in fields
     ]
     print(table(rows))
-
-
-def not_a_setting(text: str, key: str) -> Problem:
-    """Returns the problem of an argument without "=". The hint for an existing file is KEY=FILE."""
-    hint = "write KEY=VALUE; if it contains blanks, quote it: 'KEY=some words'"
-    if key and os.path.exists(text):
-        hint = f"did you mean {shlex.quote(f'{key}={text}')}?"
-    return Problem(
-        text if text.strip() else repr(text), NO_VALUE, "not of the form KEY=VALUE", hint
-    )
-
-
-def unknown_option(text: str, known: Sequence[str]) -> Problem:
-    """Returns the problem of an unknown option. The hint is the setting or the most similar one."""
-    option, _, value = text.partition("=")
-    key = option.lstrip("-").replace("-", "_")
-    if key in known:
-        hint = f"write {shlex.quote(f'{key}={value}') if value else f'{key}=VALUE'} (without --)"
-    else:
-        hint = f"write settings without dashes; {unknown_key(key, value, known).hint}"
-    if "WANDB_SWEEP_ID" in os.environ:  # its agent writes --KEY=VALUE for ${args}
-        hint += "; in the file of a W&B sweep, use ${args_no_hyphens} in place of ${args}"
-    return Problem(option, NO_VALUE, "no such option", hint)
 
 
 def write_out(path: str, content: bytes | Iterable[bytes] | dict, key: str = "out") -> None:

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from clearhead.config.kernels import KERNEL_NAMES, NO_DROPOUT
+from clearhead.config.declared import KERNEL_NAMES, NO_DROPOUT, ModelConfig
 from clearhead.config.validation import (
     FOLDER_NAME,
     NO_SEPARATORS,
@@ -31,6 +31,7 @@ from clearhead.config.validation import (
 from clearhead.config.yaml_files import default_values, nested
 from clearhead.errors import refuse
 from clearhead.tokens import MAX_VOCABULARY, MIXTURE_BLOCK, TRAINED, VOCABULARIES
+from headlens import LensConfig
 
 UNLIMITED = 10**15  # trainer.max_steps if only trainer.max_minutes limits a run
 MAX_PROMPTS = 20  # every page of a snapshot contains all prompts
@@ -114,16 +115,15 @@ def _has_dropout(kernel: str, others: dict) -> None:
 KernelName = Literal[KERNEL_NAMES]  # pyrefly: ignore
 
 
-class ModelSettings(Settings):
-    """Architecture of the model; model.ModelConfig has the same fields."""
+class ModelSettings(Settings, ModelConfig):
+    """Architecture of the model: model.ModelConfig with limits."""
 
     vocab_size: Positive | None
     context_length: Positive
     emb_dim: Positive
+    num_heads: Annotated[Positive, _divides_width]
     num_layers: Positive
     dropout: Fractional
-    num_heads: Annotated[Positive, _divides_width]
-    qkv_bias: bool
     attention: Annotated[KernelName, _has_dropout]
 
 
@@ -277,8 +277,8 @@ def _off(value: object) -> object:
     return "off" if value is False else value  # YAML reads off as false
 
 
-class LensSettings(Settings):
-    """Attention snapshots; lens.config.LensConfig has the same fields."""
+class LensSettings(Settings, LensConfig):
+    """Attention snapshots: LensConfig with limits."""
 
     every: Count | None
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)]
@@ -286,7 +286,6 @@ class LensSettings(Settings):
     prompts: Annotated[
         Annotated[list[Sentence], Field(max_length=MAX_PROMPTS)] | None, _has_a_prompt
     ]
-    logit_lens: bool
     frames: Annotated[Positive, Field(ge=2, le=200)]
     ablation: Annotated[Literal["auto", "exact", "estimate", "off"], BeforeValidator(_off)]
 

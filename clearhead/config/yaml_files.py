@@ -9,7 +9,7 @@ import omegaconf
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from clearhead.config.kernels import KERNEL_NAMES
+from clearhead.config.declared import KERNEL_NAMES
 from clearhead.errors import as_yaml
 from clearhead.files import REPOSITORY
 

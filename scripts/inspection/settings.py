@@ -4,13 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from clearhead.config.command_line import OutFile, ScriptConfig, ScriptGroup
+from clearhead.config.command_line import OutFile, ScriptConfig
 from clearhead.config.schema import (
     Checkpoint,
     Count,
     Device,
     Paths,
     Positive,
+    Settings,
     Text,
     Threads,
     rejected,
@@ -18,7 +19,7 @@ from clearhead.config.schema import (
 from clearhead.errors import NO_VALUE, Problem
 
 
-class AblationText(ScriptGroup):
+class AblationText(Settings):
     """The text on which heads are measured."""
 
     path: Paths | None = Field(
@@ -31,7 +32,7 @@ class AblationText(ScriptGroup):
 class InspectConfig(ScriptConfig):
     """python -m scripts.inspect_attention checkpoint=runs/NAME [text="..."] [KEY=VALUE ...]"""
 
-    lists_in_quotes = ("text",)
+    free_text = ("text",)
 
     checkpoint: Checkpoint | None = Field(
         None, description="run (last checkpoint), checkpoint, Hugging Face directory or hub:NAME"

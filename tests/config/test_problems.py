@@ -280,13 +280,13 @@ def a_run(tmp_path_factory):
 # (script, exit code, key, arguments)
 SCRIPTS = [
     (generate, 2, "device", "checkpoint={run} device=cuda"),
-    *((generate, 3, "checkpoint", f"checkpoint={x}") for x in ("no", ".", "/dev/zero")),
+    *((generate, 3, "checkpoint", f"checkpoint={x}") for x in ("none", ".", "/dev/zero")),
     (prepare_data, 2, "data.path", "out=out"),
     (prepare_data, 2, "out", "data.path=text.txt"),
     (prepare_data, 2, "workers", "data.path=text.txt out=out workers=all"),
     (prepare_data, 3, "data.path", "data.path=pipe out=out"),
     (inspect_attention, 2, "out", "checkpoint={run} out=text.txt/x.html"),
-    (inspect_attention, 3, "compare", "checkpoint={run} compare=no"),
+    (inspect_attention, 3, "compare", "checkpoint={run} compare=none"),
 ]
 
 
