@@ -38,7 +38,7 @@ from clearhead.config.yaml_files import flat
 from clearhead.errors import RunDirectoryError, refuse
 from clearhead.files import last_values, read_rows, size_of
 from clearhead.output.charts import minimum_before_rise, number, points_of
-from clearhead.output.comparison_table import markdown_table
+from clearhead.output.comparison import markdown_table
 
 
 class RunsConfig(ScriptConfig):
