@@ -18,8 +18,7 @@ from pydantic import Field
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Paths
 from clearhead.errors import DataError, refuse, sanitize
-from clearhead.output.comparison import matching_paths
-from clearhead.output.comparison_table import markdown_table
+from clearhead.output.comparison import markdown_table, matching_paths
 from headlens import formatted
 
 MAX_ROWS = 40  # of the printed table

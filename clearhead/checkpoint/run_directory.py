@@ -28,10 +28,7 @@ from clearhead.files import (
     fsync,
     make_folder,
     read_object,
-    remove,
     remove_temporary_files,
-    rename,
-    temporary_name,
 )
 from clearhead.tokens.stream import Checksums, checksum_of_all
 from clearhead.tokens.tokenizer_json import TOKENIZER, stored
@@ -124,20 +121,6 @@ def is_locked(folder: Path) -> bool:
             return False
     except OSError as error:
         return isinstance(error, Timeout)
-
-
-def remove_run(folder: Path) -> None:
-    """Removes a run directory. It is renamed first: it exists completely or not at all. If its
-    removal is interrupted, the rest is a run with the new name: run.json is removed last. Raises
-    OSError, and RunDirectoryError if another process has locked it."""
-    with contextlib.ExitStack() as locked:
-        locked.enter_context(lock_directory(folder))
-        if os.name == "nt":  # Windows does not rename a folder with an open file
-            locked.close()
-        rename(folder, aside := temporary_name(folder))
-    for path in sorted(aside.iterdir(), key=lambda path: path.name == SETTINGS_JSON):
-        remove(path)
-    aside.rmdir()
 
 
 def _this_process() -> str:

@@ -1,7 +1,7 @@
 """One job of a sweep (python train.py -m): a run, named <sweep>_<number>, and its result.json.
 
 result.json is in the job directory (hydra.sweep.dir/hydra.sweep.subdir). A failed job reports an
-infinite loss, so that every launcher and sweeper continues. reporting/sweep.py reads the results.
+infinite loss, so that every launcher and sweeper continues. output/sweep.py reads the results.
 """
 
 import gc
@@ -10,91 +10,18 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from clearhead.config.compose import one_line_each
 from clearhead.config.schema import Config
-from clearhead.config.validation import flat_fields, validate
-from clearhead.config.yaml_files import default_values, flat, nested
-from clearhead.errors import (
-    DEBUG_HINT,
-    Problem,
-    best_effort,
-    exit_code_of,
-    format_error,
-    message_of,
-    refuse,
-)
-from clearhead.files import as_json, atomic_write, make_folder, read_json
+from clearhead.errors import DEBUG_HINT, best_effort, exit_code_of, format_error, refuse
+from clearhead.files import as_json, atomic_write, make_folder, read_object
 
 MAX_NAME_CHARS = 64  # characters of the sweep's directory name in the names of its runs
-
-
-def check_sweep(config: DictConfig) -> int | None:
-    """Raises ConfigError before a sweep starts: several ranks, no job, a value that its setting
-    cannot have, or one name for all jobs. Each job checks the rules between settings. Returns the
-    number of jobs; None if the sweeper decides it.
-
-    config: as Hydra composed it for the sweep, with the node `hydra`.
-    """
-    composed, problems, found, num_jobs = OmegaConf.to_container(config), [], {}, 1
-    task = composed["hydra"]["overrides"]["task"]
-    sweeper = composed["hydra"]["sweeper"]
-    params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        hint = "start it without torchrun, or remove -m"
-        problems.append(Problem("WORLD_SIZE", ranks, "a sweep runs in one process", hint))
-    with one_line_each([*params, *task]):
-        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        for override in parser.parse_overrides([*params, *task]):
-            key, values = override.key_or_group, [None, None]  # the sweeper chooses from a range
-            if override.is_discrete_sweep():
-                values = [*override.sweep_string_iterator()]
-            elif not override.is_sweep_override():
-                values = [override.get_value_element_as_str()]
-            found[key] = values
-            num_jobs *= len(values)
-            if not values:
-                hint = f"write {key}=A,B; glob() finds only names of files in configs/"
-                written = override.get_value_string()
-                problems.append(Problem(key, written, "has no values, so no job runs", hint))
-            problems += problems_of_values(key, [value for value in values if value])
-    swept = {key for key, values in found.items() if len(values) > 1}
-    if "name" not in found and swept <= flat_fields(Config).keys():  # else a file may set the name
-        found["name"] = [composed["name"]]
-    names = [str(name) for name in found.get("name", ()) if name not in (None, "null")]
-    names = [name for name in names if "$" not in name]
-    if names and swept - {"name"}:
-        problems.append(same_name(names[0]))
-    refuse(problems)
-    runs_all = sweeper["_target_"].endswith(".BasicSweeper")  # all combinations of the values
-    return num_jobs if runs_all else sweeper.get("n_trials")
-
-
-def problems_of_values(key: str, values: Iterable[str]) -> list[Problem]:
-    """Returns the problem of the first value, as in an override, that this setting cannot have."""
-    defaults = flat(default_values())
-    for value in values:
-        if key in defaults and "$" not in value:
-            override = OverridesParser.create().parse_override(f"{key}={value}")
-            tree = nested(defaults | {key: override.value()})
-            found = [each for each in validate(Config, tree, rules=False)[1] if each.key == key]
-            if found:
-                return found
-    return []
-
-
-def same_name(name: str) -> Problem:
-    """Returns the problem of a job with the name of another job."""
-    hint = "remove it, or write a name with each swept setting, as in name='lr${optimizer.lr}'"
-    return Problem("name", name, "another job of this sweep has the same name", hint)
 
 
 def run_job(job: DictConfig, make_config: Callable[[], Config], run: Callable) -> float:
@@ -162,28 +89,19 @@ def config_of_job(config: Config, job: DictConfig) -> Config:
 
 
 def check_own_name(config: Config, result: dict) -> None:
-    """Raises ConfigError if another job of the sweep has the same run directory."""
-    others = [each for each in results_in(result["sweep"]) if each["job"] != result["job"]]
-    if any(each["run"] == result["run"] for each in others):
-        refuse([same_name(config.name)])
+    """Raises ConfigError if another job of the sweep has the same run directory, which this job
+    would resume."""
+    others = [job for _, job in results_in(result["sweep"]) if job["job"] != result["job"]]
+    if any(job["run"] == result["run"] for job in others):
+        hint = "remove it, or write a name with each swept setting, as in name='lr${optimizer.lr}'"
+        refuse([("name", config.name, "another job of this sweep has the same name", hint)])
 
 
-def results_in(sweep: str) -> list[dict]:
-    """Returns the contents of the result.json of each job of a sweep, in their order. A file that
-    cannot be read counts as the result of a failed job."""
-    results = []
-    for path in Path(sweep).rglob("result.json"):
-        try:
-            result = read_json(path)
-        except (OSError, ValueError) as error:
-            if str(path.parent.parent) != sweep or not path.parent.name.isdecimal():
-                continue
-            failed = {"exit_code": 4, "error": f"{path} cannot be read ({message_of(error)})"}
-            number = int(path.parent.name)
-            result = {"sweep": sweep, "job": number, "overrides": [], "run": None} | failed
-        if isinstance(result, dict) and result.get("sweep") == sweep:
-            results.append(result)
-    return sorted(results, key=lambda each: each["job"])
+def results_in(sweep: str) -> list[tuple[Path, dict]]:
+    """Returns the result.json of each job of a sweep and its contents, in the order of the jobs."""
+    found = [(path, read_object(path)) for path in Path(sweep).rglob("result.json")]
+    found = [(path, result) for path, result in found if result.get("sweep") == sweep]
+    return sorted(found, key=lambda each: each[1]["job"])
 
 
 def free_memory() -> None:

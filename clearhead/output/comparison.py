@@ -1,87 +1,54 @@
-"""Comparison of runs: reads run directories and groups the runs into rows.
+"""Comparison of runs: a table of a metric, with a row for the runs that differ only in their seed.
 
-    rows = summarize([read(folder, "val/loss") for folder in folders], "val/loss")
+    runs = read_all([Path("runs/a"), Path("runs/b")], "val/loss")
+    print(tables(summarize(runs, "val/loss"), "val/loss"))
 
-Runs that differ only in their seed share a row; the row with the best metric is first. Rows with
-different texts or tokenizers are apart, because their losses are not comparable. Used by sweeps
-(reporting/sweep.py) and scripts/compare.py, which show the rows as tables (comparison_table.py) and
-as a chart (comparison_plot.py). Reads run.json, metrics.jsonl and validation.json.
+The row with the best metric is first. Losses on different texts or with different tokenizers are
+not comparable, so each combination has its own table. Reads run.json, metrics.jsonl,
+validation.json and summary.json.
 """
 
-import functools
 import glob
-import itertools
 import json
 import math
 import os
 import statistics
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
 
-import yaml
-
-from clearhead.checkpoint.run_directory import (
-    VALIDATION_JSON,
-    final_validation,
-    settings_of,
-    summarized_step,
-)
-from clearhead.config.stored import SETTINGS_JSON, automatic_warmup
-from clearhead.config.yaml_files import CONFIGS, flat
+from clearhead.checkpoint.run_directory import final_validation, settings_of, summarized_step
+from clearhead.config.stored import SETTINGS_JSON, automatic_warmup, is_of
+from clearhead.config.yaml_files import flat
 from clearhead.errors import as_yaml, sanitize
-from clearhead.files import last_values, read_object, read_rows
+from clearhead.files import read_object, read_rows
 from clearhead.output.charts import minimum_before_rise, number
 from clearhead.tokens import VOCABULARIES
+from headlens.rounding import rounded
 
-# Settings that change what a run learns, although they may be changed when it is resumed.
-LEARNING = {"data.path", "data.val_path", "trainer.init_from"}
-LEARNING |= {"trainer.max_minutes", "trainer.max_steps", "trainer.schedule_steps"}
-# If all of these differ between rows, the table has one column for them.
-SHAPE = ("model.num_layers", "model.num_heads", "model.emb_dim")
-CHECKSUM = "data.checksum"  # of the tokens, from run.json
-HIGHER_IS_BETTER = ("val/accuracy", "train/tokens_per_second", "train/mfu")  # others: lower
-
-Points = list[tuple[int, float]]  # (tokens so far, metric)
+# The settings that change what a run learns. Those of the text and the tokenizer are in the title
+# of the table.
+LEARNING = ("model", "data", "optimizer", "trainer.init_from", "trainer.precision")
+LEARNING += tuple(
+    f"trainer.{name}"
+    for name in ("batch_size", "grad_clip", "max_minutes", "max_steps", "patience")
+)
+LEARNING += ("trainer.schedule_steps", "trainer.warmup_steps")
+HIGHER_IS_BETTER = ("val/accuracy", "train/tokens_per_second", "train/mfu", "attention")
+COMPARABLE = "Values in different tables are not comparable. Bits per byte are comparable between "
+COMPARABLE += "tokenizers: add\nmetric=val/bits_per_byte"
 
 
 @dataclass
 class ComparedRun:
     folder: Path
-    settings: dict[str, object]  # by dotted name
-    metrics: dict[str, object]  # last value of each metric and of step, without step 0
-    points: Points  # includes step 0; empty if there is no value after step 0
+    settings: dict[str, object]  # by dotted name: those of LEARNING, seed and data
+    checksum: object  # of the tokens of the data
+    tokens: int  # until the last value
+    value: float  # of the metric: of the validation at the end of the run, else the last value
+    lowest: float | None  # lowest value, if the validation loss has risen since
     is_finished: bool
-    # Of a finished run, from validation.json: the metric on more windows than the last point, its
-    # values on the parts of the text, and the number of windows.
-    final: float | None = None
-    parts: list[float] = field(default_factory=list)
-    windows: int = 0
-    lowest: float | None = None  # lowest value, if the validation loss has risen since
-
-    @property
-    def value(self) -> float:
-        """Returns the last value of the metric."""
-        return self.points[-1][1] if self.final is None else self.final
-
-    @property
-    def seed_and_values(self) -> tuple:
-        """Returns what equals that of another run with the same settings if it is a repetition."""
-        return self.settings.get("seed"), self.points, self.final
-
-    @property
-    def model(self) -> str:
-        """Returns the name of the file in configs/model with this shape, or the shape."""
-        shape = [self.settings.get(key) for key in SHAPE]
-        text = "{} layers, {} heads, width {}".format(*shape)
-        return next((name for name, known in models().items() if known == shape), text)
-
-    @property
-    def values(self) -> dict[str, object]:
-        """Returns metrics, settings and the names of model and optimizer."""
-        groups = {"model": self.model, "optimizer": self.settings.get("optimizer.name")}
-        return self.metrics | self.settings | groups
 
 
 @dataclass
@@ -89,233 +56,125 @@ class ComparisonRow:
     """The runs that differ at most in their seed."""
 
     text: str  # settings of text and tokenizer
-    settings: dict[str, object]  # other settings in which any runs differ
-    model: str
+    settings: dict[str, object]  # other settings
     runs: list[str]
     seeds: list[object]
-    unfinished: list[str]
-    tokens: int  # maximum over the runs
-    curves: list[Points]
-    values: list[float]  # last value of each run
+    values: list[float]  # of each run
     mean: float  # of values; NaN if any value is NaN
-    tokens_to_target: list[int | None]  # of each run; empty without a target
-    parts: list[list[float]] = field(default_factory=list)  # of each run, see ComparedRun
-    windows: list[int] = field(default_factory=list)  # of each run; 0: unknown
-    # Lowest value of each run; None: the validation loss has not risen since.
-    lowest: list[float | None] = field(default_factory=list)
-    windows_error: float | None = None  # standard error of the mean over the parts of the text
-    repeated: list[str] = field(default_factory=list)  # equal to one of `runs`; not counted
-    difference: "Difference | None" = None  # from the first row of the table
-
-
-@dataclass
-class Difference:
-    """Mean of the differences between the values of two rows, paired by seed.
-
-    The standard error has two parts: of the seeds, and of the parts of the validation text.
-    """
-
-    mean: float
-    standard_error: float
-    p: float  # two-sided, of the paired t-test
-    pairs: int
-
-
-def read(folder: Path, metric: str) -> ComparedRun:
-    """Reads a run directory. Raises ValueError for any other directory, and for files with values
-    of a wrong type."""
-    settings = flat(settings_of(folder) or {})
-    stored = read_object(folder / SETTINGS_JSON)
-    settings[CHECKSUM] = stored.get("data")
-    # The name of a trained tokenizer has a checksum. It has the size of the vocabulary.
-    if isinstance(name := stored.get("tokenizer"), str):
-        settings["data.tokenizer"] = name
-    max_steps, scheduled = (settings.get(f"trainer.{n}_steps") for n in ("max", "schedule"))
-    if type(max_steps) is not int or type(scheduled) not in (int, NoneType):
-        raise ValueError("run.json is missing or damaged")
-    log, points = folder / "metrics.jsonl", []
-    rows = read_rows(log, metric, "train/tokens")
-    for row in rows:
-        tokens = row.get("train/tokens")
-        if metric in row and type(tokens) is int and 0 <= tokens < 2**63:
-            points.append((tokens, number(row[metric])))
-    if points and points[-1][0] == 0:  # only step 0
-        points = []
-    metrics = last_values(log) if rows else {}
-    if settings.get("trainer.max_minutes") and not was_given(folder, "trainer.max_steps"):
-        hide_measured_steps(settings)
-    last = rows[-1]["step"] if rows else -1
-    is_finished = last >= max_steps or last == summarized_step(folder)  # a time limit ended it
-    run = ComparedRun(folder, settings, metrics, points, is_finished)
-    if metric.startswith("val/") and metric not in HIGHER_IS_BETTER:
-        _, run.lowest = minimum_before_rise(points) or (0, None)
-    final, name = final_validation(folder, last), metric.removeprefix("val/")
-    if metric.startswith("val/") and name in final:
-        try:
-            run.final, run.windows = number(final[name]), int(final["windows"])
-            run.parts = [number(part[name]) for part in final["parts"]]
-        except (TypeError, KeyError, OverflowError) as error:
-            raise ValueError(f"{VALIDATION_JSON} is damaged") from error
-    return run
-
-
-def was_given(folder: Path, setting: str) -> bool:
-    """Returns whether this setting was on the command line of any start of the run."""
-    starts = read_rows(folder / "starts.jsonl")
-    return any(f"{setting}=" in str(start.get("command")) for start in starts)
-
-
-def hide_measured_steps(settings: dict[str, object]) -> None:
-    """Removes the number of steps and what follows from it. A run with a time limit measures how
-    many steps fit, so runs that differ only in their seed have different numbers."""
-    warmup = automatic(settings)["trainer.warmup_steps"]
-    if settings.get("trainer.warmup_steps") == warmup:
-        del settings["trainer.warmup_steps"]
-    del settings["trainer.max_steps"]
-
-
-def runs_of_sweep(folder: Path) -> list[Path]:
-    """Returns the run directories of the jobs of a sweep; [] if `folder` is not a sweep's."""
-    runs = [read_object(path).get("run") for path in sorted(folder.glob("*/result.json"))]
-    return [Path(run) for run in runs if isinstance(run, str)]
+    standard_error: float | None  # of the mean; None for a single run
+    lowest: list[float]  # of the runs whose validation loss has risen
+    tokens: int  # maximum over the runs
+    unfinished: list[str]
+    repeated: list[str]  # runs that equal one of `runs`; not counted
 
 
 def matching_paths(pattern: str) -> list[Path]:
     """Returns the paths that a pattern matches. The directory of a sweep stands for its runs."""
     # The name of a directory may contain characters such as * or [.
     found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
-    return [run for path in map(Path, found) for run in runs_of_sweep(path) or [path]]
+    return [run for path in map(Path, found) for run in _runs_of_sweep(path) or [path]]
 
 
-@functools.cache
-def models() -> dict[str, list[object]]:
-    """Returns the values of SHAPE of each file in configs/model."""
-    paths = sorted((CONFIGS / "model").glob("*.yaml"))
-    files = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in paths}
-    keys = [key.removeprefix("model.") for key in SHAPE]
-    return {
-        name: [(files["gpt2-small"] | values)[key] for key in keys]
-        for name, values in files.items()
-    }
+def _runs_of_sweep(folder: Path) -> list[Path]:
+    runs = [read_object(path).get("run") for path in sorted(folder.glob("*/result.json"))]
+    return [Path(run) for run in runs if isinstance(run, str)]
 
 
-def differing(runs: list[ComparedRun], swept: Collection[str] = ()) -> list[str]:
-    """Returns the settings that differ between the runs, except name and seed. Includes settings
-    that do not change what a run learns only if they or their group are in `swept`."""
-    from clearhead.checkpoint.resume import free_to_change
-
-    equal = shared(runs)
-    free = free_to_change({run.settings.get("model.attention") for run in runs}) - LEARNING
-    names = dict.fromkeys(name for run in runs for name in run.settings if name not in equal)
-    keys = {name: {name, name.partition(".")[0]} for name in names if name not in ("seed", "name")}
-    return [name for name, of in keys.items() if of & set(swept) or not of & free]
-
-
-def shared(runs: list[ComparedRun]) -> dict[str, object]:
-    """Returns the settings that are equal in all runs."""
-    return {
-        name: value
-        for name, value in runs[0].settings.items()
-        if all(name in run.settings and run.settings[name] == value for run in runs)
-    }
+def read_all(folders: Iterable[Path], metric: str) -> list[ComparedRun]:
+    """Reads run directories. Prints a line on stderr for each without a run or the metric."""
+    runs = []
+    for folder in folders:
+        try:
+            runs.append(read(folder, metric))
+        except ValueError as error:
+            print(sanitize(f"{folder}: skipped, {error}", keep=""), file=sys.stderr)
+    return runs
 
 
-def data_settings(run: ComparedRun, metric: str) -> dict[str, object]:
+def read(folder: Path, metric: str) -> ComparedRun:
+    """Reads a run directory. Raises ValueError if it is none, or has no value after step 0."""
+    if (settings := settings_of(folder)) is None:
+        raise ValueError("not a run: run.json is missing or damaged")
+    stored, settings = read_object(folder / SETTINGS_JSON), flat(settings)
+    settings = {key: settings[key] for key in settings if key == "seed" or is_of(key, LEARNING)}
+    # The name of a trained tokenizer has a checksum. It has the size of the vocabulary.
+    settings["data.tokenizer"] = stored.get("tokenizer", settings.get("data.tokenizer"))
+    if settings.get("trainer.max_minutes"):  # the number of steps that fit is not a setting
+        settings.pop("trainer.max_steps", None)
+        settings.pop("trainer.warmup_steps", None)
+    steps = settings.get("trainer.schedule_steps") or settings.get("trainer.max_steps")
+    automatic = {"model.vocab_size": VOCABULARIES.get(str(settings["data.tokenizer"]))}
+    automatic["trainer.warmup_steps"] = automatic_warmup(steps) if type(steps) is int else None
+    settings = {key: v for key, v in settings.items() if v != automatic.get(key, ...)}
+
+    rows = read_rows(folder / "metrics.jsonl", metric, "train/tokens")
+    points = [(row["step"], number(row[metric])) for row in rows if metric in row and row["step"]]
+    if not points:
+        raise ValueError(f"no {metric} after step 0")
+    (_, value), last = points[-1], rows[-1]["step"]
+    tokens, lowest = rows[-1].get("train/tokens"), None
+    if metric.startswith("val/"):
+        final = final_validation(folder, last)
+        value = number(final.get(metric.removeprefix("val/"), value))
+        _, lowest = minimum_before_rise(points) or (0, None)
+    return ComparedRun(
+        folder,
+        settings,
+        stored.get("data"),
+        tokens if type(tokens) is int else 0,
+        value,
+        None if metric.startswith(HIGHER_IS_BETTER) else lowest,
+        is_finished=last == summarized_step(folder),
+    )
+
+
+def _data_settings(run: ComparedRun, metric: str) -> dict[str, object]:
     """Returns the settings of text and tokenizer for a metric. Values of runs are comparable if
     these are equal. Bits per byte do not depend on the tokenizer."""
     has_own = metric.startswith("val/") and run.settings.get("data.val_path")
-    names = ["data.val_path"] if has_own else ["data.path", "data.synthetic"]
+    found = {"data.val_path": None} if has_own else {"data.path": None, "data.synthetic": None}
+    found = {name: run.settings.get(name) for name in found}
     if not metric.endswith("/bits_per_byte"):
-        names += ["data.tokenizer"] if has_own else ["data.tokenizer", CHECKSUM]
-    return {name: run.settings.get(name) for name in names}
+        found["data.tokenizer"] = run.settings.get("data.tokenizer")
+        found["checksum"] = None if has_own else run.checksum
+    return found
 
 
-def summarize(
-    runs: list[ComparedRun], metric: str, target: float | None = None, swept: Collection[str] = ()
-) -> list[ComparisonRow]:
-    """Returns one row per group of runs that differ only in their seed; omits runs without the
-    metric, and runs that repeat another one exactly. Rows are sorted by text and tokenizer, and
-    then by the metric, best first."""
-    names, sign = differing(runs, swept), -1 if metric in HIGHER_IS_BETTER else 1
+def summarize(runs: Sequence[ComparedRun], metric: str) -> list[ComparisonRow]:
+    """Returns one row for the runs that differ only in their seed, sorted by text and tokenizer,
+    and then by the metric, best first."""
     groups: dict[str, list[ComparedRun]] = {}
-    repeated: dict[str, list[str]] = {}
-    for run in filter(lambda run: run.points, runs):
-        text = data_settings(run, metric)
-        settings = {name: run.settings.get(name) for name in names if name not in text}
-        key = json.dumps([text, settings])
-        group = groups.setdefault(key, [])
-        if run.seed_and_values in [other.seed_and_values for other in group]:
-            repeated.setdefault(key, []).append(run.folder.name)
-        else:
-            group.append(run)
+    for run in runs:
+        data = _data_settings(run, metric)
+        others = {k: v for k, v in run.settings.items() if k not in data and k != "seed"}
+        key = json.dumps([data, others], sort_keys=True)
+        groups.setdefault(key, []).append(run)
     rows, texts = [], [json.loads(key)[0] for key in groups]
     for key, group in groups.items():
-        text, settings = json.loads(key)
-        last = [run.value for run in group]
-        reached = [] if target is None else [tokens_to(target, run.points, sign) for run in group]
-        row = ComparisonRow(
-            text=text_title(text, texts),
-            settings=settings,
-            model=group[0].model,
-            runs=[run.folder.name for run in group],
-            seeds=[run.settings.get("seed") for run in group],
-            unfinished=[run.folder.name for run in group if not run.is_finished],
-            repeated=repeated.get(key, []),
-            tokens=max(run.points[-1][0] for run in group),
-            curves=[run.points for run in group],
-            values=last,
-            mean=statistics.fmean(last),
-            tokens_to_target=reached,
-            parts=[run.parts for run in group],
-            windows=[run.windows for run in group],
-            lowest=[run.lowest for run in group],
+        data, settings = json.loads(key)
+        same = [{**text, "checksum": 0} == {**data, "checksum": 0} for text in texts]
+        if all(text == data for text, is_same in zip(texts, same, strict=True) if is_same):
+            data.pop("checksum", None)  # shown only if the text at a path has changed
+        once = {(run.settings.get("seed"), run.tokens, run.value): run for run in reversed(group)}
+        kept = list(once.values())[::-1]
+        values = [run.value for run in kept]
+        rows.append(
+            ComparisonRow(
+                text=_pairs({name: value for name, value in data.items() if value}),
+                settings=settings,
+                runs=[run.folder.name for run in kept],
+                seeds=[run.settings.get("seed") for run in kept],
+                values=values,
+                mean=statistics.fmean(values),
+                standard_error=standard_error(values),
+                lowest=[run.lowest for run in kept if run.lowest is not None],
+                tokens=max(run.tokens for run in kept),
+                unfinished=[run.folder.name for run in kept if not run.is_finished],
+                repeated=[run.folder.name for run in group if run not in kept],
+            )
         )
-        row.windows_error = standard_error(means_of_parts(row.parts))
-        rows.append(row)
-    rows.sort(key=lambda row: (row.text, math.isnan(row.mean), sign * row.mean))
-    for first, *others in by_text(rows):
-        for row in others:
-            row.difference = difference(row, first, metric.startswith("val/"))
-    return rows
-
-
-def difference(row: ComparisonRow, first: ComparisonRow, of_text: bool) -> Difference | None:
-    """Compares two rows by the paired t-test, over the seeds that each row has exactly once. None
-    if there are fewer than three such seeds, if a value is NaN or infinite, or if the values on the
-    parts of the text are not known.
-
-    of_text: whether the runs were validated on the same text. Then its error does not become
-    smaller with more seeds: it is that of the differences on the parts of the text, and the degrees
-    of freedom are those of Welch and Satterthwaite.
-    """
-    once = [seed for seed in row.seeds if row.seeds.count(seed) == first.seeds.count(seed) == 1]
-    runs = [[r.seeds.index(seed) for seed in once] for r in (row, first)]
-    pairs = [[r.values[n] for n in ns] for r, ns in zip((row, first), runs, strict=True)]
-    samples = [[a - b for a, b in zip(*pairs, strict=True)]]
-    if len(once) < 3 or not all(map(math.isfinite, samples[0])):
-        return None
-    if of_text:
-        parts = [[r.parts[n] for n in ns] for r, ns in zip((row, first), runs, strict=True)]
-        means = [means_of_parts(of_row) for of_row in parts]
-        if min(map(len, means)) < 2 or len(means[0]) != len(means[1]):
-            return None
-        samples.append([a - b for a, b in zip(*means, strict=True)])
-    from scipy.special import stdtr  # Student's t distribution; importing scipy.stats takes seconds
-
-    variances = [(standard_error(sample) ** 2, len(sample) - 1) for sample in samples]
-    total = sum(variance for variance, _ in variances)
-    freedom = total**2 / (sum(variance**2 / df for variance, df in variances) or math.inf)
-    mean, error = statistics.fmean(samples[0]), math.sqrt(total)
-    p_value = 2 * stdtr(max(freedom, 1), -abs(mean) / (error or 1e-300))
-    return Difference(mean, error, float(p_value), len(once))
-
-
-def means_of_parts(runs: list[list[float]]) -> list[float]:
-    """Returns for each part of the text the mean over the runs; [] if the runs have different
-    numbers of parts or a value is not finite."""
-    if len(set(map(len, runs))) != 1 or not all(math.isfinite(x) for run in runs for x in run):
-        return []
-    return [statistics.fmean(of_part) for of_part in zip(*runs, strict=True)]
+    sign = -1 if metric.startswith(HIGHER_IS_BETTER) else 1
+    return sorted(rows, key=lambda row: (row.text, math.isnan(row.mean), sign * row.mean))
 
 
 def standard_error(values: Sequence[float]) -> float | None:
@@ -326,32 +185,52 @@ def standard_error(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
-def tokens_to(target: float, points: Points, sign: int) -> int | None:
-    """Returns the tokens until the metric first was at or below the target (sign -1: at or above);
-    None if never."""
-    return next((tokens for tokens, value in points if sign * value <= sign * target), None)
+def tables(rows: Sequence[ComparisonRow], metric: str) -> str:
+    """Returns a Markdown table for each text and tokenizer. Its columns are the settings that
+    differ between its rows."""
+    parts = []
+    for text in dict.fromkeys(row.text for row in rows):
+        group, lines = [row for row in rows if row.text == text], []
+        names = dict.fromkeys(name for row in group for name in row.settings)
+        names = [n for n in names if len({as_yaml(row.settings.get(n)) for row in group}) > 1]
+        for row in group:
+            cells = {"run": _label(row)}
+            cells |= {n: as_yaml(row.settings[n]) if n in row.settings else "" for n in names}
+            cells |= {"tokens": f"{row.tokens:,}", metric: f"{row.mean:.4f}"}
+            if row.standard_error is not None:
+                cells[metric] += f" ± {rounded(row.standard_error, 4)}"
+            cells["lowest"] = f"{statistics.fmean(row.lowest):.4f}" if row.lowest else ""
+            if 0 < len(row.lowest) < len(row.runs):
+                cells["lowest"] += f" ({len(row.lowest)} of {len(row.runs)})"
+            lines.append(cells)
+        parts.append(f"## {text}\n\n{markdown_table(lines)}")
+    if len(parts) > 1 and not metric.endswith("/bits_per_byte"):
+        parts.append(COMPARABLE)
+    return "\n\n".join(parts)
 
 
-def pairs(settings: dict[str, object]) -> str:
+def markdown_table(lines: Sequence[Mapping[str, str]]) -> str:
+    """Returns a table, readable in a terminal, with a column for each key; columns without any text
+    are omitted."""
+    columns = []
+    for name in lines[0]:
+        texts = [name, *(cells[name] for cells in lines)]
+        texts = [sanitize(text.replace("|", "\\|"), keep="") for text in texts]
+        width = max(map(len, texts))
+        head, *body = (text.ljust(width) for text in texts)
+        if any(cells[name] for cells in lines):
+            columns.append([head, "-" * width, *body])
+    return "\n".join(f"| {' | '.join(texts)} |" for texts in zip(*columns, strict=True))
+
+
+def _label(row: ComparisonRow) -> str:
+    """Returns the first run of a row, and how many others, unfinished and repeated ones it has."""
+    text = row.runs[0]
+    if others := len(row.runs) - 1:
+        text += f" + {others} run{'s' * (others > 1)}"
+    text += f" ({len(row.unfinished)} unfinished)" if row.unfinished else ""
+    return text + (f" (repeated: {', '.join(row.repeated)})" if row.repeated else "")
+
+
+def _pairs(settings: Mapping[str, object]) -> str:
     return sanitize(", ".join(f"{key}={as_yaml(v)}" for key, v in settings.items()), keep="")
-
-
-def text_title(text: dict[str, object], texts: list[dict]) -> str:
-    """Returns the settings of a text; its checksum only if another text has these settings."""
-    same = [each for each in texts if each | {CHECKSUM: 0} == text | {CHECKSUM: 0}]
-    names = text.keys() - ({CHECKSUM} if all(each == text for each in same) else set())
-    return pairs({name: value for name, value in text.items() if name in names and value})
-
-
-def by_text(rows: list[ComparisonRow]) -> list[list[ComparisonRow]]:
-    """Returns the rows in one list for each text and tokenizer."""
-    return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.text)]
-
-
-def automatic(settings: dict[str, object]) -> dict[str, object]:
-    """Returns the values that follow from other settings."""
-    steps = settings.get("trainer.schedule_steps") or settings.get("trainer.max_steps")
-    return {
-        "trainer.warmup_steps": automatic_warmup(steps) if steps else None,
-        "model.vocab_size": VOCABULARIES.get(str(settings.get("data.tokenizer"))),
-    }

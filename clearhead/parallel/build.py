@@ -5,7 +5,6 @@ import os
 from clearhead.config.schema import ParallelConfig
 from clearhead.errors import refuse
 from clearhead.parallel import device as devices
-from clearhead.parallel import nvidia
 from clearhead.parallel.launch import rank_count
 from clearhead.parallel.strategy import Strategy
 
@@ -37,7 +36,7 @@ def build_strategy(
         reshard = config.reshard_after_forward
         strategy = FSDP(chosen, dtype, timeout=config.timeout, reshard_after_forward=reshard)
     if chosen.type == "cuda":
-        refuse(shared_gpus(strategy, nvidia.gpu_id(chosen)))
+        refuse(shared_gpus(strategy, devices.gpu_id(chosen)))
     return strategy
 
 

@@ -4,10 +4,14 @@ All commands that run a model use it. Communication between processes is in
 distributed/strategy.py.
 """
 
+import contextlib
 import ctypes
 import functools
+import hashlib
+import os
 import platform
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,7 +21,6 @@ import torch
 from clearhead.compute.cross_entropy import has_triton
 from clearhead.parallel import launch
 from clearhead.parallel.hardware import WORTH_COMPILING, peak_named
-from clearhead.parallel.nvidia import gpu_index, unusable_gpu
 
 STEPS_WORTH_COMPILING = 2_000  # decoding steps; compiling takes as long as thousands of them
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,6 +55,47 @@ def check(
         reason = "this GPU does not support bf16"
         found.append((group + "precision", precision, reason, f"use {group}precision=auto or fp16"))
     return found
+
+
+def unusable_gpu(here: int) -> tuple[str, str] | None:
+    """Returns (reason, hint) if this machine has an NVIDIA GPU that this process, one of `here` on
+    this machine, cannot use: otherwise device=auto would train on the CPU and say nothing."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        # A process that sees one GPU was given it by the launcher, such as torchrun
+        # --virtual-local-rank; build_strategy checks that no other process has the same.
+        if here <= gpus or (gpus == 1 and visible is not None):
+            return None
+        reason = f"{here} processes were started, but the number of GPUs is {gpus}"
+        return reason, f"use --nproc_per_node={gpus}"
+    is_hidden = visible is not None and visible.split(",")[0].strip() in ("", "-1", "NoDevFiles")
+    if is_hidden or not has_nvidia_gpu():
+        return None
+    reason = f"this machine has an NVIDIA GPU that torch {torch.__version__} cannot use"
+    hint = "python -c 'import torch; torch.cuda.init()' says why; update the driver, or install "
+    return reason, hint + "torch for its CUDA version (https://pytorch.org/get-started/locally)"
+
+
+def has_nvidia_gpu() -> bool:
+    """Returns whether the NVIDIA driver has a GPU that this process may open."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no driver
+        command = ["nvidia-smi", "-L"]
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+        return listed.startswith("GPU") or "version mismatch" in listed  # needs a restart
+    return False
+
+
+def gpu_index() -> int:
+    """Returns the index of the GPU of this process among those that it sees."""
+    local_rank = launch.local_rank()
+    return local_rank if torch.cuda.device_count() > 1 else 0
+
+
+def gpu_id(device: torch.device) -> int:
+    """Returns a number of 48 bits that differs between GPUs, also of different machines."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return int.from_bytes(hashlib.sha256(uuid.encode()).digest()[:6], "big")
 
 
 def prepare(device: str, seed: int, threads: int | None = None) -> torch.device:

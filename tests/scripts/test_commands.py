@@ -45,7 +45,7 @@ SHORT = {
     "scripts.render": [],
     "scripts.plan": [],
     "benchmarks.plots": ["out=speed.png"],
-    "scripts.runs": ["yes=true"],  # last, because it removes what the others read
+    "scripts.runs": [],  # last, because it removes what the others read
 }
 # Not executed: they need other projects, minutes, hours, the network or an account.
 ELSEWHERE = {"benchmarks.training", "benchmarks.generate", "benchmarks.gpu"}
