@@ -25,7 +25,7 @@ from clearhead.errors import as_yaml, sanitize
 from clearhead.files import read_object, read_rows
 from clearhead.output.charts import minimum_before_rise, number
 from clearhead.tokens import VOCABULARIES
-from headlens.rounding import rounded
+from headlens import rounded
 
 # The settings that change what a run learns. Those of the text and the tokenizer are in the title
 # of the table.
