@@ -8,23 +8,26 @@ PIP_OPTIONS := -q --disable-pip-version-check --no-compile
 # Three processes, because tests also wait: for W&B, a browser, a timeout. All tests of a file run in
 # the same process, so that shared fixtures are built once.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# What `make test` leaves to `make test-all` (CONTRIBUTING.md has a table).
+LONG := tests/headlens/browser tests/output/test_live_page.py tests/faults tests/ranks tests/docs \
+    tests/scripts/test_sweep.py
 # The tests whose results benchmarks/results/faults.md reports.
 FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.py)) \
     tests/config/test_problems.py tests/output/test_rows.py
 # Other tests that run more trials or more ranks with CAMPAIGN=1.
 MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/models/test_export.py \
-    tests/parallel/test_ranks.py tests/faults/test_prepare_stopped.py \
-    tests/scripts/test_notebook.py tests/scripts/test_sweep.py
+    tests/ranks/test_ranks.py tests/faults/test_prepare_stopped.py \
+    tests/docs/test_notebook.py tests/scripts/test_sweep.py
 
 # The type checker checks the model and the library with its preset `default`, all others with `basic`.
 STRICT := attention.py model.py headlens
 
 # A setting outside of ARGS would be a variable that nothing reads.
-KNOWN := PYTHON VENV ARGS TEXTS PIP_OPTIONS PARALLEL FAULTS MORE_TRIALS STRICT SHELL
+KNOWN := PYTHON VENV ARGS TEXTS PIP_OPTIONS PARALLEL FAULTS LONG MORE_TRIALS STRICT SHELL
 OTHER := $(foreach v,$(filter-out $(KNOWN),$(.VARIABLES)),$(if $(filter command,$(origin $v)),$v=$($v)))
 $(if $(strip $(OTHER)),$(error settings need quotes: make $(MAKECMDGOALS) ARGS="$(strip $(ARGS) $(OTHER))"))
 
-.PHONY: help train test campaign gpu-check matrix extras audit lint format clean
+.PHONY: help train test test-all campaign gpu-check matrix extras audit lint format clean
 
 help:  ## this list
 	@sed -n "s/^\([a-z-]*\):.*  ## /make \1: /p" Makefile
@@ -32,16 +35,19 @@ help:  ## this list
 train: $(VENV)/train  ## train GPT-2 small on the sample story; other settings: make train ARGS=experiment=induction
 	$(VENV)/bin/python train.py $(ARGS)
 
-test: $(VENV)/test  ## all tests
+test: $(VENV)/test  ## the tests for a change, in four minutes
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(addprefix --ignore=,$(LONG)) $(ARGS)
+
+test-all: $(VENV)/test  ## all tests: also browser, faults, several ranks, commands of the docs
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the tokens of all text files there
 	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign/tokens.py $(ARGS)
 	CAMPAIGN=1 $(VENV)/bin/python -m pytest $(PARALLEL) $(MORE_TRIALS) $(ARGS)
-	CAMPAIGN=1 CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/parallel/test_ranks.py $(ARGS)
+	CAMPAIGN=1 CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/ranks/test_ranks.py $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k compiled \
 	    tests/models/test_decoding.py tests/models/test_generate.py $(ARGS)
-	CAMPAIGN=1 CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/parallel/test_ranks_lost.py $(ARGS)
+	CAMPAIGN=1 CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/ranks/test_ranks_lost.py $(ARGS)
 	rm -f campaign.jsonl
 	CAMPAIGN_LOG=$(CURDIR)/campaign.jsonl CAMPAIGN=1 CAMPAIGN_FUZZ=1000000 \
 	    $(VENV)/bin/python -m pytest $(PARALLEL) $(FAULTS) $(ARGS)

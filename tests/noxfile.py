@@ -27,11 +27,9 @@ TESTS = [
     "tests/test_data_loader.py",
     "tests/test_model.py",
     "tests/models",
-    "tests/models/test_hf.py",
-    "tests/scripts/test_readme.py",
+    "tests/docs/test_readme.py",
     "tests/checkpoint",
     "tests/config/test_config.py",
-    "tests/compute",
     "tests/compute",
 ]
 

@@ -1,6 +1,6 @@
 """Muon: update rule, parameters, clipping, skipped steps, resuming, sharding.
 
-Trainings by several ranks with it: tests/parallel/test_ranks.py.
+Trainings by several ranks with it: tests/ranks/test_ranks.py.
 """
 
 import copy

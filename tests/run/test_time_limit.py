@@ -1,6 +1,6 @@
 """trainer.max_minutes: the number of steps, the last step, and the summary with which to repeat it.
 
-tests/parallel/test_ranks.py has a run of two ranks that is out of time."""
+tests/ranks/test_ranks.py has a run of two ranks that is out of time."""
 
 import itertools
 import json

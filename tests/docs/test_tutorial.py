@@ -1,6 +1,6 @@
 """docs/tutorial.ipynb: it has the published figures, it runs, its stored outputs are complete.
 
-PYTHONPATH=.:tests python tests/scripts/test_tutorial.py   # runs it and rewrites its outputs
+PYTHONPATH=.:tests python tests/docs/test_tutorial.py   # runs it and rewrites its outputs
 """
 
 import base64
