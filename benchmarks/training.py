@@ -52,7 +52,6 @@ SEED = 0  # for the weights and the tokens
 BATCHES = 4  # used in rotation
 # Of the first step of each row, relative to the plain model in fp32: of bf16 and an erf GELU.
 TOLERANCES = {"loss": 1e-3, "gradient norm": 5e-3}
-PRODUCTS = "matrix products alone"
 TITLES = {
     "shipped": "As shipped: each project with its default settings on this device",
     "equalised": "Equalised: the same precision for all, compiled where possible",
@@ -136,11 +135,11 @@ class Comparison:
         started = {row.name: self.start(row) for row in rows}
         work = {name: functools.partial(self.step, each) for name, (each, _) in started.items()}
         seconds = interleave(
-            work | {PRODUCTS: self.compute_products},
+            work,
             self.settings.rounds,
             self.strategy.device,
             self.steps,
-            lambda name: name in started and self.set_freed_memory(started[name][0].variant),
+            lambda name: self.set_freed_memory(started[name][0].variant),
         )
         ours = [seconds[row.name] for row in rows if row.implementation == "ours"][-1]
         tokens = self.settings.batch_size * self.settings.length
@@ -150,8 +149,6 @@ class Comparison:
             found["step_seconds"] = own
             found["tokens_per_second"] = tokens / median(own)
             found["ours_is_times_as_fast"] = speedup(ours, own)
-            if found["precision"] == self.strategy.precision:
-                found["of_products_alone"] = speedup(own, seconds[PRODUCTS])
         return figures
 
     def start(self, row: Variant) -> tuple[Implementation, dict]:
@@ -193,38 +190,16 @@ class Comparison:
         loss.backward()
         return float(loss.detach()), equivalence.grad_norm(model)
 
-    def compute_products(self) -> None:
-        """Computes the output of each weight matrix and the gradients of its input and of itself.
-        Without attention."""
-        for inputs, weight, grad_outputs in self.products:  # (N, K), (M, K), (N, M)
-            _ = inputs @ weight.t(), grad_outputs @ weight, grad_outputs.t() @ inputs
-
-    @functools.cached_property
-    def products(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The factors of `compute_products`. The values are random: a GPU multiplies matrices of
-        equal values faster, because it needs less power for them."""
-        kind = {"device": self.strategy.device, "dtype": self.strategy.dtype}
-        tokens = self.settings.batch_size * self.settings.length
-        matrices = [
-            parameter.detach().to(**kind)
-            for name, parameter in self.weights.named_parameters()
-            if parameter.dim() == 2 and name != "pos_emb.weight"  # token_emb is the output layer
-        ]
-        sizes = {size for matrix in matrices for size in matrix.shape}
-        rows = {size: torch.randn(tokens, size, **kind) for size in sizes}
-        return [(rows[m.shape[1]], m, rows[m.shape[0]]) for m in matrices]
-
 
 def text_table(rows: list[dict]) -> str:
-    head = f"{'first, s':>9}{'ms/step':>10}{'tokens/s':>10}{'of products':>13}"
+    head = f"{'first, s':>9}{'ms/step':>10}{'tokens/s':>10}"
     lines = [f"  {'':<26}{head}  our last row is N times as fast"]
     for row in rows:
         options = [row["precision"]] + ["compiled"] * row["compiled"]
-        part = f"{row['of_products_alone']['median']:.2f}" if "of_products_alone" in row else ""
         lines.append(
             f"  {row['name']:<26}{row['first_step_seconds']:>9.1f}"
             f"{1e3 * median(row['step_seconds']):>10,.1f}{row['tokens_per_second']:>10,.0f}"
-            f"{part:>13}  {show_speedup(row['ours_is_times_as_fast'])}  {', '.join(options)}"
+            f"  {show_speedup(row['ours_is_times_as_fast'])}  {', '.join(options)}"
         )
     return "\n".join(lines)
 

@@ -13,7 +13,6 @@ import torch
 from helpers.checkouts import NANOGPT
 from helpers.models import random_ids, tiny_model
 from helpers.refusals import printed_keys, refused
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import training
 from benchmarks.equivalence import (
@@ -22,7 +21,6 @@ from benchmarks.equivalence import (
 )
 from benchmarks.implementations import NanoGPT, Ours, Variant
 from benchmarks.timing import interleave, origin, speedup
-from benchmarks.training import Comparison, TrainingBenchmark
 from clearhead.config import compose
 from clearhead.config.schema import OptimizerConfig, ParallelConfig
 from clearhead.parallel.build import build_strategy
@@ -64,20 +62,6 @@ def strategy():
     return build_strategy(ParallelConfig.with_defaults(strategy="single"), "cpu", "fp32", 0)
 
 
-def test_products_alone_have_the_flops_of_a_step_without_attention():
-    settings = TrainingBenchmark(model="gpt2-nano", batch_size=2, length=8, device="cpu")
-    config = compose(["model=gpt2-nano", *SMALL])
-    strategy = build_strategy(ParallelConfig.with_defaults(strategy="single"), "cpu", "fp32", 0)
-    compared = Comparison(settings, config, strategy)
-    with FlopCounterMode(display=False) as counter:
-        compared.compute_products()
-    attention = 6 * 4 * 32 * (8 + 1)  # per token: layers, width, tokens + 1
-    expected = compared.weights.flops_per_token(8) - attention
-    assert counter.get_total_flops() == expected * 2 * 8
-    for factors in compared.products:
-        assert all(len(matrix.unique()) > 100 for matrix in factors)
-
-
 def batch(seed=0):
     ids = random_ids(T=12, seed=seed)
     return ids[:, :-1], ids[:, 1:]
@@ -107,7 +91,6 @@ def test_all_implementations_in_both_tables(bench, nanogpt, tmp_path):
         assert row["tokens_per_second"] == pytest.approx(24 / median(row["step_seconds"]))
         assert row["first_loss"] == pytest.approx(shipped[0]["first_loss"], rel=2e-3)
         assert f"\n  {row['name']} " in shown
-        assert ("of_products_alone" in row) == (row["precision"] == "fp32")
 
 
 FAULTS = {
