@@ -236,25 +236,24 @@ def test_bytes_that_are_not_of_the_encoding(tmp_path, monkeypatch):
             read(path, encoding=encoding)
 
 
-def test_a_new_text_format(tmp_path, monkeypatch):
-    """Its files are found and split, and a wrong byte has the answer for text."""
+def test_a_new_text_format(tmp_path, monkeypatch, encoder):
+    """Its files are split, and a wrong byte has the answer for text."""
 
     def without_times(part: FilePart):
-        yield from (re.sub(rb"[^\n]* --> [^\n]*\n", b"", text) for text in decoded_blocks(part))
+        yield from (re.sub(rb"00:[^\n]*\n", b"", text) for text in decoded_blocks(part))
 
-    def blank_line(text, position: int) -> int | None:
-        found = text.find(b"\n\n", position)
-        return found + 2 if found >= 0 else None
+    def next_time(text, position: int) -> int | None:
+        return text.find(b"\n00:", position) + 1 or None
 
-    subtitles = readers.Format(without_times, (".srt",), is_text=True, boundary=blank_line)
+    subtitles = readers.Format(without_times, (".srt",), is_text=True, boundary=next_time)
     monkeypatch.setitem(readers.FORMATS, "subtitles", subtitles)
-    path = write(tmp_path / "a.srt", "00:01 --> 00:02\nThe café.\n\n" * 20)
-    assert read(path) == ["The café.\n\n".encode() * 20]
+    path = write(tmp_path / "a.srt", "00:01 --> 00:02\nThe café.\n" * 20)
+    assert read(path) == ["The café.\n".encode() * 20]
     assert len(list(split_file(str(path), 100))) > 4
-    assert b"".join(read_parts(path, 100)) == read(path)[0]
-    write(path, b"00:01 --> 00:02\nThe caf\xe9.\n\n")
+    assert encode_all(path, encoder, 100) == encode_all(path, encoder)
+    write(path, b"00:01 --> 00:02\nThe caf\xe9.\n")
     assert "data.encoding" in check_refused(path).hint
-    assert read(path, encoding="cp1252") == ["The café.\n\n".encode()]
+    assert read(path, encoding="cp1252") == ["The café.\n".encode()]
 
 
 def test_invalid_json_line_is_refused(tmp_path):
