@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
+from headlens import KINDS
 from headlens.fonts import font_of
-from headlens.heads import NAMES
 from headlens.heatmap import (
     ACCENT,
     COLOUR_MAP,
@@ -14,8 +14,8 @@ from headlens.heatmap import (
 )
 from headlens.panel import draw_panel
 from headlens.prompts import Prompt
-from headlens.snapshot_data import triangle_to_square
 
+NAMES = [key for key in KINDS if key != "positional"]
 EXACT = 4  # of 255; an image has 256 colours
 TABLE = (matplotlib.colormaps[COLOUR_MAP](np.linspace(0, 1, 256))[:, :3] * 255).round()
 
@@ -61,7 +61,8 @@ def corners(pixels):
 def shows(pixels, y, x, triangle):
     """Whether this head is at (y, x): each pixel has the weight of its cell or, if there are more
     cells than pixels, the largest one of several cells."""
-    square = triangle_to_square(triangle)
+    square = np.zeros((n := int((2 * len(triangle)) ** 0.5), n), np.uint8)
+    square[np.tril_indices(n)] = triangle
     outside = (pixels[y, x:] == 255) | (pixels[y, x:] == ACCENT)
     size, tokens = int(outside.all(-1).argmax()), len(square)
     if tokens > size:

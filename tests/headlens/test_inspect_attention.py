@@ -20,8 +20,7 @@ from clearhead.models.huggingface import to_hf
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output import console
 from data import get_tokenizer
-from headlens import draw_figure, read_snapshot
-from headlens.heads import NAMES
+from headlens import KINDS, draw_figure, read_snapshot
 from scripts.inspect_attention import main
 
 
@@ -47,7 +46,7 @@ def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     assert [len(p["tokens"]) for p in run["prompts"]] == [8, 31]  # BOS and 15 tokens, twice
     assert run["prompts"][0]["text"] == "".join(run["prompts"][0]["tokens"]) == "The fox."
     kinds = [line for line in told.splitlines() if re.search(r" L\d H\d \d\.\d\d", line)]
-    assert len(kinds) == len(NAMES)
+    assert len(kinds) == len(KINDS) - 1  # no head is positional
     (frame,) = run["frames"]
     assert frame["step"] == 4
     model = load_pretrained(home / "runs" / "one").model
@@ -184,7 +183,7 @@ def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
     data = read_snapshot(home / "runs" / "seen" / "attention" / "step_00000004.npz")
     clear = []
     for values, prompt in zip(data.of_prompts, data.prompts, strict=True):
-        known = {key: c for key, c in prompt.uniform.items() if key in NAMES and c is not None}
+        known = {key: c for key, c in prompt.uniform.items() if key in KINDS and c is not None}
         clear.append(max((values[key][1, 0] - c) / (1 - c) for key, c in known.items()))
     head, chosen = ("layer=1", "head=0"), f"prompt={1 + clear.index(max(clear))}"
     for name, *more in (("grid",), ("best", *head), ("chosen", *head, chosen)):
