@@ -12,26 +12,27 @@ import resource
 import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers import TINY
 from helpers.refusals import time_limit
 from helpers.runs import train_in, write_checksums
+from helpers.settings import settings
 from helpers.tally import tally
+from helpers.texts import prepare
 
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing
-from clearhead.checkpoint.tensors import load_model
 from clearhead.config import compose
 from clearhead.config.command_line import parse
 from clearhead.errors import CheckpointError, ConfigError, DataError
-from clearhead.tokens.shards import ShardWriter, open_shards, write_manifest
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.models.pretrained import load_pretrained
+from data import get_tokenizer, load_datasets
 from generate import GenerateConfig
 
 INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "400"))
 ROOM = 2**30  # bytes that a reader of a small input may allocate at most
 FAULT = "a fuzzer on readers"
+DATA = settings("data.tokenizer=byte").data
 
 ODD = b"""0 -1 1e400 -1e400 NaN Infinity null true [] {} 18446744073709551616 *a ../../etc/passwd
 !!python/object/apply:os.system ${oc.env:HOME} _target_ : = , ' " \x00 \xff \xed\xa0\x80""".split()
@@ -73,37 +74,44 @@ def odd_json(value: object, chance: random.Random) -> object:
     return chance.choice(strange)
 
 
+def read_tokens(path: Path) -> None:
+    """Reads the first window of token files, as a training does."""
+    values = {"path": str(path), "tokenizer": "byte", "max_length": 8, "val_fraction": 0.0}
+    loaded = load_datasets(DATA.model_copy(update=values), get_tokenizer("byte"))
+    if len(loaded.train):
+        loaded.train[0]
+
+
 def shard(folder: Path):
-    writer = ShardWriter(folder / "a.bin", 256)
-    writer.append(np.arange(200, dtype=np.uint16))
-    writer.close()
-    seed = (folder / "a.bin").read_bytes()
+    """One token file."""
+    (folder / "a.txt").write_text("The ferry is late. " * 11)
+    prepare(folder / "a.txt", folder / "tokens", tokenizer="byte")
+    (file,) = (folder / "tokens").glob("*.bin")
+    seed = file.read_bytes()
 
     def read(chance: random.Random) -> None:
         raw = seed
         if chance.random() < 0.7:  # most of a header is zeros that mean nothing
             raw = mutated(raw[:16], chance).ljust(16, b"\0")[:16] + raw[16:]
         (folder / "b.bin").write_bytes(mutated(raw, chance) if chance.random() < 0.5 else raw)
-        for stream in open_shards(str(folder / "b.bin"), get_tokenizer("byte")).values():
-            stream.gather(np.array([0]), min(8, len(stream)))
+        read_tokens(folder / "b.bin")
 
     return read
 
 
 def manifest(folder: Path):
-    """manifest.json of a shard and its documents."""
-    writer = ShardWriter(folder / "a.bin", 256)
-    writer.append(np.array([256, 1, 2, 256, 3] * 9, np.uint16))
-    values = write_manifest(folder, [writer.close()], get_tokenizer("byte"))
-    seed = (folder / "manifest.json").read_bytes()
+    """manifest.json of a token file and its documents."""
+    (folder / "a.jsonl").write_text('{"text": "A ferry"}\n' * 9)
+    tokens = folder / "tokens"
+    prepare(folder / "a.jsonl", tokens, tokenizer="byte")
+    seed = (tokens / "manifest.json").read_bytes()
 
     def read(chance: random.Random) -> None:
         raw = mutated(seed, chance)
         if chance.random() < 0.5:
-            raw = json.dumps(odd_json(values, chance)).encode()
-        (folder / "manifest.json").write_bytes(raw)
-        for stream in open_shards(str(folder), get_tokenizer("byte")).values():
-            stream.gather(np.array([0]), min(8, len(stream)))
+            raw = json.dumps(odd_json(json.loads(seed), chance)).encode()
+        (tokens / "manifest.json").write_bytes(raw)
+        read_tokens(tokens)
 
     return read
 
@@ -111,7 +119,8 @@ def manifest(folder: Path):
 def saved_state(folder: Path):
     """A checkpoint with mutated files, mostly with correct checksums."""
     run = train_in(folder, "name=made")
-    seeds = {path.name: path.read_bytes() for path in listing.find_checkpoint(run).iterdir()}
+    last = run / "checkpoints" / "last"
+    seeds = {path.name: path.read_bytes() for path in last.iterdir()}
     at = folder / "step_00000004"
     at.mkdir()
 
@@ -132,10 +141,9 @@ def saved_state(folder: Path):
         has_checksums = name != "SHA256SUMS" and chance.random() < 0.8
         if has_checksums:
             write_checksums(at)
-        found = listing.find_checkpoint(at, names=checkpoint.FILES)
+        listing.find_checkpoint(at, names=checkpoint.FILES)  # as to resume, with all files
+        assert load_pretrained(at).model.num_parameters() < 10**6
         assert has_checksums or raw == seeds[name], "damage was not noticed"
-        model, _ = load_model(found)
-        assert model.num_parameters() < 10**6
 
     return read
 

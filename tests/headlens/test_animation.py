@@ -7,13 +7,10 @@ from helpers.pages import GivenModel
 from PIL import Image, ImageSequence
 
 from data import get_tokenizer
-from headlens import animation
+from headlens import Lens, LensConfig, animation
 from headlens.animation import LAST_MILLISECONDS, MILLISECONDS, SIZE, write_animation
-from headlens.config import LensConfig
 from headlens.heatmap import ACCENT
-from headlens.lens import Lens
 from headlens.prompts import Prompt
-from headlens.statistics import uniform_attention
 
 YELLOW = (253, 231, 37)  # weight 1
 
@@ -48,8 +45,9 @@ def test_each_frame_shows_a_step_on_the_prompt_of_the_names(tmp_path, shown):
     for step in (0, 10, 20, 30):
 
         def capture_attention(ids, capture, step=step):
-            weights = uniform_attention(len(ids)).repeat(4, 1, 1)
             queries = torch.arange(len(ids))
+            uniform = torch.ones(len(ids), len(ids)).tril() / (queries[:, None] + 1)
+            weights = uniform.repeat(4, 1, 1)
             keys = (queries - 3).clamp(min=0) if shown == "repeated" else 0 * queries
             share = 1.0 if (ids[0] == 256) == (shown == "repeated") else 0.6
             weights[step // 10] *= 1 - share  # less weight on the other prompt

@@ -56,21 +56,15 @@ def test_policy_has_the_hash_of_each_script_and_style_that_runs(tmp_path):
     assert content_security_policy(html).count("sha256-") == 2
 
 
-def test_comments_and_indentation_of_a_style_sheet_are_removed(tmp_path):
-    (tmp_path / "style.css").write_text("/* a\n b */\np {\n  color: red; /* c */\n}\n")
-    (tmp_path / "index.html").write_text(
-        '<head>\n  <link rel="stylesheet" href="style.css">\n</head>'
-    )
-    html = assemble_html(tmp_path / "index.html")
-    assert re.sub(r"\n+", "\n", html) == "<head>\n<style>\np {\ncolor: red;\n}\n</style>\n</head>"
-
-
 def test_comments_on_their_own_lines_and_indentation_are_removed(tmp_path):
-    code = (
-        '/* a\n b */\n  // c\n  /** d */\n  start("/* kept */ // kept");  // kept\n\n\n  end();\n'
+    style = "/* a\n b */\np {\n  color: red; /* c */\n}\n"
+    code = "/* a\n b */\n  // c\n  /** d */\n  start('/* e */ // f');  // g\n\n\n  end();\n"
+    (tmp_path / "style.css").write_text(style)
+    (tmp_path / "index.html").write_text(
+        '<link rel="stylesheet" href="style.css">\n<script type="module" src="main.js"></script>'
     )
     written(tmp_path, main=code)
-    (tmp_path / "index.html").write_text('<script type="module" src="main.js"></script>')
-    html = assemble_html(tmp_path / "index.html")
-    kept = 'start("/* kept */ // kept");  // kept\nend();\n'
-    assert html == f'<script type="module">\n{kept}</script>'
+    html = re.sub(r"\n+", "\n", assemble_html(tmp_path / "index.html"))
+    kept = "start('/* e */ // f');  // g\nend();"
+    style = "<style>\np {\ncolor: red;\n}\n</style>"
+    assert html == f'{style}\n<script type="module">\n{kept}\n</script>'

@@ -10,8 +10,7 @@ from helpers.foreign import COMMON, FAMILIES, GROUPED, NO_SDPA, foreign_model
 from helpers.models import random_ids, tiny_model
 from torch import nn
 
-from headlens.capturing import LayerAttention, capture
-from headlens.recording import to_codes
+from headlens import LayerAttention, capture
 
 IDS = random_ids(T=12, vocab_size=97)  # (2, 12)
 BOTH = [(family, name) for family in FAMILIES for name in ("sdpa", "eager")]
@@ -35,8 +34,6 @@ def test_weights_are_those_of_eager_attention(family, attention):
         assert layer.weights.dtype == torch.float32
         assert weights.var() > 1e-3  # the attention is not uniform
         torch.testing.assert_close(layer.weights, weights)
-        ours, theirs = (to_codes(each).int() for each in (layer.weights, weights))
-        assert (ours - theirs).abs().max() <= 1
     torch.testing.assert_close(captured.logits, expected.logits, atol=1e-4, rtol=1e-4)
 
 
@@ -83,17 +80,6 @@ def test_scores_of_llama_and_gemma2_by_their_formula():
         score = float(query @ key) / 8**0.5
         expected = cap * np.tanh(score / cap) if cap else score
         assert float(found[0, 0]) == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text"])
-def test_sliding_windows_and_soft_caps_are_seen(family):
-    """That the models of the test above have them: without, the weights differ."""
-    found = [layer.weights for layer in capture(foreign_model(family), IDS).layers]
-    is_sliding = [bool((weights[..., 11, :7] == 0).all()) for weights in found]
-    assert is_sliding == {"mistral": [True] * 3}.get(family, [True, False, True])
-    if family == "gemma2":
-        uncapped = capture(foreign_model(family, attn_logit_softcapping=None), IDS)
-        assert not torch.allclose(found[0], uncapped.layers[0].weights, atol=0.01)
 
 
 def values_of(model, family, hidden, layer):
@@ -387,7 +373,8 @@ def test_models_without_attention_weights_are_refused_with_one_line():
         assert len(seen) < 2
 
 
-def test_tokens_and_positions_that_a_model_does_not_have_are_refused():
+def test_inputs_and_weights_that_do_not_fit_are_refused():
+    """Tokens and positions that a model does not have; weights of a wrong shape."""
     for model in (foreign_model("gpt2"), tiny_model()):
         size = model.config.vocab_size
         with pytest.raises(ValueError, match=str(size)):
@@ -400,17 +387,10 @@ def test_tokens_and_positions_that_a_model_does_not_have_are_refused():
         capture(model, ids)
     rotating = foreign_model("llama", max_position_embeddings=limit)  # has any position
     assert capture(rotating, ids).layers[0].weights.shape[-1] == limit + 1
-
-
-def test_no_tokens_are_refused():
     with pytest.raises(ValueError, match="input_ids"):
         capture(tiny_model(), [])
-
-
-def test_no_weights_and_weights_of_a_wrong_shape_are_refused():
-    model = OneHead()
     for wrong in (torch.eye(12), torch.eye(12).repeat(2, 1, 1), torch.eye(13).repeat(2, 1, 1, 1)):
         with pytest.raises(ValueError, match="shape"):
-            capture(model, IDS, attention=lambda *_, wrong=wrong: iter([(wrong, None)]))
+            capture(OneHead(), IDS, attention=lambda *_, wrong=wrong: iter([(wrong, None)]))
     with pytest.raises(ValueError, match="no attention"):
-        capture(model, IDS, attention=lambda *_: iter([]))
+        capture(OneHead(), IDS, attention=lambda *_: iter([]))

@@ -6,8 +6,7 @@ import pytest
 from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 
-from headlens import fonts
-from headlens.figure import draw_figure
+from headlens import draw_figure, fonts
 from headlens.fonts import drawn, font_of
 from headlens.heatmap import fit_title
 from headlens.prompts import Prompt

@@ -5,20 +5,17 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
+from headlens import KINDS
 from headlens.fonts import font_of
-from headlens.heads import NAMES
 from headlens.heatmap import (
     ACCENT,
     COLOUR_MAP,
     MASKED,
-    fitted,
-    label,
-    rgb,
 )
 from headlens.panel import draw_panel
 from headlens.prompts import Prompt
-from headlens.snapshot_data import triangle_to_square
 
+NAMES = [key for key in KINDS if key != "positional"]
 EXACT = 4  # of 255; an image has 256 colours
 TABLE = (matplotlib.colormaps[COLOUR_MAP](np.linspace(0, 1, 256))[:, :3] * 255).round()
 
@@ -61,6 +58,24 @@ def corners(pixels):
     return np.argwhere(yellow & ~above & ~left)
 
 
+def shows(pixels, y, x, triangle):
+    """Whether this head is at (y, x): each pixel has the weight of its cell or, if there are more
+    cells than pixels, the largest one of several cells."""
+    square = np.zeros((n := int((2 * len(triangle)) ** 0.5), n), np.uint8)
+    square[np.tril_indices(n)] = triangle
+    outside = (pixels[y, x:] == 255) | (pixels[y, x:] == ACCENT)
+    size, tokens = int(outside.all(-1).argmax()), len(square)
+    if tokens > size:
+        place, cells = np.arange(tokens) * size // tokens, square
+        tokens, square = size, np.zeros((size, size), np.uint8)
+        np.maximum.at(square, np.ix_(place, place), cells)
+    expected = TABLE[square]
+    expected[np.triu_indices(tokens, 1)] = MASKED
+    cells = np.arange(size) * tokens // size
+    difference = pixels[y : y + size, x : x + size] - expected[np.ix_(cells, cells)]
+    return np.abs(difference).max() <= EXACT
+
+
 def test_image_of_a_step(tmp_path, places):
     """All heads, and an enlarged head beside them; below a flat grid, another one."""
     square = ((1, 1, 1), (4, 4, 64), (12, 12, 255), (24, 16, 21), (48, 25, 5), (30, 8, 9))
@@ -89,38 +104,41 @@ def test_image_of_a_step(tmp_path, places):
         assert len(corners(pixels_of(tmp_path / "panel.png"))) > 200
 
 
-def test_image_enlarges_and_outlines_the_given_head(tmp_path):
-    codes = random_codes(2, 2, 16)
+@pytest.mark.parametrize("tokens", [60, 230])  # both without room for labels
+def test_image_shows_each_weight_and_enlarges_the_given_head(tmp_path, tokens):
+    codes = random_codes(2, 2, tokens)
     head = {"layer": 1, "head": 0, "name": "induction", "induction": 0.5}
+    path, uniform = tmp_path / "panel.png", dict.fromkeys(NAMES, 0.1)
+    draw_panel(codes, prompt_of(codes), 0, [head], uniform, path)
+    pixels = pixels_of(path)
+    *grid, enlarged = sorted(map(tuple, corners(pixels)), key=lambda corner: corner[1] > 440)
+    for corner, triangle in zip(grid, codes.reshape(4, -1), strict=True):
+        assert shows(pixels, *corner, triangle)
+    assert shows(pixels, *enlarged, codes[1, 0])
+    y, x = grid[2]  # its place in the grid is outlined
+    assert (pixels[y, x - 2] == ACCENT).all()
 
-    def drawn(codes):
-        path, uniform = tmp_path / "panel.png", dict.fromkeys(NAMES, 0.1)
-        draw_panel(codes, prompt_of(codes), 0, [head], uniform, path)
-        return pixels_of(path)
 
-    usual = drawn(codes)
-    assert (usual[:, :440] == ACCENT).all(-1).any()
-    for place, same in (((0, 1), True), ((1, 0), False)):
-        changed = codes.copy()
-        changed[*place, 1:] //= 2
-        assert np.array_equal(drawn(changed)[:, 440:], usual[:, 440:]) == same
+LABELS = {"a": "a", " the": "the", "Ω": "Ω", "x" * 30: "x" * 11 + "…", "\n": "\\n"}  # by token
+LABELS |= {"\u202eabc": "·abc", "<0xE2>": "<0xE2>", "<0xE2><0x82>": "<0xE2 82>"}
 
 
 def test_image_labels_the_tokens_if_there_is_room(tmp_path, places):
     """Each token is right of its row and above its column. All end left of the edge."""
-    for tokens, is_labelled in ((["a", "bb", "Ω", "long" * 9], True), (["ab"] * 64, False)):
+    for shown, is_labelled in ((LABELS, True), ({"ab": "ab"}, False)):
+        tokens = [*shown] if is_labelled else ["ab"] * 64
         codes = random_codes(1, 1, len(tokens))
         prompt = Prompt("1-x", "", [*range(len(tokens))], tokens)
         head = {"layer": 0, "head": 0, "name": "induction", "induction": 0.5}
         places.clear()
         path = tmp_path / "panel.png"
         draw_panel(codes, prompt, 0, [head], dict.fromkeys(NAMES, 0.1), path)
-        labels = {label(token) for token in tokens} & places.keys()
-        assert labels == ({label(token) for token in tokens} if is_labelled else set())
+        labels = {*shown.values()} & places.keys()
+        assert labels == ({*shown.values()} if is_labelled else set())
         assert (pixels_of(path)[:, -8:] == 255).all()
         if is_labelled:
             _, (top, left) = sorted(corners(pixels_of(path)), key=lambda corner: corner[1])
-            found = [places[label(token)] for token in tokens]
+            found = [places[shown[token]] for token in tokens]
             cells = {*np.diff([x for x, _ in found]), *np.diff([y for _, y in found])}
             assert max(cells) == pytest.approx(min(cells))
             ascent, descent = font_of(16).getmetrics()
@@ -128,23 +146,3 @@ def test_image_labels_the_tokens_if_there_is_room(tmp_path, places):
                 assert 0 < x - left - (n + 1) * min(cells) < 8
                 middle = y - (ascent - descent) / 2  # y is the baseline
                 assert middle == pytest.approx(top + (n + 0.5) * min(cells), abs=1)
-
-
-def test_every_weight_of_small_heatmaps_is_shown():
-    """Enlarged, or the largest weight of the cells of a pixel."""
-    few, many = random_codes(1, 1, 21)[0, 0], np.zeros(255 * 256 // 2, np.uint8)
-    cells = np.arange(128) * 21 // 128
-    expected = TABLE[triangle_to_square(few)]
-    expected[np.triu_indices(21, 1)] = MASKED
-    np.testing.assert_allclose(rgb(fitted(few, 128)), expected[np.ix_(cells, cells)], atol=EXACT)
-    square = np.zeros((255, 255), bool)
-    square[np.arange(24, 255), np.arange(231)] = True  # a line 24 columns left of the diagonal
-    many[square[np.tril_indices(255)]] = 255
-    bright = (rgb(fitted(many, 128)) == TABLE[255]).all(-1)
-    assert bright[13:].any(1).all()
-    assert bright.sum() < 4 * 128
-
-
-def test_labels_of_odd_tokens():
-    tokens = [" the", "\n", "\u202eabc", "x" * 30, "<0xE2>", "<0xE2><0x82>"]
-    assert [*map(label, tokens)] == ["the", "\\n", "·abc", "x" * 11 + "…", "<0xE2>", "<0xE2 82>"]

@@ -8,8 +8,7 @@ from helpers.foreign import WORDS, byte_level_tokenizer, foreign_model
 from helpers.pages import read
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from headlens.config import LensConfig
-from headlens.snapshot_data import read_snapshot
+from headlens import LensConfig, read_snapshot
 from headlens.trainer import LensCallback
 
 TOKENIZER = byte_level_tokenizer()
@@ -141,21 +140,17 @@ def test_an_error_of_the_first_snapshot_ends_the_training_and_a_later_one_does_n
     assert steps(tmp_path / "later") == [0, 3, 6, 7]
 
 
-def test_no_snapshots_with_an_interval_of_0(tmp_path):
-    trainer(tmp_path, LensCallback(TOKENIZER, LensConfig(every=0))).train()
-    assert not (tmp_path / "attention").exists()
-
-
-def test_other_processes_take_no_snapshots(tmp_path):
+def test_no_snapshots_of_other_processes_or_with_an_interval_of_0(tmp_path):
     run = trainer(tmp_path)
-    taken = callback()
-    state = TrainerState(max_steps=3, is_world_process_zero=False)
-    taken.on_train_begin(run.args, state, run.control, model=run.model)
-    for step in range(1, 4):
-        state.global_step = step
-        taken.on_step_end(run.args, state, run.control, model=run.model)
-    taken.on_log(run.args, state, run.control, model=run.model, logs={"train_runtime": 1.0})
-    assert steps(tmp_path) == []
+    never = LensCallback(TOKENIZER, LensConfig(every=0))
+    for taken, is_main in ((callback(), False), (never, True)):
+        state = TrainerState(max_steps=3, is_world_process_zero=is_main)
+        taken.on_train_begin(run.args, state, run.control, model=run.model)
+        for step in range(1, 4):
+            state.global_step = step
+            taken.on_step_end(run.args, state, run.control, model=run.model)
+        taken.on_log(run.args, state, run.control, model=run.model, logs={"train_runtime": 1.0})
+        assert not (tmp_path / "attention").exists()
 
 
 def test_the_logit_lens_of_a_training_in_mixed_precision(tmp_path):
@@ -167,12 +162,9 @@ def test_the_logit_lens_of_a_training_in_mixed_precision(tmp_path):
         assert steps(tmp_path) == [0, 3, 6, 7]
 
 
-def test_an_unknown_option_is_refused_at_once():
+def test_an_unknown_option_and_sharded_weights_are_refused_at_once(tmp_path, monkeypatch):
     with pytest.raises(TypeError, match="contextlength"):
         callback(contextlength=24)
-
-
-def test_sharded_weights_are_refused(tmp_path, monkeypatch):
     run = trainer(tmp_path)
     state = TrainerState(max_steps=3)
     next(run.model.parameters()).ds_id = 0  # as ZeRO-3 marks its parameters

@@ -165,18 +165,50 @@ def test_the_precision_of_a_gpu(monkeypatch):
         assert (device.best_dtype(GPU), device.best_wide_dtype(GPU)) == (dtype, wide), capability
     for kind in ("cpu", "mps"):
         assert device.best_dtype(torch.device(kind)) in (fp32, bf16)
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # before torch 2.12
+    assert device.best_dtype(torch.device("cpu")) == fp32
 
 
-def test_peak_flops_are_those_of_the_precision(monkeypatch):
-    def found(kind=GPU):
-        return [device.peak_flops(kind, dtype) for dtype in device.DTYPES.values()]
+# TFLOP/s in bf16 (T4, V100: fp16) and in fp32 from data sheets: the names that drivers report.
+PEAKS = {
+    (2500, 80): "NVIDIA GB300, NVIDIA GB200",
+    (2250, 75): "NVIDIA B300 SXM6 AC, NVIDIA B200",
+    (989, 67): "NVIDIA H200, NVIDIA GH200 480GB, NVIDIA GH200 144G HBM3e, NVIDIA H100 80GB HBM3",
+    (835, 60): "NVIDIA H200 NVL, NVIDIA H100 NVL",
+    (756, 51): "NVIDIA H100 PCIe",
+    (148, 44): "NVIDIA H20",
+    (312, 19.5): "NVIDIA A100-SXM4-80GB, NVIDIA A100-SXM4-40GB, NVIDIA A100-PCIE-40GB, "
+    "NVIDIA A100 80GB PCIe",
+    (125, 31.2): "NVIDIA A10",
+    (70, 35): "NVIDIA A10G",
+    (154.8, 38.7): "NVIDIA RTX A6000",
+    (71, 35.6): "NVIDIA GeForce RTX 3090",
+    (362, 91.6): "NVIDIA L40S",
+    (121, 30.3): "NVIDIA L4",
+    (364, 91.1): "NVIDIA RTX 6000 Ada Generation",
+    (165.2, 82.6): "NVIDIA GeForce RTX 4090",
+    (209.5, 104.8): "NVIDIA GeForce RTX 5090",
+    (65, 8.1): "Tesla T4",
+    (125, 15.7): "Tesla V100-SXM2-32GB",
+    (112, 14): "Tesla V100-PCIE-16GB",
+    (130, 16.4): "Tesla V100S-PCIE-32GB",
+    # Parts of a GPU, and others with a similar name.
+    (None, None): "NVIDIA GeForce RTX 4090 D, NVIDIA GeForce RTX 4090 Laptop GPU, NVIDIA L40, "
+    "NVIDIA GeForce RTX 5090 D, NVIDIA GeForce RTX 3090 Ti, NVIDIA GeForce GTX 1080, NVIDIA H100, "
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb, NVIDIA A100-SXM4-40GB MIG 3g.20gb, GRID A100X-40C, "
+    "AMD Instinct MI300X, ",
+}
 
-    pretend_gpus(monkeypatch)
-    assert found() == [67e12, 989e12, 989e12]  # fp32, bf16, fp16
-    pretend_gpus(monkeypatch, "Tesla T4")
-    assert found() == [8.1e12, 65e12, 65e12]
-    pretend_gpus(monkeypatch, "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
-    assert found() == found(torch.device("cpu")) == found(torch.device("mps")) == [None] * 3
+
+def test_peak_flops_of_the_names_that_drivers_report(monkeypatch):
+    for (half, fp32), names in PEAKS.items():
+        for name in names.split(", "):
+            pretend_gpus(monkeypatch, name)
+            found = [device.peak_flops(GPU, dtype) for dtype in device.DTYPES.values()]
+            expected = [peak and pytest.approx(peak * 1e12) for peak in (fp32, half, half)]
+            assert found == expected, name
+    for kind in ("cpu", "mps"):
+        assert device.peak_flops(torch.device(kind), torch.bfloat16) is None
 
 
 def test_a_run_uses_the_precision_of_its_device(make_run, monkeypatch):

@@ -2,7 +2,6 @@
 
 test_ranks.py starts real ranks."""
 
-import errno
 import os
 import platform
 import signal
@@ -11,23 +10,20 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import TIMEOUT, TINY
+from helpers import TINY
 from helpers.gpus import pretend_gpus
 from helpers.ranks import free_port
 from helpers.refusals import printed_keys, refused
-from helpers.settings import settings
+from helpers.settings import settings, train_main
 from torch.distributed import TCPStore
 
 import train
-from clearhead.errors import ConfigError, RankLostError, RunDirectoryError, problems_of
-from clearhead.parallel import device, device_memory, process_group
-from clearhead.parallel.build import build_strategy
+from clearhead.errors import ConfigError, RunDirectoryError
+from clearhead.parallel import device, device_memory
 from clearhead.parallel.ddp import DDP
-from clearhead.parallel.launch import ParallelConfig, check
 from clearhead.parallel.strategy import Strategy
 from clearhead.run import build
 from clearhead.run.build import build_run
-from clearhead.run.signals import StopSignals
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHERS += ("SLURM_STEP_NUM_TASKS",)
@@ -43,44 +39,45 @@ def alone(monkeypatch, tmp_path):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """launched(ranks, KEY=value) sets the environment of one of several ranks."""
+    """launched(ranks, KEY=value) sets the environment of one of the ranks. 0: no ranks."""
 
     def launch(ranks, **more):
-        fixed = {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-        for key, value in {"RANK": 0, "WORLD_SIZE": ranks, **fixed, **more}.items():
-            if value is not None:
-                monkeypatch.setenv(key, str(value))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+        of_rank = {"RANK": 0, "WORLD_SIZE": ranks, **address} if ranks else {}
+        for key, value in (of_rank | more).items():
+            monkeypatch.setenv(key, str(value))
 
     return launch
 
 
-def problem_keys(strategy: str, batch_size: int = 8) -> list[str]:
-    return [key for key, *_ in check(ParallelConfig.with_defaults(strategy=strategy), batch_size)]
+# The number of ranks (0: no launcher), other variables, arguments, the keys of the problems, and a
+# value that the message suggests.
+REFUSED = [
+    (0, {}, ["parallel=ddp"], ["parallel"]),
+    (0, {}, ["parallel=fsdp"], ["parallel"]),
+    (0, {"SLURM_STEP_NUM_TASKS": 4}, [], ["parallel"]),  # without a process group
+    (2, {}, ["parallel=single", "trainer.batch_size=9"], ["parallel", "trainer.batch_size"], "10"),
+    (2, {}, ["-m", "seed=0,1"], ["WORLD_SIZE"]),
+    (0, {"TORCHELASTIC_MAX_RESTARTS": 3}, [], ["name"]),  # the restarted ranks resume by name
+]
 
 
-def test_distributed_strategies_need_several_processes():
-    assert problem_keys("auto", 7) == problem_keys("single") == []
-    assert problem_keys("ddp") == problem_keys("fsdp") == ["parallel"]
-    strategy = build_strategy(ParallelConfig.with_defaults(strategy="auto"), "cpu", "fp32", seed=3)
-    assert type(strategy) is Strategy
-    assert (strategy.rank, strategy.world_size, strategy.is_rank_0) == (0, 1, True)
-    assert not torch.distributed.is_initialized()
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_do_not_fit_the_launcher(launched, in_process, tmp_path, case):
+    ranks, variables, arguments, keys, *suggested = case
+    launched(ranks, **variables)
+    code, _, err = in_process(train.main, tmp_path, *arguments, "data.path=any")
+    assert (code, printed_keys(err)) == (2, keys)
+    assert set(suggested) <= set(err.split())
+    assert not list(tmp_path.glob("*/*"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_several_ranks_need_a_strategy_and_a_divisible_batch(launched, ranks):
-    launched(ranks)
-    several = ranks > 1
-    assert problem_keys("auto") == problem_keys("fsdp") == []
-    problems = ["parallel", "trainer.batch_size"]
-    assert problem_keys("single", 9) == problems * several
-
-
-def test_the_hint_has_the_nearest_divisible_batch_size(launched):
-    launched(4)
-    for batch_size, nearest in [(9, 12), (1, 4), (5, 8)]:
-        ((*_, hint),) = check(ParallelConfig.with_defaults(), batch_size)
-        assert str(nearest) in hint.split(), batch_size
+def test_one_rank_and_a_job_of_several_tasks(launched, in_process, tmp_path, text_file):
+    """torchrun with one process, which srun started once per machine."""
+    launched(1, SLURM_STEP_NUM_TASKS=4)
+    code, _, err = in_process(train_main, tmp_path, *TINY, f"data.path={text_file}")
+    assert (code, err) == (0, "")
+    assert not dist.is_initialized()
 
 
 def test_a_launcher_may_not_tell_the_ranks_of_this_machine(launched, monkeypatch):
@@ -145,15 +142,6 @@ def test_the_gpu_allocator_is_configured_before_cuda_is_initialized(
     assert found == (given if expected is None else expected)
 
 
-def test_slurm_tasks_without_a_rank_are_refused(launched, monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert problem_keys("auto") == ["parallel"]
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert problem_keys("auto") == []
-    launched(2, SLURM_STEP_NUM_TASKS=4)  # torchrun, which srun started once per machine
-    assert problem_keys("ddp") == []
-
-
 @pytest.mark.parametrize(("rank", "local_rank", "printed"), [(0, 0, 1), (1, 0, 1), (1, 1, 0)])
 def test_a_wrong_command_is_printed_once_per_machine(
     launched, in_process, tmp_path, monkeypatch, rank, local_rank, printed
@@ -168,49 +156,40 @@ def test_a_wrong_command_is_printed_once_per_machine(
 VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
 
 
-@pytest.mark.parametrize("name", [*VARIABLES, "TORCHELASTIC_MAX_RESTARTS", "MASTER_ADDR"])
-@pytest.mark.parametrize("value", ["", "x", "-1"])
+WRONG = [(name, "x") for name in (*VARIABLES, "TORCHELASTIC_MAX_RESTARTS", "MASTER_ADDR")]
+
+
+@pytest.mark.parametrize(("name", "value"), [*WRONG, ("RANK", ""), ("RANK", "-1")])
 def test_wrong_variables_of_a_launcher_are_named(launched, monkeypatch, text_file, name, value):
-    """A variable that is missing, is not a number or is negative."""
+    """A variable that is missing (MASTER_ADDR), is not a number or is negative."""
     launched(2, LOCAL_WORLD_SIZE=2, LOCAL_RANK=0)
     monkeypatch.setenv(name, value)
     if name == "MASTER_ADDR":
         monkeypatch.delenv(name)
     if name == "LOCAL_RANK":
-        monkeypatch.setattr(device, "best_device", lambda: "cuda")
-        monkeypatch.setattr(device, "check", lambda *_: [])
+        pretend_gpus(monkeypatch, count=2)
     with refused(ConfigError, name, exit_code=2):
         build_run(settings(*TINY, f"data.path={text_file}", "trainer.device=auto"))
 
 
 @pytest.mark.parametrize("waits_for", ["server", "rank 0", "rank 1"])
-def test_a_signal_ends_a_rank_that_waits_for_the_others(launched, monkeypatch, waits_for):
+def test_a_signal_ends_a_rank_that_waits_for_the_others(
+    launched, in_process, tmp_path, text_file, monkeypatch, waits_for
+):
     """And so does the end of torchrun, from which no signal may come."""
+    arguments = (*TINY, f"data.path={text_file}", "parallel=ddp")
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     port = server.port if waits_for == "rank 0" else free_port()
-    launched(2, RANK=0 if waits_for == "rank 1" else 1, MASTER_PORT=port)
+    rank = 0 if waits_for == "rank 1" else 1
+    launched(2, RANK=rank, MASTER_PORT=port)
+    monkeypatch.setattr("clearhead.config.command_line.WAIT_FOR_RANK_0", 0)
     with monkeypatch.context() as patched:
         patched.setattr("time.sleep", lambda _: signal.raise_signal(signal.SIGTERM))
-        with pytest.raises(SystemExit) as ended, StopSignals():
-            process_group.join("gloo", timeout=3)
-    assert ended.value.code == 143
+        assert in_process(train_main, tmp_path, *arguments)[0] == 143
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    with refused(RankLostError, "parallel.timeout", exit_code=4):
-        process_group.join("gloo", timeout=TIMEOUT)
-
-
-def test_too_many_open_files_have_a_hint():
-    error = OSError(errno.EMFILE, "Too many open files", "a.txt")
-    ((*_, hint),) = problems_of(error, "rerun")
-    assert "ulimit" in hint
-
-
-def test_a_sweep_on_several_ranks_is_refused(launched, in_process, tmp_path):
-    launched(2)
-    code, _, err = in_process(train.main, tmp_path, "-m", "seed=0,1")
-    assert (code, printed_keys(err)) == (2, ["WORLD_SIZE"])
-    assert not list(tmp_path.glob("*/*"))
+    code, _, err = in_process(train_main, tmp_path, *arguments)
+    assert (code, printed_keys(err)) == (4, ["parallel.timeout"] * (rank == 0))
 
 
 def test_errors_that_mean_a_lost_rank():
@@ -241,9 +220,3 @@ def test_random_numbers_are_a_function_of_seed_step_and_rank():
     first = [drawn(*case) for case in cases]
     assert [drawn(*case) for case in reversed(cases)] == first[::-1]
     assert len(set(first)) == len(cases)
-
-
-def test_ranks_that_are_restarted_need_the_name_of_their_run(monkeypatch, in_process, tmp_path):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    code, _, err = in_process(train.main, tmp_path, "data.path=any")
-    assert (code, printed_keys(err)) == (2, ["name"])
