@@ -92,10 +92,10 @@ def shown_snapshots(folder: Path, frames: int) -> list[SnapshotData]:
     return [snapshot for snapshot in chosen if snapshot.prompts == chosen[-1].prompts]
 
 
-def page_html(runs: Sequence[dict], title: str, last: SnapshotData) -> str:
+def page_html(runs: Sequence[dict], title: str, last: SnapshotData | None = None) -> str:
     """Returns the page of one run, or of two runs to compare. runs: of run_data. last: the snapshot
     that a browser without JavaScript shows, as a picture."""
-    return page(runs, title, grid_url(last.codes[0]))
+    return page(runs, title, grid_url(last.codes[0]) if last else "")
 
 
 def write_page(

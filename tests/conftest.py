@@ -207,8 +207,7 @@ def write(tmp_path):
 
     def to_file(*runs, title="attention", name="page.html"):
         path = tmp_path / name
-        datas, last = [run.data for run in runs], runs[0].snapshots[-1]
-        path.write_text(page_html(datas, title, last), encoding="utf-8")
+        path.write_text(page_html([run.data for run in runs], title), encoding="utf-8")
         return path
 
     return to_file
