@@ -23,9 +23,7 @@ from .heatmap import (
     WHITE,
     fit_title,
     in_colour,
-    label_grid,
-    outline,
-    tile,
+    paste_grid,
 )
 from .history import atomic_write, evenly_spaced
 from .prompts import Prompt
@@ -79,7 +77,6 @@ def _frame(
     left = round(font.getlength(f"L{num_layers - 1}")) + 24
     room = (SIZE[0] - left - 12) // num_heads, (SIZE[1] - TOP - 12) // num_layers
     pitch = max(2, min(room))
-    gap = min(6, max(1, pitch // 10))
     width = max(640, left + num_heads * pitch + 12)
     image = Image.new("L", (width, TOP + num_layers * pitch + 12), WHITE)
     draw = ImageDraw.Draw(image)
@@ -92,8 +89,5 @@ def _frame(
         names.pop()
     draw.text((16, 46), " · ".join(names) or "no head has a clear pattern yet", INK, font)
     fit_title(prompt, width - 24, 17).draw(draw, 16, 74, PALE_INK, "la")
-    image.paste(Image.fromarray(tile(codes, pitch - gap, gap)), (left, TOP))
-    label_grid(draw, (left, TOP), codes.shape, pitch - gap, gap, font)
-    for row in heads:
-        outline(draw, (left + row["head"] * pitch, TOP + row["layer"] * pitch), pitch - gap)
+    paste_grid(image, (left, TOP), codes, pitch, font, heads)
     return in_colour(image).convert("RGB")

@@ -10,6 +10,7 @@ import base64
 import functools
 import io
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,16 +36,24 @@ ACCENT = (200, 62, 10)  # outlines of heads
 ACCENT_INDEX, INK, PALE_INK, MASKED_INDEX, WHITE = 225, 226, 234, 253, 255
 
 
-def label_grid(
-    draw: ImageDraw.ImageDraw,
+def paste_grid(
+    image: Image.Image,
     corner: tuple[int, int],
-    shape: tuple[int, ...],
-    size: int,
-    gap: int,
+    codes: np.ndarray,
+    pitch: int,
     font: ImageFont.FreeTypeFont,
+    outlined: Sequence[Mapping],
 ) -> None:
-    """Writes the numbers of heads above a grid and of layers left of it, as many as fit."""
-    (left, top), (num_layers, num_heads), pitch = corner, shape[:2], size + gap
+    """Draws all heads, uint8 (L, H, T (T + 1) / 2), a row for each layer, with the numbers of heads
+    above and of layers on the left, as many as fit, and a frame around some heads.
+
+    corner: (x, y) of the first heatmap. pitch: pixels from one head to the next. outlined: rows of
+    heads.head_table.
+    """
+    (left, top), (num_layers, num_heads), draw = corner, codes.shape[:2], ImageDraw.Draw(image)
+    gap = min(6, max(1, pitch // 10))
+    size = pitch - gap
+    image.paste(Image.fromarray(tile(codes, size, gap)), corner)
     widest = font.getlength(f"H{num_heads - 1}") + 6
     for head in range(0, num_heads, math.ceil(widest / pitch)):
         x = left + head * pitch + size / 2
@@ -52,12 +61,9 @@ def label_grid(
     for layer in range(0, num_layers, math.ceil((font.size + 2) / pitch)):
         y = top + layer * pitch + size / 2
         draw.text((left - 8, y), f"L{layer}", INK, font, anchor="rm")
-
-
-def outline(draw: ImageDraw.ImageDraw, corner: tuple[int, int], size: int) -> None:
-    """Draws a frame around a heatmap of a grid."""
-    x, y = corner
-    draw.rectangle((x - 2, y - 2, x + size + 1, y + size + 1), outline=ACCENT_INDEX, width=2)
+    for row in outlined:
+        x, y = left + row["head"] * pitch - 2, top + row["layer"] * pitch - 2
+        draw.rectangle((x, y, x + size + 3, y + size + 3), outline=ACCENT_INDEX, width=2)
 
 
 def colour(codes: np.ndarray) -> np.ndarray:

@@ -15,10 +15,8 @@ from .heatmap import (
     fit_title,
     fitted,
     label,
-    label_grid,
-    outline,
+    paste_grid,
     save,
-    tile,
     title_of,
 )
 from .prompts import Prompt
@@ -58,19 +56,16 @@ def draw_panel(
 
     left, top = round(font.getlength(f"L{num_layers - 1}")) + 24, 80
     pitch = max(2, min((420 - left) // num_heads, (PANEL[1] - 12 - top) // num_layers))
-    gap = min(6, max(1, pitch // 10))
-    image.paste(Image.fromarray(tile(codes, pitch - gap, gap)), (left, top))
-    label_grid(draw, (left, top), codes.shape, pitch - gap, gap, font)
-
     right, bottom = left + num_heads * pitch + 24, top + num_layers * pitch + 12
     rooms = [(right, 48, PANEL[0] - 16, PANEL[1] - 10), (left, bottom, right - 24, PANEL[1] - 10)]
     if not heads:
         draw.text((right, 150), "no head has a name\non this prompt", PALE_INK, font_of(24))
-    for row, room in zip(heads, rooms, strict=False):
-        if room[3] - room[1] < 200:  # the caption needs 52 of these pixels
-            break
+    # The caption of an enlarged head needs 52 of these pixels.
+    fitting = [room for room in rooms if room[3] - room[1] >= 200]
+    enlarged = list(zip(heads, fitting, strict=False))
+    paste_grid(image, (left, top), codes, pitch, font, [row for row, _ in enlarged])
+    for row, room in enlarged:
         _draw_head(image, draw, codes[row["layer"], row["head"]], prompt, row, uniform, room)
-        outline(draw, (left + row["head"] * pitch, top + row["layer"] * pitch), pitch - gap)
     save(image, path)
 
 

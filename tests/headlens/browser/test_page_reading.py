@@ -10,20 +10,6 @@ from helpers.pages import PROMPTS, a_run
 from PIL import Image
 from playwright.sync_api import expect
 
-from headlens.heads import ALL_NAMES
-
-WATCH_LABELS = """() => {
-  window.labels = {};
-  const write = CanvasRenderingContext2D.prototype.fillText;
-  CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...more) {
-    const at = this.getTransform().transformPoint({ x, y });
-    const place = `${text} ${at.x} ${at.y}`;
-    if (this.canvas.previousElementSibling?.id === "map") labels[place] = text;
-    return write.call(this, text, x, y, ...more);
-  };
-  lens.update();
-}"""
-
 
 def test_weights_have_only_the_digits_of_their_codes(shown):
     lens = shown(fragment="#head=1.1&step=120")
@@ -145,59 +131,21 @@ def test_touch_targets_of_a_large_model_in_a_small_window(shown):
     assert lens.locator("#detail-title").inner_text() == "L0 H15"
 
 
-def test_prompt_of_one_token(shown):
-    run = a_run("one", prompts=(pages.prompt("1-one", ["Hello"]),))
-    lens = shown(run, fragment="#head=1.1&colours=stretched&first=hidden")
-    assert pages.readout(lens)[2] == [1.0]
-    charts = lens.locator(".chart")
-    assert charts.evaluate_all("all => all.map((c) => c.dataset.statistic)") == [
-        "distance",
-        "largest_logit",
-    ]
-    for number in range(charts.count()):  # a line, not an empty chart
-        assert pages.pixels(charts.nth(number).locator("canvas"))[1][..., 3].any()
-
-
-def test_prompt_of_two_tokens(shown):
-    """Heads with a name on it: the finding has no row with enough key tokens."""
-    run = a_run("two", prompts=(pages.prompt("1-two", ["Hello", " you"]),), sharp=4)
-    names = {ALL_NAMES[index] for index in run.rows[120].names.ravel()}
-    assert names & {"first_token", "diagonal"}
-    lens = shown(run, fragment="")
-    assert pages.state(lens, "layer") is not None
-    for place in np.ndindex(2, 3):
-        pages.tile(lens, *place).click()
-        assert lens.locator("#finding").inner_text()
-
-
-def test_shorter_prompt_while_the_pointer_is_on_a_later_token(shown):
-    lens = shown(fragment="#head=0.1")
+def test_short_prompts(shown):
+    """Of one or two tokens, and shorter than the place of the pointer."""
+    one, two = pages.prompt("2-one", ["Hello"]), pages.prompt("3-two", ["Hello", " you"])
+    lens = shown(a_run("short", prompts=(PROMPTS[0], one, two), sharp=4), fragment="#head=1.1")
     lens.locator("#text [data-token]").nth(11).hover()
     lens.keyboard.press("p")
     expect(lens.locator("#prompt")).to_have_value("1")
-    assert lens.locator("#text [data-token]").count() == 4
-    assert "(3)" in lens.locator("#next").inner_text()  # the last token
-
-
-def test_labels_of_a_repeated_sequence_of_odd_length(shown):
-    """All letters have labels. Of longer words, the same words of both copies."""
-    letters = list("abcdefghijklmnopqrstuvwxyzABCDE")
-    odd = [pages.prompt("1", ["<|endoftext|>", *2 * letters], period=31)]
-    odd += [pages.prompt("2", ["<|endoftext|>", *2 * [f" {a}word" for a in letters]], period=31)]
-    run = a_run("odd", 2, 4, tuple(odd), (0,), (0,))
-    lens = shown(run, fragment="#head=1.1", viewport={"width": 1800, "height": 1100})
-    expect(lens.locator(".plot figcaption").first).not_to_contain_text("1 token in")
-    for number, times in enumerate((4, None)):
-        pages.go_to(lens, f"head=1.1&prompt={number}&query=0")
-        lens.evaluate(WATCH_LABELS)
-        texts = list(lens.evaluate("window.labels").values())
-        counts = [texts.count(re.sub("^ ", "␣", token)) for token in odd[number].tokens[1:32]]
-        if times:  # two copies, two axes
-            assert counts == 31 * [times]
-        else:
-            assert set(counts) == {0, 4}
-            step = int(lens.locator(".plot figcaption").first.text_content().split()[-1])
-            assert counts.count(4) == 31 // step
+    assert pages.readout(lens)[2] == [1.0]
+    pages.go_to(lens, "prompt=2&head=1.1&colours=stretched&first=hidden")
+    for place in np.ndindex(2, 3):
+        pages.tile(lens, *place).click()
+        assert lens.locator("#finding").inner_text()
+    alone = shown(a_run("one", prompts=(one,)), fragment="")
+    charts = alone.locator(".chart").evaluate_all("all => all.map((c) => c.dataset.statistic)")
+    assert charts == ["distance", "largest_logit"]
 
 
 def test_signs_of_labels_are_explained(shown):
@@ -208,14 +156,3 @@ def test_signs_of_labels_are_explained(shown):
         pages.go_to(lens, f"head=0.0&prompt={prompt}")
         text = lens.locator("#signs").inner_text()
         assert {s for s in ("é¹", "<0xC3>", "␣", "⏎", "⇥", "∅") if s in text} == set(signs.split())
-
-
-def test_nearly_uniform_heads_look_alike_in_a_chart(shown):
-    """The axis of a weight has a least range, so that noise does not look like a difference."""
-    lens = shown(a_run("even", sharp=0.001), viewport={"width": 1280, "height": 1500})
-    for key in ("entropy", "diagonal", "previous_token"):
-        lines = lens.locator(f".chart[data-statistic='{key}'] canvas").first
-        image = pages.pixels(lines)[0][2:-20, 60:-20]
-        rows = np.flatnonzero(((image[..., 0] < 60) & (image[..., 3] > 20)).any(1))
-        assert len(rows)
-        assert np.ptp(rows) < 12, key

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from helpers import pages
-from helpers.pages import STEPS, WORDS, a_run
+from helpers.pages import STEPS, a_run
 
 from headlens.rounding import formatted_loss
 
@@ -63,6 +63,10 @@ def test_loss_without_the_enlarged_head(shown):
         assert found == pytest.approx(expected, abs=0.006 if abs(change) > 0.1 else 6e-5)
     lens.keyboard.press("Escape")
     assert lens.locator("#removed").is_hidden()
+    none = an_ablation()  # a change below the resolution is not "-0.0000"
+    none["heads"][1] |= {"loss_change": -0.00001, "loss_change_error": 0.00002}
+    lens = shown(with_ablation(none), fragment="#head=0.1")
+    assert numbers(lens.locator("#removed").inner_text()) == [LOSS, LOSS, ACCURACY, 0.2]
 
 
 def test_changes_within_the_noise_are_grey(shown):
@@ -84,17 +88,6 @@ def test_changes_within_the_noise_are_grey(shown):
     assert set(colours) == {"induction", "separator", "previous_token"}
     assert len(set(colours.values())) == 1
     assert grey not in colours.values()
-
-
-def test_change_below_the_resolution_is_no_change(shown):
-    """It is not "-0.0000", and the two losses are equal."""
-    ablation = an_ablation()
-    ablation["heads"][1] |= {"loss_change": -0.00001, "loss_change_error": 0.00002}
-    lens = shown(with_ablation(ablation), fragment="#head=0.1&sort=-loss_change")
-    found = numbers(lens.locator("#removed").inner_text())
-    assert found == [LOSS, LOSS, ACCURACY, 0.2]
-    tile = pages.tile(lens, 0, 1)
-    assert tile.locator(".caption .number").inner_text() == "0"
 
 
 def test_values_are_shown_only_at_the_step_of_the_measurement(shown):
@@ -165,27 +158,20 @@ def assert_layers(lens, predictions, query, side=0):
 
 
 def test_predictions_of_each_layer(shown):
-    run = a_run("layers", logit_lens=True)
-    lens = shown(run, fragment="#head=0.1&query=4")
-    assert_layers(lens, run.predictions[120][0], 4)
-    lens.locator("#text [data-token]").nth(7).hover()
-    assert_layers(lens, run.predictions[120][0], 7)
-    pages.go_to(lens, f"head=1.1&compare=step:40&query={len(WORDS) - 1}")
-    for side, step in enumerate((40, 120)):
-        assert_layers(lens, run.predictions[step][0], len(WORDS) - 1, side)
-
-
-def test_true_token_of_a_layer_is_marked(shown):
+    """The logit lens, in which the true token is marked."""
     words = [f"<{n}>" for n in range(200)]
     prompts = (pages.prompt("ids", words),)
-    run = a_run("ids", 3, 1, prompts, (0,), (0,), logit_lens=True)
-    found = run.predictions[0][0]
+    run = a_run("ids", 3, 1, prompts, (0, 40), (0, 40), logit_lens=True)
+    found = run.predictions[40][0]
     true = [n for n in range(199) if any(of.token_ids[n, 0] == n + 1 for of in found)]
     lens = shown(run, fragment="#head=0.0")
     for query in (*true[:2], 150):
         pages.go_to(lens, f"head=0.0&query={query}")
         assert_layers(lens, found, query)
-        assert lens.locator("#layers .true").count() == sum(
-            of.token_ids[query, 0] == query + 1 for of in found
-        )
+        assert lens.locator("#layers .true").count() == (query in true[:2])
+    lens.locator("#text [data-token]").nth(7).hover()
+    assert_layers(lens, found, 7)
+    pages.go_to(lens, "head=0.0&compare=step:0&query=199")
+    for side, step in enumerate((0, 40)):
+        assert_layers(lens, run.predictions[step][0], 199, side)
     assert true

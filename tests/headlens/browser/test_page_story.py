@@ -63,28 +63,17 @@ def test_order_by_values_of_the_shown_prompt(shown):
         lens.locator("#prompt").select_option(str(number))
         wanted = run.frames[120].of_prompts[number]["distance"]
         assert pages.grid_order(lens) == pages.ranked(wanted, descending=True)
-    pages.option(lens, "over").select_option("mean")
-    wanted = run.rows[120].values["distance"]
-    assert pages.grid_order(lens) == pages.ranked(wanted, descending=True)
-    expect(lens).to_have_url(re.compile("statistics=mean"))
-
-
-@pytest.mark.parametrize("control", ["sort", "filter-statistic"])
-def test_induction_shows_the_repeated_prompt(shown, control):
-    lens = shown()
-    pages.option(lens, control).select_option("previous_token")
-    assert pages.state(lens, "prompt") == 0
-    pages.option(lens, control).select_option("induction")
-    expect(lens.locator("#prompt")).to_have_value("2")
-    assert lens.locator("#message").is_visible()
-
-
-def test_order_by_significance(shown):
-    lens, run = shown(), a_run()
+    for control in ("sort", "filter-statistic"):  # also shows the prompt that defines it
+        lens.locator("#prompt").select_option("0")
+        pages.option(lens, control).select_option("induction")
+        expect(lens.locator("#prompt")).to_have_value("2")
+        assert lens.locator("#message").is_visible()
+        pages.option(lens, control).select_option("")
     pages.option(lens, "over").select_option("mean")
     pages.option(lens, "sort").select_option("significance")
     values = significances(run.rows[120].values, uniform_of(PROMPTS))
     assert pages.grid_order(lens) == pages.ranked(np.nanmax(values, axis=0), descending=True)
+    expect(lens).to_have_url(re.compile("statistics=mean"))
 
 
 def test_names_at_each_step(shown, story):
@@ -270,16 +259,6 @@ def test_finding_of_names_that_only_texts_have(shown):
         assert float(weight) == pytest.approx(float(maps[:, 2 + head].max()), abs=0.0051)
         value = run.frames[120].of_prompts[0][name][0, head]
         assert float(mean) == pytest.approx(value, abs=0.0051)
-
-
-def test_quoted_token_is_on_one_line(story):
-    """Also the tokens that begin with a space, at any width."""
-    lens = story("#head=0.2")
-    lines = """node => Array.from({ length: 100 }, (_, n) => {
-      node.style.width = `${150 + 2 * n}px`;
-      return [...node.querySelectorAll("bdi")].map((token) => token.getClientRects().length);
-    }).flat()"""
-    assert {*lens.locator("#finding").evaluate(lines)} == {1}
 
 
 def test_finding_follows_step_prompt_and_head(story):

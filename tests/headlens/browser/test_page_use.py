@@ -269,60 +269,38 @@ def test_sandboxed_frame(tmp_path, write, opened):
     field.fill("#head=0.2&prompt=1")
     field.press("Enter")
     expect(lens.locator("#detail-title")).to_have_text("L0 H2")
+    pages.option(lens, "save-image").click()  # it may not download files
+    lens.locator("[data-figure='grid.png']").click()
+    lens.locator("#saved img").wait_for()
+    width = "async (image) => (await image.decode(), image.naturalWidth)"
+    assert lens.locator("#saved img").evaluate(width) > 500
 
 
-def test_print_shows_all_of_the_right_column(shown):
-    deep, window = a_run("deep", 24, 4), {"width": 1300, "height": 500}
-    lens = shown(deep, fragment="#head=1.1", viewport=window)
+def test_print_of_the_dark_theme(shown):
+    """Dark on light, with all of the right column, the grid and the enlarged head on one page, and
+    every canvas: each is a separate image, so a canvas over another one must be transparent."""
+    deep = a_run("deep", 12, 12)
+    lens = shown(deep, fragment="#head=1.1&theme=dark", viewport={"width": 1400, "height": 500})
     inside = "node => node.scrollHeight - node.clientHeight"
+    height = "node => node.getBoundingClientRect().height"
     assert lens.locator("#side").evaluate(inside) > 100
-    lens.emulate_media(media="print")
-    assert lens.locator("#side").evaluate(inside) <= 1
-    assert lens.locator("#play").is_hidden()
-
-
-def test_print_from_the_dark_theme_is_dark_on_light(shown):
-    lens = shown(fragment="#head=1.1&theme=dark")
-    dark = pages.tint(lens)
-    lens.evaluate("() => dispatchEvent(new Event('beforeprint'))")
-    printed = pages.tint(lens)
-    pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0]))
-    assert min(printed) > max(dark)
-    lens.evaluate("() => dispatchEvent(new Event('afterprint'))")
-    assert pages.tint(lens) == dark
-
-
-@pytest.mark.parametrize("limit", [0, 0.0034, -0.0034, 0.25, 12.5])
-def test_limit_of_the_filter_is_a_number(shown, limit):
-    """A value below the resolution is "<0.01", which makes no sense after "≥"."""
-    lens = shown(fragment=f"#filter=distance:{limit}")
-    label = pages.option(lens, "threshold").inner_text().strip()
-    number = float(re.fullmatch(r"≥ (−?[\d.]+)", label)[1].replace("−", "-"))
-    assert number == pytest.approx(limit, rel=0.2)
-
-
-def test_print_shows_every_canvas(shown):
-    """Each canvas is a separate image, so a canvas over another one must be transparent."""
-    lens = shown(fragment="#head=1.1", viewport={"width": 1400, "height": 900})
+    dark, grid = pages.tint(lens), lens.locator("#grid").evaluate(height)
     count = lens.locator("canvas").locator("visible=true").count()
     printed = lens.pdf(format="A4")
     masks = printed.count(b"/SMask")  # the transparency of an image is another image
     assert masks > 0
     assert printed.count(b"/Subtype /Image") - masks >= count
-
-
-@pytest.mark.parametrize(("layers", "heads"), [(2, 3), (12, 12)])
-def test_grid_and_enlarged_head_are_on_one_printed_page(shown, layers, heads):
-    deep = a_run("deep", layers, heads)
-    lens = shown(deep, fragment="#head=1.1", viewport={"width": 1400, "height": 900})
-    grid = "node => node.getBoundingClientRect().height"
-    before = lens.locator("#grid").evaluate(grid)
     lens.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    assert min(pages.tint(lens)) > max(dark)
     lens.emulate_media(media="print")
     lens.set_viewport_size({"width": 718, "height": 1046})  # A4 with margins of 1 cm
+    assert lens.locator("#side").evaluate(inside) <= 1
+    assert lens.locator("#play").is_hidden()
     bottom = "node => node.getBoundingClientRect().bottom + scrollY"
     assert lens.locator("#map").evaluate(bottom) < 1046
-    assert lens.locator("#grid").evaluate(grid) > 0.4 * before
+    assert lens.locator("#grid").evaluate(height) > 0.4 * grid
+    lens.evaluate("() => dispatchEvent(new Event('afterprint'))")
+    assert pages.tint(lens) == dark
 
 
 def test_hostile_text_stays_text(shown):
