@@ -53,7 +53,7 @@ FIXED_BY_WEIGHTS = {
 FREE_TRAINER_SETTINGS = (
     *("max_minutes", "max_steps", "patience", "schedule_steps", "micro_batch_size", "compile"),
     *("device", "activation_checkpointing", "profile", "eval_every", "eval_windows", "log_every"),
-    *("save_every", "keep", "sample_prompt", "sample_tokens", "on_nonfinite", "max_skips"),
+    *("save_every", "keep", "sample_prompt", "sample_tokens", "max_skips"),
     *("threads", "resume", "resume_override", "init_from"),
 )
 FREE_TO_CHANGE = {

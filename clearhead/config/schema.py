@@ -256,7 +256,6 @@ class TrainerConfig(Settings):
     device: Device
     threads: Threads
     profile: bool
-    on_nonfinite: Literal["skip", "stop"]
     max_skips: Positive
     resume: Literal[False] | Name
     resume_override: bool
@@ -306,14 +305,9 @@ def _tags(value: object) -> object:
     return [tag for tag in value.split(",") if tag] if isinstance(value, str) else value
 
 
-# Other values of WANDB_MODE. In W&B's shared mode, several processes would log to one run without
-# steps; here only one process logs.
-OTHER_MODES = {"dryrun": "offline", "run": "online", "shared": "online", "": "auto"}
-
-
 def _mode_of_environment(mode: str) -> str:
     value = os.environ.get("WANDB_MODE", "")
-    if mode == "auto" and value not in (*OTHER_MODES, "auto", "online", "offline", "disabled"):
+    if mode == "auto" and value not in ("", "online", "offline", "disabled"):
         reason = f"{value} is not one of online, offline, disabled"
         raise rejected(reason, "correct the environment variable", "WANDB_MODE")
     return mode
@@ -336,7 +330,6 @@ class WandbConfig(Settings):
     job_type: Annotated[Name, Field(max_length=64)]
     tags: Annotated[list[Annotated[Sentence, Field(max_length=64)]], BeforeValidator(_tags)]
     notes: Name | None
-    dir: Name | None
     log_model: Literal[False, "best", "last"]
     save_code: bool
     console: Annotated[
@@ -345,13 +338,8 @@ class WandbConfig(Settings):
     ]
 
     def wanted(self) -> str:
-        """Returns the mode; for auto, the mode that WANDB_MODE or WANDB_DISABLED gives, if any."""
-        if self.mode != "auto":
-            return self.mode
-        if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on"):
-            return "disabled"
-        mode = os.environ.get("WANDB_MODE", "")
-        return OTHER_MODES.get(mode, mode)
+        """Returns the mode; for auto, that of WANDB_MODE, if it is set."""
+        return os.environ.get("WANDB_MODE") or "auto" if self.mode == "auto" else self.mode
 
     def ignored(self) -> list[str]:
         """Returns a line for each setting that has no effect because W&B is off."""

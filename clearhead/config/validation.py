@@ -3,8 +3,6 @@
 import difflib
 import os
 import re
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -13,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from clearhead.config.yaml_files import environment_variable, flat
-from clearhead.errors import NO_VALUE, Problem, as_yaml
+from clearhead.errors import NO_VALUE, Problem
 
 MUST_BE = "must be "
 FOLDER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}$"  # of runs/<name>
@@ -66,33 +64,20 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
     if details["type"] == "extra_forbidden":
         return unknown_key(key, details["input"], [*fields, *groups_of(schema)])
     if details["type"] == "missing":
-        group = key in groups_of(schema)  # ~lens
-        hint = f"choose a file of configs/{key}: {key}=NAME" if group else f"set {key}=VALUE"
-        return Problem(key, NO_VALUE, "is missing", hint)
+        return Problem(key, NO_VALUE, "is missing", f"set {key}")
     if details["type"] == "model_type":
-        choice = as_yaml(details["input"])
-        choice = {"null": '"off"', "false": '"off"'}.get(choice, choice)
-        hint = f"choose its file under defaults: with - override /{key}: {choice}"
+        hint = f"choose its file under defaults: - override /{key}: NAME"
         return Problem(key, details["input"], "is a group of settings", hint)
     reason = PATTERNS.get(context.get("pattern"), details["msg"])
     reason = re.sub("^(Input|List|String) should", "must", reason).replace("False", "false")
-    value = flat(values).get(key, NO_VALUE)
-    kinds = members(fields[key].annotation) if key in fields else []
-    return Problem(key, value, reason, context.get("hint") or _hint(key, value, kinds, details))
-
-
-def _hint(key: str, value: object, kinds: Sequence[object], details: ErrorDetails) -> str:
-    variable = environment_variable(key)
-    if variable and os.environ.get(variable) == value:
-        return f"correct the environment variable {variable}"
+    hint, variable = "see --help", environment_variable(key)
     if details["type"] == "string_type" and isinstance(details["input"], int | float):
         text = '["TEXT"]' if isinstance(details["loc"][-1], int) else '"TEXT"'
-        return f"quote a text: '{key}={text}'"
-    if None in kinds and value in ("", "none", "None"):
-        return f"write {key}=null"
-    if list in map(typing.get_origin, kinds) and isinstance(value, str):
-        return f"a list of one text is '{key}=[\"{value}\"]'"
-    return "see --help"
+        hint = f"quote a text: '{key}={text}'"
+    value = flat(values).get(key, NO_VALUE)
+    if variable and os.environ.get(variable) == value:
+        hint = f"correct the environment variable {variable}"
+    return Problem(key, value, reason, context.get("hint") or hint)
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:
@@ -128,16 +113,3 @@ def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
 def flat_fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
     """Returns the fields of a schema and its groups, by dotted key."""
     return flat(schema.model_fields | {n: g.model_fields for n, g in groups_of(schema).items()})
-
-
-def members(kind: object) -> list[object]:
-    """Returns the types and literal values of which a setting of this type may be one."""
-    arguments = typing.get_args(kind)
-    match typing.get_origin(kind):
-        case typing.Annotated:
-            return members(arguments[0])
-        case typing.Union | types.UnionType:
-            return [each for argument in arguments for each in members(argument)]
-        case typing.Literal:
-            return [*arguments]
-    return [None if kind is types.NoneType else kind]

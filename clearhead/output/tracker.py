@@ -101,9 +101,9 @@ class Tracker:
         failed = f" (failed calls: {self.failures.missing})" * (self.failures.missing > 0)
         if self.run.offline:
             folder = _wandb_folder(self.run).parent
-            names = f"offline-run-*-{self.run.id}" if self.config.dir else "offline-run-*"
-            command, where = "wandb sync", f"{shlex.quote(str(folder))}/{names}"
-            if len([*folder.glob(names)]) > 1:  # it stops at the incomplete record of a killed run
+            command, where = "wandb sync", f"{shlex.quote(str(folder))}/offline-run-*"
+            # `wandb sync` of several parts stops at the incomplete record of a killed run.
+            if len([*folder.glob("offline-run-*")]) > 1:
                 command, where = "for part in", f'{where}; do wandb sync "$part"; done'
             return f"recorded offline{failed}; upload with: {command} {where}"
         return f"{self.run.url}{failed}"

@@ -105,7 +105,7 @@ def start_run(
     in_force = {"mode": config.wanted(), "id": run_id or config.id}
     settings = settings | {"wandb": config.model_dump() | in_force}
     options |= {"name": config.name or folder.name, "config": settings, "id": in_force["id"]}
-    options |= {"dir": config.dir or str(folder), "resume": "allow" if in_force["id"] else None}
+    options |= {"dir": str(folder), "resume": "allow" if in_force["id"] else None}
 
     def init(mode: str):
         seconds = START_SECONDS + CALL_SECONDS

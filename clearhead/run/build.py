@@ -379,10 +379,9 @@ class Builder:
 
     def build_metrics(self, log: RunLog) -> Metrics:
         trainer, length = self.config.trainer, self.config.data.max_length
-        limit = 1 if trainer.on_nonfinite == "stop" else trainer.max_skips
         metrics = Metrics(
             self.strategy,
-            NonFiniteCheck(limit, self.strategy.device),
+            NonFiniteCheck(trainer.max_skips, self.strategy.device),
             log.console,
             tokens_per_step=trainer.batch_size * length,
             flops_per_token=self.model.flops_per_token(length),

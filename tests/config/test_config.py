@@ -349,7 +349,7 @@ def test_a_run_records_the_arguments_of_the_user(in_process, tmp_path):
 
 def test_environment_variables_of_wandb(monkeypatch):
     """They are defaults. An empty variable counts as unset; an invalid one is reported."""
-    empty = ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "JOB_TYPE", "CONSOLE", "RUN_ID", "DIR", "MODE")
+    empty = ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "JOB_TYPE", "CONSOLE", "RUN_ID", "MODE")
     for name in empty:
         monkeypatch.setenv(f"WANDB_{name}", "")
     unset = compose(["data.path=any"]).wandb
@@ -359,11 +359,10 @@ def test_environment_variables_of_wandb(monkeypatch):
     found = compose(["data.path=any", "wandb.tags=[c]"]).wandb
     assert (found.project, found.tags, found.name, found.console) == ("heads", ["c"], None, "wrap")
     assert compose(["data.path=any"]).wandb.tags == ["a", "b"]
-    for mode, meant in {"dryrun": "offline", "run": "online", "shared": "online"}.items():
-        monkeypatch.setenv("WANDB_MODE", mode)
-        assert compose(["data.path=any"]).wandb.wanted() == meant
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert compose(["data.path=any"]).wandb.wanted() == "online"
     monkeypatch.setenv("WANDB_PROJECT", "a/b")
-    monkeypatch.setenv("WANDB_MODE", "on")
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
     with pytest.raises(ConfigError) as error:
         compose(["data.path=any"])
     assert {problem.key for problem in error.value.problems} == {"WANDB_MODE", "wandb.project"}

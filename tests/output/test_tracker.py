@@ -92,9 +92,6 @@ def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
         assert tracker.run_id == expected  # the environment of tests has W&B disabled
         tracker.finish()
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DISABLED", "true")
-    assert Tracker(WandbConfig.with_defaults(), tmp_path, {}).run_id is None
-    monkeypatch.delenv("WANDB_DISABLED")
     for run_id, resume in ((None, None), ("known", "allow")):
         tracker = Tracker(WandbConfig.with_defaults(), tmp_path, {}, run_id)
         options = recorded.init.call_args.kwargs
