@@ -12,7 +12,6 @@ model, optimizer, checkpointer, ...). A run writes all its files to runs/<name>/
     fit(build_run(compose(["model=gpt2-nano"])))
 """
 
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -174,6 +173,5 @@ def main(config: "Config") -> float:
 
 if __name__ == "__main__":
     exit_on_stop_signals()
-    prints_only = {"-h", "--help", "-c", "--cfg", "-i", "--info", "--hydra-help"}
-    never_fail(quiet=not prints_only.isdisjoint(sys.argv))
+    never_fail()
     main()

@@ -19,7 +19,6 @@ from typing import IO
 REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_NESTING = 100  # far below the recursion limit of functions that copy or compare values
 MAX_LOG_BYTES = 2**28  # larger logs are not read
-MAX_ITEMS = 5_000_000  # of a JSON file or a log: about a gigabyte of Python objects
 
 
 def script_path(name: str) -> str:
@@ -127,15 +126,13 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int = 2**24) -> object:
-    """Reads a JSON file of at most `limit` bytes, MAX_NESTING levels and MAX_ITEMS items. Raises
-    OSError or ValueError."""
+    """Reads a JSON file of at most `limit` bytes and MAX_NESTING levels. Raises OSError or
+    ValueError."""
     return parse_json(read_bounded(path, limit))
 
 
 def parse_json(content: bytes) -> object:
-    """Parses JSON of at most MAX_NESTING levels and MAX_ITEMS items. Raises ValueError."""
-    if content.count(b",") > MAX_ITEMS:
-        raise ValueError(f"has more than {MAX_ITEMS:,} items")
+    """Parses JSON of at most MAX_NESTING levels. Raises ValueError."""
     with contextlib.suppress(RecursionError):
         try:
             value = json.loads(content)
@@ -171,24 +168,21 @@ def read_rows(path: Path, *keys: str) -> list[dict]:
     keys: only these numbers and texts and `step`, of the rows that have any; without keys, all. A
     run that logs each step may have too many values to keep all of them.
     """
-    rows, items = [], 0
+    rows = []
     with contextlib.suppress(OSError), open_regular(path) as file:
-        too_large = os.fstat(file.fileno()).st_size > MAX_LOG_BYTES
-        for line, row in log_lines(file) if not too_large else ():
+        if os.fstat(file.fileno()).st_size > MAX_LOG_BYTES:
+            print(
+                f"{path}: not read, because it is larger than {MAX_LOG_BYTES:,} bytes",
+                file=sys.stderr,
+            )
+            return []
+        for _, row in log_lines(file):
             if keys:
                 kept = {
                     key: row[key] for key in keys if isinstance(row.get(key), float | int | str)
                 }
                 row = kept and {"step": row["step"]} | kept
-            # In memory, a row is as large as two or three lists, and a number as half of one.
-            items += 2 + len(row) // 2 if keys else line.count(b",") + 3
-            if too_large := items > MAX_ITEMS:
-                break
             rows += [row] if row else []
-        if too_large:
-            most = f"{MAX_LOG_BYTES:,} bytes or {MAX_ITEMS:,} values"
-            print(f"{path}: not read, because it has more than {most}", file=sys.stderr)
-            return []
     return sorted(rows, key=lambda row: row["step"])
 
 
@@ -197,7 +191,7 @@ def last_values(path: Path) -> dict[str, object]:
     values = {}
     with contextlib.suppress(OSError), open_regular(path) as file:
         for _, row in log_lines(file):
-            values |= row if row["step"] and len(values) < MAX_ITEMS else {}
+            values |= row if row["step"] else {}
     return values
 
 

@@ -53,7 +53,7 @@ MODEL, STATE = "model.safetensors", "state.json"
 FILES, WITHOUT_OPTIMIZER = (MODEL, OPTIMIZER, STATE), (MODEL, STATE)
 CHECKSUMS = "SHA256SUMS"
 MODEL_FILES = (MODEL, STATE, TOKENIZER, CHECKSUMS)  # enough for inference; TOKENIZER is optional
-MAX_STATE_BYTES, MAX_CHECKSUMS_BYTES = 2**28, 2**12  # larger files are refused
+MAX_STATE_BYTES, MAX_CHECKSUMS_BYTES = 2**26, 2**12  # larger files are refused
 CHECKPOINT_NAME = re.compile(r"step_(\d{8,})")  # directory name of a complete checkpoint
 
 # Types of values in state.json. The square of a Number is finite.

@@ -24,19 +24,15 @@ from rich.progress import (
 from clearhead.errors import sanitize
 
 LINE_SECONDS = 10  # between two lines about the same work
-MAX_LINES = 200  # about steps of a run, where there is no progress bar
-LINES_OF_JOB = 10  # the same for a job of a sweep
+MAX_LINES = 20  # about steps of a run, where there is no progress bar; validations have others
 Report = Callable[[int, int], None]  # called with the number of finished and of all parts
 
 
 class Console:
     """Prints on rank 0, and nothing on other ranks."""
 
-    def __init__(
-        self, is_rank_0: bool, first_step: int, max_steps: int, max_lines: int = MAX_LINES
-    ):
+    def __init__(self, is_rank_0: bool, first_step: int, max_steps: int):
         self.is_rank_0 = is_rank_0
-        self.max_lines = max_lines
         self.max_steps = max_steps
         # (step, time) of the last lines; the time left is estimated from the speed since the first.
         self.marks = collections.deque(maxlen=20)
@@ -62,7 +58,7 @@ class Console:
             left = (now - started) / (step - since) * (last - step)
             line += f"  {duration(left)} left"
         self.marks.append((step, now))
-        every = math.ceil(last / (self.max_lines - 1))  # the first line is extra
+        every = math.ceil(last / (MAX_LINES - 1))  # the first line is extra
         if self.bar:
             self.bar.update(self.task, completed=step, total=last, description=line)
         elif self.printed is None or step // every > self.printed // every or step == last:

@@ -1,42 +1,32 @@
-"""Replaces stdout and stderr by streams whose errors do not end the training, for example when
-the disk is full or the reader of a pipe has ended."""
+"""Output whose errors do not end the training: the terminal was closed, the reader of a pipe has
+ended, or the disk of a redirected output is full."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
 from typing import IO
 
 
 class NeverFailing:
-    """A text stream that discards output it cannot write, and reports the first error on stderr."""
+    """A text stream that discards what it cannot write."""
 
-    def __init__(self, stream: IO[str] | None, quiet: bool = False):
-        """stream: None if the shell has closed it. quiet: report no errors."""
+    def __init__(self, stream: IO[str] | None):
+        """stream: None if the shell has closed it."""
         self.stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        self.reported = quiet
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        self._try(self.stream.write, text)
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+            self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        self._try(self.stream.flush)
-
-    def _try(self, action: Callable, *arguments: str) -> None:
-        try:
-            action(*arguments)
-        except (OSError, ValueError) as error:  # ValueError: the stream is closed
-            if not self.reported:
-                self.reported = True
-                name = getattr(self.stream, "name", "output")
-                print(f"{name}: cannot be written ({error}); training continues", file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.flush()
 
 
-def never_fail(quiet: bool = False) -> None:
+def never_fail() -> None:
     """Replaces stdout and stderr for the rest of the process."""
-    for name in ("stdout", "stderr"):
-        if not isinstance(getattr(sys, name), NeverFailing):
-            setattr(sys, name, NeverFailing(getattr(sys, name), quiet))
+    sys.stdout, sys.stderr = NeverFailing(sys.stdout), NeverFailing(sys.stderr)

@@ -33,11 +33,10 @@ from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors
 from clearhead.compute.cross_entropy import LOGITS_AT_ONCE
 from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer, decay_start
 from clearhead.config.application import is_single_run
-from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
 from clearhead.config.stored import with_validation_per_epoch
 from clearhead.errors import exit_code_of, refuse, sanitize, shorten
-from clearhead.output.console import LINES_OF_JOB, MAX_LINES, Console
+from clearhead.output.console import Console
 from clearhead.output.jsonl import RowFile, drop_rows_after
 from clearhead.output.machine import environment
 from clearhead.output.metrics import Metrics
@@ -328,8 +327,7 @@ class Builder:
         profiles = config.trainer.profile and strategy.is_rank_0
         profiler = Profiler(profiles, directory / "profile", strategy.device)
         self.closing.callback(profiler.close)
-        lines = LINES_OF_JOB if is_in_sweep() else MAX_LINES
-        console = Console(strategy.is_rank_0, self.state.step, config.trainer.max_steps, lines)
+        console = Console(strategy.is_rank_0, self.state.step, config.trainer.max_steps)
         self.closing.callback(console.close)
         log = RunLog(directory, console, tracker, profiler, self.limit.exclude, config.debug)
         return saver, log

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -27,7 +26,6 @@ from clearhead.config import job as job_of_sweep
 from clearhead.config.application import hydra_main
 from clearhead.errors import ConfigError
 from clearhead.output import sweep
-from clearhead.output.console import LINES_OF_JOB
 from clearhead.output.tracker import Tracker
 from clearhead.run.signals import StopSignals
 from scripts import compare
@@ -64,17 +62,6 @@ def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     return folder, *run_in(folder, "-m", *SHORT, "optimizer.lr=1e9,1e-2", "seed=1,2")
-
-
-def test_a_job_prints_few_lines_about_steps(tmp_path, text_file):
-    steps = (*SHORT, "trainer.max_steps=30", "trainer.eval_every=0", "trainer.log_every=1")
-    counts = []
-    for arguments in (["-m", *steps], [*steps, "name=alone"]):
-        code, out, _ = run_in(tmp_path, *arguments)
-        counts.append(len(re.findall(r"^step +\d+/30 ", out, re.MULTILINE)))
-        assert code == 0
-    assert counts[1] == 30
-    assert 5 <= counts[0] <= LINES_OF_JOB
 
 
 def test_a_failed_job_does_not_stop_the_others(swept):
