@@ -1,12 +1,17 @@
 """benchmarks/gpu: results of rows on a CPU. A row that fails or hangs loses no other row."""
 
+import contextlib
+import io
 import json
+import shlex
 
 import pytest
 import torch
 from helpers.refusals import printed_keys
+from hydra.core.hydra_config import HydraConfig
 from safetensors.torch import save_file
 
+import train
 from benchmarks import gpu
 from benchmarks.gpu import Check, GpuBenchmark, Skipped
 
@@ -94,6 +99,15 @@ def trained(tmp_path_factory):
     check = Check(settings, tmp_path_factory.mktemp("check"))
     names = ("compiled", "eager", "fp16", "resume")
     with pytest.MonkeyPatch.context() as patch:
+
+        def train_in_this_process(arguments, *_):
+            patch.setattr("sys.argv", shlex.split(arguments))
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                train.main()
+            HydraConfig.instance().cfg = None  # as in a process that has not run a command
+            return 0, output.getvalue()
+
+        patch.setattr(gpu, "run_python", train_in_this_process)
         patch.setattr(gpu, "LOSS_FALLS", 0.2)  # a smaller model, few tokens
         return check, {name: check.row(name) for name in names}
 
