@@ -171,7 +171,7 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
 
     Raises DataError if the data cannot be read or split.
     """
-    from data import load_streams, split_tokens
+    from clearhead.tokens.sources import load_streams, split_tokens
 
     own = pretrained.state.settings["data"] if pretrained.state else {}
     values = {key: own[key] for key in FROM_RUN if key in own}

@@ -9,6 +9,7 @@
     stream.py            token ids of many files as one long array
     shards.py            token files (the formats of llm.c and nanoGPT) and their manifest
     prepare.py           writes token files with many processes
+    sources.py           reads data.path and data.val_path, splits off the validation tokens
     windows.py           base class of datasets (data.py), and mixtures of datasets
     sampler.py           selects the windows of each step
     synthetic.py         generated sequences for the induction experiment
