@@ -27,9 +27,9 @@ from clearhead.errors import DataError
 from clearhead.tokens.encoding import AnyTokenizer, encode_text
 from clearhead.tokens.sampler import WindowOrder
 from clearhead.tokens.sources import load_tokens
-from clearhead.tokens.stream import Checksums, TokenStream
 from clearhead.tokens.synthetic import CycleWalks, RepeatedSequences
-from clearhead.tokens.tokenizers import Tokenizer, get_tokenizer
+from clearhead.tokens.token_stream import Checksums, TokenStream
+from clearhead.tokens.tokenizer import Tokenizer, get_tokenizer
 from clearhead.tokens.windows import IGNORED, MixedDataset, WindowDataset, mixture, window_order
 
 __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get_tokenizer"]

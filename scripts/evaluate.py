@@ -43,7 +43,7 @@ from clearhead.output.machine import machine
 
 if TYPE_CHECKING:
     from clearhead.models.pretrained import PretrainedModel
-    from clearhead.tokens.stream import TokenStream
+    from clearhead.tokens.token_stream import TokenStream
 
 # The settings of the run are the default.
 FROM_RUN = ("text_key", "encoding", "token_dtype", "endoftext", "val_fraction")

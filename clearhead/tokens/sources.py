@@ -16,8 +16,8 @@ from clearhead.tokens.encoding import StreamEncoder, concatenate
 from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.readers import FilePart, encode_part
 from clearhead.tokens.shards import files_by_name, is_shards, open_shards
-from clearhead.tokens.stream import Checksums, TokenStream
-from clearhead.tokens.tokenizers import Tokenizer
+from clearhead.tokens.token_stream import Checksums, TokenStream
+from clearhead.tokens.tokenizer import Tokenizer
 
 
 @dataclass
