@@ -13,8 +13,6 @@ depend only on (seed, step, rank, world size) (clearhead/tokens/sampler.py).
 Needs torch, numpy and tiktoken. Shapes: B batch, T positions in a window.
 """
 
-import itertools
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,45 +23,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from clearhead.config.schema import DataConfig
-from clearhead.errors import DataError, sanitize
-from clearhead.tokens.encoding import AnyTokenizer, StreamEncoder, concatenate, encode_text
-from clearhead.tokens.paths import find_files, notes_about_repeated
-from clearhead.tokens.readers import FilePart, encode_part
+from clearhead.errors import DataError
+from clearhead.tokens.encoding import AnyTokenizer, encode_text
 from clearhead.tokens.sampler import WindowOrder
-from clearhead.tokens.shards import files_by_name, is_shards, open_shards
-from clearhead.tokens.stream import Checksums, TokenStream
+from clearhead.tokens.sources import load_tokens
 from clearhead.tokens.synthetic import CycleWalks, RepeatedSequences
-from clearhead.tokens.tokenizers import Tokenizer, get_tokenizer
-from clearhead.tokens.windows import (
-    IGNORED,
-    MixedDataset,
-    WindowDataset,
-    window_order,
-)
+from clearhead.tokens.token_stream import Checksums, TokenStream
+from clearhead.tokens.tokenizer import Tokenizer, get_tokenizer
+from clearhead.tokens.windows import IGNORED, MixedDataset, WindowDataset, mixture, window_order
 
 __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get_tokenizer"]
-
-
-# ------------------------------------------------------------------------------ text -> tokens
-
-
-def load_streams(
-    config: DataConfig, path: str | list[str], tokenizer: Tokenizer, notes: list[str]
-) -> dict[str, TokenStream]:
-    """Returns {"train": stream}; also "val" if some, not all, token files are named val. Appends
-    notes about skipped files and texts."""
-    if is_shards(path):
-        return open_shards(path, tokenizer, config.verify, config.token_dtype)
-    files = find_files(path, notes)
-    encoder = StreamEncoder(tokenizer, config.endoftext)
-    options = {"text_key": config.text_key, "encoding": config.encoding}
-    parts = [FilePart(file, **options) for file in files]
-    tokens = concatenate(itertools.chain.from_iterable(encode_part(p, encoder) for p in parts))
-    if not len(tokens):
-        raise DataError("data.path", path, "the files contain no text", "use other files")
-    if encoder.empty_documents:
-        notes.append(f"data.path: {encoder.empty_documents:,} empty texts skipped")
-    return {"train": TokenStream([tokens], tokenizer.n_vocab, tokenizer.eot_token)}
 
 
 # --------------------------------------------------------------------------- tokens -> windows
@@ -265,89 +234,16 @@ class LoadedData:
 def load_datasets(config: DataConfig, tokenizer: Tokenizer) -> LoadedData:
     """Builds the training and the validation dataset. No token is in both.
 
-    Without data.val_path or token files named val, the last part of the text (about
-    data.val_fraction of it) is the validation data. It starts at a document boundary or, if the
-    documents are too long, inside a document. Validation windows do not overlap. `val` is None if
-    val_fraction is 0 and val_path is null. With data.synthetic, generated sequences replace the
-    text (clearhead/tokens/synthetic.py).
+    Validation data are those of data.val_path, or the last part of the text (tokens/sources.py).
+    Validation windows do not overlap. With data.weights, each entry of data.path is a dataset of a
+    mixture. With data.synthetic, generated sequences replace the text.
     """
-    if config.synthetic:
-        length = config.max_length
-        return LoadedData(CycleWalks(length), RepeatedSequences(length), [], [])
-    if config.weights and not isinstance(config.path, str):
-        loaded = _load_mixture(config, config.path, tokenizer)
-    else:
-        loaded = _load_source(config, config.path, tokenizer)
-    train, val = (files_by_name(path) if path else {} for path in (config.path, config.val_path))
-    loaded.notes += notes_about_repeated(train["train"], val.get("val") or val.get("train", []))
-    return loaded
-
-
-def _load_mixture(config: DataConfig, path: list[str], tokenizer: Tokenizer) -> LoadedData:
-    """Builds the datasets of all entries of data.path, mixed with data.weights."""
-    without_val = {"val_path": None, "val_fraction": 0.0}
-    others = config.model_copy(update=without_val) if config.val_path else config
-    configs = [config, *[others] * (len(path) - 1)]
-    sources = [_load_source(c, entry, tokenizer) for c, entry in zip(configs, path, strict=True)]
-    val_set = sources[0].val  # with data.val_path, only the first source loads it
-    if val_set is not None and not config.val_path:
-        val_set = MixedDataset([source.val for source in sources], config.weights)
-    return LoadedData(
-        MixedDataset([source.train for source in sources], config.weights),
-        val_set,
-        [pair for source in sources for pair in source.checksums],
-        [note for source in sources for note in source.notes],
-    )
-
-
-def _load_source(config: DataConfig, path: str | list[str], tokenizer: Tokenizer) -> LoadedData:
-    """Builds the datasets of one entry of data.path."""
-    notes: list[str] = []
-    streams = load_streams(config, path, tokenizer, notes)
-    train, val = streams["train"], streams.get("val")
-    checksums = [pair for stream in streams.values() for pair in stream.checksums()]
-    if config.val_path:
-        try:
-            val_streams = load_streams(config, config.val_path, tokenizer, notes)
-        except DataError as error:
-            if error.key == "data.path":
-                error.key = "data.val_path"
-            raise
-        val = val_streams.get("val", val_streams["train"])
-        checksums += val.checksums()
-    elif config.val_fraction == 0:
-        val = None
-    elif val is not None:
-        names = ", ".join(os.path.basename(name) for name, _ in val.names[:3])
-        reason = f"validation uses the files named val ({names}) and ignores data.val_fraction"
-        notes.append(sanitize(f"data.path={path}: {reason}", keep=""))
-    else:
-        train, val = split_tokens(config, train, tokenizer, notes)
-    if val is not None and len(val) <= config.max_length:
-        key, value = ("val_path", config.val_path) if config.val_path else ("path", path)
-        reason = f"{len(val)} validation tokens, but a window needs {config.max_length + 1}"
-        hint = "a longer text, a smaller data.max_length, or data.val_fraction=0 (no validation)"
-        is_split = not config.val_path and "val" not in streams
-        if is_split and len(train) + len(val) > 2 * (config.max_length + 1):
-            hint = f"a larger data.val_fraction, {hint}"
-        raise DataError(f"data.{key}", value, reason, f"use {hint}")
-    windows = DocumentWindows if config.within_documents else GPTDatasetV1
     length = config.max_length
-    train_set = windows(train, tokenizer, length, config.stride or length)
-    val_set = None if val is None else windows(val, tokenizer, length, length)
-    return LoadedData(train_set, val_set, checksums, notes)
-
-
-def split_tokens(
-    config: DataConfig, tokens: TokenStream, tokenizer: Tokenizer, notes: list[str]
-) -> tuple[TokenStream, TokenStream]:
-    """Splits a stream into training tokens and validation tokens, if possible between documents.
-    Positions are measured in bytes, so the validation text is the same with every tokenizer."""
-    fractions = (config.val_fraction, config.val_fraction / 2)
-    target, latest = tokens.split_positions(fractions, tokenizer.byte_lengths)
-    position = tokens.first_document_start(target, latest)
-    if position is None:
-        position = target
-        if tokens.first_document_start(1, 10**8) is not None:
-            notes.append("the validation data starts inside a document (the documents are long)")
-    return tokens.split(position)
+    if config.synthetic:
+        return LoadedData(CycleWalks(length), RepeatedSequences(length), [], [])
+    tokens = load_tokens(config, tokenizer)
+    windows = DocumentWindows if config.within_documents else GPTDatasetV1
+    train = [windows(t, tokenizer, length, config.stride or length) for t in tokens.train]
+    val = [windows(t, tokenizer, length, length) for t in tokens.val]
+    mixed = [mixture(datasets, config.weights) for datasets in (train, val)]
+    return LoadedData(*mixed, tokens.checksums, tokens.notes)

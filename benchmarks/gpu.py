@@ -45,7 +45,7 @@ from clearhead.config.schema import AboveZero, Name, Positive
 from clearhead.errors import ClearheadError, message_of, refuse
 from clearhead.files import REPOSITORY, read_json, read_rows
 from clearhead.parallel import device
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.tokenizer import get_tokenizer
 from scripts import plan
 
 STEPS = 20  # of a training; the second half is timed

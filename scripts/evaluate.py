@@ -43,7 +43,7 @@ from clearhead.output.machine import machine
 
 if TYPE_CHECKING:
     from clearhead.models.pretrained import PretrainedModel
-    from clearhead.tokens.stream import TokenStream
+    from clearhead.tokens.token_stream import TokenStream
 
 # The settings of the run are the default.
 FROM_RUN = ("text_key", "encoding", "token_dtype", "endoftext", "val_fraction")
@@ -171,7 +171,7 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
 
     Raises DataError if the data cannot be read or split.
     """
-    from data import load_streams, split_tokens
+    from clearhead.tokens.sources import load_streams, split_tokens
 
     own = pretrained.state.settings["data"] if pretrained.state else {}
     values = {key: own[key] for key in FROM_RUN if key in own}

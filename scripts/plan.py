@@ -46,7 +46,7 @@ from clearhead.parallel.launch import check_ranks
 from clearhead.tokens import HUB, TRAINED
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.tokenizer_json import load_tokenizer
-from clearhead.tokens.training import default_vocab_size
+from clearhead.tokens.tokenizer_training import default_vocab_size
 
 if TYPE_CHECKING:  # at run time, torch is imported only after the settings were checked
     from clearhead.parallel.memory import Job

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import data
 from clearhead.errors import ConfigError, DataError
 from clearhead.tokens import END_OF_TEXT
-from clearhead.tokens.stream import TokenStream, check_checksums
+from clearhead.tokens.token_stream import TokenStream, check_checksums
 from clearhead.tokens.windows import (
     IGNORED,
     MixedDataset,

@@ -20,9 +20,9 @@ from torch.nn.functional import cross_entropy
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Validation
 from clearhead.tokens.sampler import WindowOrder
-from clearhead.tokens.stream import TokenStream
 from clearhead.tokens.synthetic import CycleWalks
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.token_stream import TokenStream
+from clearhead.tokens.tokenizer import get_tokenizer
 from clearhead.tokens.windows import IGNORED, MixedDataset, window_order
 from data import DocumentWindows, GPTDatasetV1, read_ahead, split_batch, training_batches
 

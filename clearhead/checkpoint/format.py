@@ -45,7 +45,7 @@ from clearhead.checkpoint.run_directory import OPTIMIZER
 from clearhead.config.schema import TrainerConfig
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
 from clearhead.files import atomic_write, fsync, open_regular, read_bounded, read_json
-from clearhead.tokens.stream import StoredChecksums
+from clearhead.tokens.token_stream import StoredChecksums
 from clearhead.tokens.tokenizer_json import TOKENIZER
 
 FORMAT = 3  # increased when the files change; other formats are refused

@@ -42,7 +42,7 @@ from clearhead.errors import DataError, Problem, as_yaml, refuse
 from clearhead.parallel.launch import launch_command
 from clearhead.parallel.strategy import Strategy
 from clearhead.tokens import TRAINED, VOCABULARIES
-from clearhead.tokens.stream import Checksums, check_checksums
+from clearhead.tokens.token_stream import Checksums, check_checksums
 
 # These settings determine the parameters' shapes, so trainer.resume_override does not apply.
 FIXED_BY_WEIGHTS = {

@@ -30,9 +30,9 @@ from clearhead.files import (
     read_object,
     remove_temporary_files,
 )
-from clearhead.tokens.stream import Checksums, checksum_of_all
+from clearhead.tokens.token_stream import Checksums, checksum_of_all
+from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.tokenizer_json import TOKENIZER, stored
-from clearhead.tokens.tokenizers import Tokenizer
 
 LOCK, CONFIG_YAML = ".lock", "config.yaml"
 SUMMARY_JSON, VALIDATION_JSON = "summary.json", "validation.json"

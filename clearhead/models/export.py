@@ -13,8 +13,8 @@ from pathlib import Path
 from clearhead.models.huggingface import to_hf, write_json
 from clearhead.models.pretrained import PretrainedModel
 from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.tokenizer_json import TOKENIZER, to_json
-from clearhead.tokens.tokenizers import Tokenizer
 
 CARD = """---
 library_name: transformers

@@ -24,7 +24,7 @@ from clearhead.config.validation import validate
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
 from clearhead.files import read_json
 from clearhead.models.hub import CONFIG
-from clearhead.tokens.tokenizers import Tokenizer
+from clearhead.tokens.tokenizer import Tokenizer
 from model import GPT, ModelConfig
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from clearhead.tokens.stream import TokenStream
+from clearhead.tokens.token_stream import TokenStream
 from clearhead.tokens.windows import IGNORED
 from model import GPT
 

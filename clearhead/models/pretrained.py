@@ -22,8 +22,8 @@ from clearhead.models.huggingface import (
     read_config,
 )
 from clearhead.tokens import VOCABULARIES
+from clearhead.tokens.tokenizer import Tokenizer, get_tokenizer
 from clearhead.tokens.tokenizer_json import TOKENIZER, read_tokenizer
-from clearhead.tokens.tokenizers import Tokenizer, get_tokenizer
 from model import GPT
 
 

@@ -58,7 +58,7 @@ from clearhead.run.stop import Stop
 from clearhead.run.time_limit import TimeLimit, measure_steps, with_max_steps
 from clearhead.run.tokenizer import find_tokenizer, short_tokens, with_vocabulary
 from clearhead.run.translate_errors import translate_errors
-from clearhead.tokens.stream import check_checksums
+from clearhead.tokens.token_stream import check_checksums
 from clearhead.tokens.tokenizer_json import stored
 from data import LoadedData, load_datasets, split_batch, training_batches
 from model import GPT, ModelConfig

@@ -22,7 +22,7 @@ from clearhead.models.perplexity import text_metrics
 from clearhead.output.comparison import standard_error
 from clearhead.output.console import Report
 from clearhead.parallel.strategy import Strategy
-from clearhead.tokens.tokenizers import Tokenizer
+from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
 from headlens import rounded
 from model import GPT

@@ -7,7 +7,7 @@ from clearhead.config.schema import Config
 from clearhead.errors import Problem, as_yaml, refuse
 from clearhead.models.pretrained import load_pretrained
 from clearhead.tokens import VOCABULARIES
-from clearhead.tokens.tokenizers import Tokenizer
+from clearhead.tokens.tokenizer import Tokenizer
 from model import GPT, ModelConfig, model_without_values
 
 # Settings that must equal those of the weights. For the context length see `positions`.

@@ -19,7 +19,7 @@ from clearhead.files import read_rows
 from clearhead.models.ablation import ablate_heads
 from clearhead.output.charts import CURVES, curves
 from clearhead.parallel.strategy import Strategy
-from clearhead.tokens.tokenizers import Tokenizer
+from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
 from data import LoadedData
 from headlens import Lens, LensConfig, Snapshot

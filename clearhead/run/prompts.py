@@ -13,7 +13,7 @@ from clearhead.config.schema import Config
 from clearhead.config.stored import PROMPTS
 from clearhead.config.yaml_files import flat
 from clearhead.parallel.strategy import Strategy
-from clearhead.tokens.tokenizers import Tokenizer
+from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.windows import MixedDataset, WindowDataset
 from data import GPTDatasetV1, LoadedData
 from headlens import DEFAULT_PROMPTS, beginning, text_prompts

@@ -10,9 +10,9 @@ from clearhead.errors import DataError, Problem, message_of, refuse
 from clearhead.parallel.strategy import Strategy
 from clearhead.tokens import TRAINED, VOCABULARIES
 from clearhead.tokens.shards import is_shards
+from clearhead.tokens.tokenizer import Tokenizer, get_tokenizer
 from clearhead.tokens.tokenizer_json import from_json, load_tokenizer, read_tokenizer, to_json
-from clearhead.tokens.tokenizers import Tokenizer, get_tokenizer
-from clearhead.tokens.training import BLOCK, Sample, train_tokenizer
+from clearhead.tokens.tokenizer_training import BLOCK, Sample, train_tokenizer
 from clearhead.tokens.windows import MixedDataset
 from data import GPTDatasetV1, LoadedData, load_datasets
 

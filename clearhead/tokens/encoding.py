@@ -10,7 +10,7 @@ match of the tokenizer's pattern always ends, so the ids do not change. GPT-2's 
     's 't 're 've 'm 'll 'd | ?letters | ?digits | ?other characters | white space
 
 where ? is an optional space. The last white-space character before a visible one is in the next
-match. The other of tokenizers.PATTERNS is similar. Neither has a lookbehind, and only the match of
+match. The other of tokenizer.PATTERNS is similar. Neither has a lookbehind, and only the match of
 white space depends on what follows it, so a chunk can end between two characters if
 
 - the left one is visible, and the right one is a space or a tab,
@@ -39,7 +39,7 @@ import tiktoken
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.gigatoken_engine import gigatoken
-from clearhead.tokens.tokenizers import Tokenizer
+from clearhead.tokens.tokenizer import Tokenizer
 
 CHUNK_BYTES = 2**18  # gigatoken is fastest with chunks of 0.25 to 1 MB
 CHECK_EVERY = 128  # tiktoken checks the start of chunks 0, 128, 256, ...

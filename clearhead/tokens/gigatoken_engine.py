@@ -10,7 +10,7 @@ import tempfile
 import numpy as np
 
 from clearhead.tokens import END_OF_TEXT
-from clearhead.tokens.tokenizers import Tokenizer
+from clearhead.tokens.tokenizer import Tokenizer
 
 
 class Gigatoken:

@@ -11,7 +11,7 @@ contains the name of the tokenizer, and the numbers of tokens and documents and 
 shard.
 
     streams = open_shards("fineweb/", get_tokenizer("gpt2"))  # memory-maps the files
-    streams["train"].gather(np.array([5]), 1024)              # ids 5 to 1028 (tokens/stream.py)
+    streams["train"].gather(np.array([5]), 1024)              # ids 5 to 1028 (token_stream.py)
 """
 
 import contextlib
@@ -39,8 +39,8 @@ from clearhead.files import atomic_write, open_regular, read_json, rename, tempo
 from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.readers import translate_read_errors
-from clearhead.tokens.stream import TokenStream, invalid_id
-from clearhead.tokens.tokenizers import Tokenizer
+from clearhead.tokens.token_stream import TokenStream, invalid_id
+from clearhead.tokens.tokenizer import Tokenizer
 
 try:
     import resource

@@ -23,7 +23,7 @@ from pathlib import Path
 from clearhead.errors import DataError, message_of
 from clearhead.files import parse_json, read_bounded, read_json, read_object
 from clearhead.tokens import END_OF_TEXT, MAX_VOCABULARY, VOCABULARIES
-from clearhead.tokens.tokenizers import PATTERNS, Tokenizer, get_tokenizer
+from clearhead.tokens.tokenizer import PATTERNS, Tokenizer, get_tokenizer
 
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 2**26  # of a file

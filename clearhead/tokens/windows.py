@@ -82,6 +82,14 @@ class MixedDataset(WindowDataset):
         return np.unique(np.concatenate(each))
 
 
+def mixture(datasets: list, weights: list[float] | None):
+    """Returns a dataset with the windows of several; the dataset itself if there is only one; None
+    for none."""
+    if len(datasets) < 2:
+        return datasets[0] if datasets else None
+    return MixedDataset(datasets, weights)
+
+
 def window_order(dataset: WindowDataset, batch_size: int, seed: int) -> WindowOrder:
     """Returns the order in which training reads the windows of a dataset."""
     if isinstance(dataset, MixedDataset):

@@ -17,7 +17,7 @@ from helpers import NO_NETWORK, TEXT
 from clearhead.models import export
 from clearhead.models.pretrained import PretrainedModel
 from clearhead.tokens import VOCABULARIES
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.tokenizer import get_tokenizer
 from model import GPT, ModelConfig
 from scripts import evaluate
 

@@ -20,9 +20,9 @@ import tokenizers
 from helpers.texts import FRAGMENTS
 
 from clearhead.tokens.encoding import StreamEncoder, concatenate, utf8_blocks
+from clearhead.tokens.tokenizer import get_tokenizer
 from clearhead.tokens.tokenizer_json import to_json
-from clearhead.tokens.tokenizers import get_tokenizer
-from clearhead.tokens.training import Sample, train_tokenizer
+from clearhead.tokens.tokenizer_training import Sample, train_tokenizer
 
 GROUP = 20_000_000  # bytes that one call encodes
 FOLDER = os.environ.get("TEXTS") or sysconfig.get_path("purelib")

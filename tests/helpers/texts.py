@@ -18,7 +18,7 @@ from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.prepare import Preparation, PrepareSettings, run_task
 from clearhead.tokens.shards import HEADER_BYTES, open_shards
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.tokenizer import get_tokenizer
 
 FRAGMENTS = [
     *" \n\r\t\x0b\x1c\x85\u00a0\u2028\u3000\u200b\ufeff",

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from clearhead.errors import CheckpointError
 from clearhead.models.huggingface import from_hf, model_config, to_hf
 from clearhead.models.pretrained import load_pretrained
-from clearhead.tokens.tokenizers import vocabulary_files
+from clearhead.tokens.tokenizer import vocabulary_files
 from model import ModelConfig
 
 VOCAB_SIZE = 61

@@ -15,8 +15,8 @@ from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config import compose
 from clearhead.run.prompts import choose_prompts
-from clearhead.tokens.stream import TokenStream
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.token_stream import TokenStream
+from clearhead.tokens.tokenizer import get_tokenizer
 from data import GPTDatasetV1
 from headlens import DEFAULT_PROMPTS, read_snapshot
 

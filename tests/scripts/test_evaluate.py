@@ -15,7 +15,7 @@ from clearhead.models.huggingface import to_hf
 from clearhead.models.perplexity import ScoredWindows
 from clearhead.output import console
 from clearhead.tokens.encoding import encode_text
-from clearhead.tokens.stream import TokenStream
+from clearhead.tokens.token_stream import TokenStream
 from clearhead.tokens.windows import IGNORED
 from data import DataConfig, get_tokenizer, load_datasets
 from model import GPT, ModelConfig

@@ -23,7 +23,7 @@ from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens import encoding as module
 from clearhead.tokens.encoding import BOUNDARY, StreamEncoder, find_boundary, utf8_blocks
 from clearhead.tokens.gigatoken_engine import Gigatoken
-from clearhead.tokens.tokenizers import PATTERNS, get_tokenizer
+from clearhead.tokens.tokenizer import PATTERNS, get_tokenizer
 
 some = trials(15, 400)
 

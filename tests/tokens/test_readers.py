@@ -32,7 +32,7 @@ from clearhead.tokens.readers import (
     load_hub_dataset,
     split_file,
 )
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.tokenizer import get_tokenizer
 
 some = trials(10, 150)
 

@@ -19,8 +19,8 @@ from clearhead.errors import DataError
 from clearhead.tokens import VOCABULARIES
 from clearhead.tokens import shards as module
 from clearhead.tokens.shards import MANIFEST, ShardWriter, is_shards, open_shards, write_manifest
-from clearhead.tokens.stream import TokenStream
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.token_stream import TokenStream
+from clearhead.tokens.tokenizer import get_tokenizer
 
 EOT = 50256
 

@@ -13,8 +13,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.encoding import StreamEncoder, concatenate, utf8_blocks
+from clearhead.tokens.tokenizer import get_tokenizer
 from clearhead.tokens.tokenizer_json import from_json, load_tokenizer, to_json
-from clearhead.tokens.tokenizers import get_tokenizer
 
 TEXTS = [
     "Two boats lie in the harbour, the harbour of the town.\n",

@@ -1,4 +1,4 @@
-"""tokens/training.py: merges of a plain implementation, ids equal to those of `tokenizers`."""
+"""tokens/tokenizer_training.py: merges of a plain implementation, ids as those of `tokenizers`."""
 
 import itertools
 import os
@@ -20,9 +20,9 @@ from clearhead.errors import DataError
 from clearhead.files import REPOSITORY
 from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.encoding import StreamEncoder, concatenate, utf8_blocks
+from clearhead.tokens.tokenizer import PATTERNS
 from clearhead.tokens.tokenizer_json import CHARACTERS, to_json
-from clearhead.tokens.tokenizers import PATTERNS
-from clearhead.tokens.training import (
+from clearhead.tokens.tokenizer_training import (
     LONGEST_TOKEN,
     PATTERN,
     Sample,
@@ -94,7 +94,7 @@ def trained():
 
 TRAIN = """import sys
 from clearhead.tokens.tokenizer_json import to_json
-from clearhead.tokens.training import Sample, train_tokenizer
+from clearhead.tokens.tokenizer_training import Sample, train_tokenizer
 sample = Sample()
 for _ in range(9):
     sample.add(sys.stdin.buffer.read())

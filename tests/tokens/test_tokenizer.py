@@ -1,4 +1,4 @@
-"""tokens/tokenizers.py: GPT-2's published ids, the byte tokenizer, and no network access."""
+"""tokens/tokenizer.py: GPT-2's published ids, the byte tokenizer, and no network access."""
 
 import copy
 import importlib.util
@@ -15,7 +15,7 @@ from helpers.texts import encode_at_once
 
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT, VOCABULARIES
-from clearhead.tokens.tokenizers import Tokenizer, get_tokenizer
+from clearhead.tokens.tokenizer import Tokenizer, get_tokenizer
 
 HELLO = [15496, 11, 995, 0]  # "Hello, world!", as published with GPT-2
 

@@ -2,7 +2,7 @@
 
     tokenizer = get_tokenizer("gpt2")                  # or "byte"; needs no network
     tokenizer = load_tokenizer("runs/NAME")            # a stored one, tokenizer_json.py
-    tokenizer = train_tokenizer(texts, vocab_size)     # a new one, training.py
+    tokenizer = train_tokenizer(texts, vocab_size)     # a new one, tokenizer_training.py
 
 A token is a sequence of bytes. To encode a text, a pattern splits it into pieces. Each piece starts
 as single bytes, and the pair of neighbours that forms the token with the smallest id is merged,

@@ -1,4 +1,4 @@
-"""tokens/stream.py: each method of TokenStream compared with a plain definition."""
+"""tokens/token_stream.py: each method of TokenStream compared with a plain definition."""
 
 import hashlib
 import itertools
@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from clearhead.errors import DataError
-from clearhead.tokens.stream import TokenStream
+from clearhead.tokens.token_stream import TokenStream
 
 some = trials(15, 150)
 

@@ -15,8 +15,8 @@ import math
 
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens.tokenizer import PATTERNS, Tokenizer
 from clearhead.tokens.tokenizer_json import CHARACTERS, build_tokenizer
-from clearhead.tokens.tokenizers import PATTERNS, Tokenizer
 
 PATTERN = "qwen35"  # fewer tokens than with GPT-2's pattern in all measured languages
 SAMPLE_BYTES = 16_000_000  # with 100 MB, texts have about as many tokens (docs/data.md)
