@@ -20,7 +20,7 @@ from clearhead.models.huggingface import to_hf
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output import console
 from data import get_tokenizer
-from headlens import KINDS, draw_figure, read_snapshot
+from headlens import KINDS, clearest_prompt, draw_figure, read_snapshot
 from scripts.inspect_attention import main
 
 
@@ -180,11 +180,15 @@ def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
     """Unless the settings name a prompt, a text or a page."""
     before = set(home.iterdir())
     data = read_snapshot(home / "runs" / "seen" / "attention" / "step_00000004.npz")
-    clear = []
-    for values, prompt in zip(data.of_prompts, data.prompts, strict=True):
-        known = {key: c for key, c in prompt.uniform.items() if key in KINDS and c is not None}
-        clear.append(max((values[key][1, 0] - c) / (1 - c) for key, c in known.items()))
-    head, chosen = ("layer=1", "head=0"), f"prompt={1 + clear.index(max(clear))}"
+    clear = {}
+    for head in np.ndindex(2, 2):
+        significance = []
+        for values, prompt in zip(data.of_prompts, data.prompts, strict=True):
+            known = {key: c for key, c in prompt.uniform.items() if key in KINDS and c is not None}
+            significance.append(max((values[key][head] - c) / (1 - c) for key, c in known.items()))
+        clear[head] = significance.index(max(significance))
+        assert clearest_prompt(data, head) == clear[head]
+    head, chosen = ("layer=1", "head=0"), f"prompt={1 + clear[1, 0]}"
     for name, *more in (("grid",), ("best", *head), ("chosen", *head, chosen)):
         in_process(main, home, "checkpoint=runs/seen", f"figure={name}.svg", *more)
     drawn = {path.stem: path.read_bytes() for path in set(home.iterdir()) - before}

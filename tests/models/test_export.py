@@ -138,7 +138,7 @@ def test_no_text_of_the_run_is_exported(home, tmp_path, run):
     change_state(folder, settings=settings)
     made = tmp_path / "made"
     made.mkdir()  # an existing empty folder is accepted
-    code, out, err = run(f"checkpoint={folder}", f"out={made}/")
+    code, _, err = run(f"checkpoint={folder}", f"out={made}/")
     assert (code, err) == (0, "")
     assert not any(b"EVIL" in file.read_bytes() for file in made.iterdir())
 
