@@ -17,7 +17,7 @@ from pydantic import Field
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Name, Paths
 from clearhead.errors import refuse, shorten
-from clearhead.files import as_json, last_values
+from clearhead.files import last_values
 from clearhead.output.comparison import matching_paths, read_all, summarize, tables
 
 SWEEPS = "multirun"  # folder of the sweep directories in runs_dir
@@ -53,7 +53,7 @@ def main(settings: CompareConfig) -> None:
     rows = summarize(runs, settings.metric)
     print(tables(rows, settings.metric))
     if settings.out:
-        write_out(settings.out, as_json({"metric": settings.metric, "rows": rows}))
+        write_out(settings.out, {"metric": settings.metric, "rows": rows})
 
 
 if __name__ == "__main__":

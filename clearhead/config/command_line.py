@@ -8,7 +8,6 @@ The command line of train.py: config/application.py.
 
 import contextlib
 import inspect
-import json
 import os
 import re
 import shutil
@@ -38,7 +37,7 @@ from clearhead.errors import (
     message_of,
     refuse,
 )
-from clearhead.files import atomic_write, fsync, make_folder, rename, temporary_name
+from clearhead.files import as_json, atomic_write, fsync, make_folder, rename, temporary_name
 
 WAIT_FOR_RANK_0 = 10  # seconds
 # Raised for values that are not YAML, such as [a or ${.
@@ -157,7 +156,7 @@ def write_out(path: str, content: bytes | Iterable[bytes] | dict, key: str = "ou
     """Writes results, or pieces of them, to a file, atomically; a dict as JSON. Raises
     ConfigError."""
     if isinstance(content, dict):
-        content = (json.dumps(content, indent=1) + "\n").encode()
+        content = as_json(content)
     try:
         atomic_write(Path(path), content)
     except OSError as error:

@@ -22,10 +22,6 @@ PATTERNS = {
     "also . = , + -",
     NO_SEPARATORS: r"must not be empty and must not contain / \ # ? % :",
     r"\S": "must not be empty or blank",
-    r"(?i)\.html$": "must end with .html",
-    r"(?i)(\.html|\.npz|^)$": "must end with .html or .npz",
-    r"(?i)(\.png|^)$": "must end with .png",
-    r"(?i)(\.pdf|\.svg|\.png|^)$": "must end with .pdf, .svg or .png",
     RUN_ID: "must have 1 to 128 characters: A-Z, a-z, 0-9 and _ . -",
 }
 

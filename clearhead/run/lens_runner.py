@@ -22,7 +22,7 @@ from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
 from data import LoadedData
-from headlens import Lens, LensConfig, Snapshot
+from headlens import Lens, Snapshot
 from model import GPT
 
 # Heads are measured on this many windows of this many tokens.
@@ -125,15 +125,14 @@ def build_lens(
     lens = None
     if config.lens.every:
         with best_effort(OFF, config.debug, strategy.label):
-            settings = LensConfig(**config.lens.model_dump())
             lens = Lens(
                 tokenizer,
-                settings,
+                config.lens,
                 context_length=config.data.max_length,
                 max_steps=config.trainer.max_steps,
                 folder=directory / "attention",
                 run_name=directory.name,
-                text=text_windows(config, settings, data.val or data.train),
+                text=text_windows(config, data.val or data.train),
                 text_name=text_name(bool(config.data.synthetic)),
                 vocabulary=data.train.common_tokens(),
             )
@@ -153,7 +152,7 @@ def text_name(is_synthetic: bool) -> str:
     return "the validation sequences" if is_synthetic else "your text"
 
 
-def text_windows(config: Config, lens: LensConfig, dataset: WindowDataset) -> torch.Tensor:
+def text_windows(config: Config, dataset: WindowDataset) -> torch.Tensor:
     """Returns the windows on which heads are measured, (N, T).
 
     At each snapshot they have at most one percent of the tokens that are trained until the next
@@ -163,7 +162,7 @@ def text_windows(config: Config, lens: LensConfig, dataset: WindowDataset) -> to
     """
     trainer, longest = config.trainer, min(config.data.max_length, MAX_TOKENS)
     shortest = longest if config.data.synthetic else min(MIN_TOKENS, longest)
-    steps = min(lens.interval(trainer.max_steps), trainer.max_steps)
+    steps = min(config.lens.interval(trainer.max_steps), trainer.max_steps)
     budget = int(0.01 * steps * trainer.batch_size * config.data.max_length)
     length = min(max(budget // MANY_WINDOWS, shortest), longest)
     count = min(max(budget // length, MIN_WINDOWS), MAX_WINDOWS)

@@ -274,8 +274,7 @@ def test_the_windows_have_one_percent_of_the_trained_tokens(changes, shape):
     changes = {"trainer.max_steps": 120, "data.val_fraction": 0.5} | changes
     config = compose([f"{key}={value}" for key, value in changes.items()])
     data = load_datasets(config.data, get_tokenizer("gpt2"))
-    lens = LensConfig(**config.lens.model_dump())
-    windows = text_windows(config, lens, data.val)
+    windows = text_windows(config, data.val)
     assert windows.shape == shape
     known, _ = data.val.batch(np.array([0, len(data.val) - 1]))
     assert torch.equal(windows[[0, -1]], known[:, : shape[1]])  # evenly spaced
