@@ -4,9 +4,9 @@
         devices=64 kind=h100 tokens=10e9
 
 The settings are those of train.py and of PlanConfig. The formulas for memory are in
-planning/memory.py. The time is computed from the FLOPs of the model and `utilisation`, the
+parallel/memory.py. The time is computed from the FLOPs of the model and `utilisation`, the
 fraction of the peak FLOP/s that training reaches. The utilisation is measured for some devices
-(distributed/hardware.py) and assumed for others; the output states which.
+(parallel/hardware.py) and assumed for others; the output states which.
 """
 
 import contextlib

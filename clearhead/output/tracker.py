@@ -3,9 +3,9 @@
 The statistics of single heads, their histograms and the table of heads are logged only to W&B; on
 disk they are in attention/statistics.jsonl and attention/heads.csv.
 
-An error of W&B never ends or blocks the training. Calls that may wait have a timeout. After a
-timeout, or several errors in a row, the tracker prints a line on stderr and writes only to disk.
-docs/wandb.md describes the dashboard.
+An error of W&B never ends or blocks the training. Calls that may wait have a timeout. After an
+error or a timeout, the tracker prints a line on stderr and writes only to disk. docs/wandb.md
+describes the dashboard.
 
 A killed process loses the rows that W&B has not written to its record (offline: those of the last
 FLUSH_SECONDS, see wandb_process.py) or sent to the server (online: those of the last 15 seconds).
@@ -25,7 +25,6 @@ import numpy as np
 
 from clearhead.checkpoint.run_directory import CONFIG_YAML
 from clearhead.config.schema import WandbConfig
-from clearhead.errors import Failures
 from clearhead.output import wandb_process
 from clearhead.output.jsonl import RowFile
 from clearhead.output.report import sample_page
@@ -64,7 +63,6 @@ class Tracker:
         self.first_step = 0  # the first step that W&B does not have
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
         self.run, self.is_shared = None, False  # with a W&B run that the user has open
-        self.failures = Failures()  # of calls
         self.stopped: str | None = None  # why logging stopped
         if config.wanted() == "disabled":
             return
@@ -94,19 +92,18 @@ class Tracker:
         return self.run.id if self.run else None
 
     def where(self) -> str | None:
-        """Returns the URL of the dashboard, or the command that uploads an offline run; after
-        errors also what is missing. None without W&B."""
+        """Returns the URL of the dashboard, or the command that uploads an offline run or, after an
+        error, what was recorded. None without W&B."""
         if self.run is None:
             return self.stopped
-        failed = f" (failed calls: {self.failures.missing})" * (self.failures.missing > 0)
         if self.run.offline:
             folder = _wandb_folder(self.run).parent
             command, where = "wandb sync", f"{shlex.quote(str(folder))}/offline-run-*"
             # `wandb sync` of several parts stops at the incomplete record of a killed run.
             if len([*folder.glob("offline-run-*")]) > 1:
                 command, where = "for part in", f'{where}; do wandb sync "$part"; done'
-            return f"recorded offline{failed}; upload with: {command} {where}"
-        return f"{self.run.url}{failed}"
+            return f"recorded offline; upload with: {command} {where}"
+        return self.run.url
 
     def log(
         self,
@@ -242,26 +239,20 @@ class Tracker:
         self.summary({"exit_code": exit_code})
         if self.run:
             seconds = wandb_process.CALL_SECONDS + self.run.settings.finish_timeout
-            self._call(lambda run: run.finish(exit_code=exit_code), seconds, is_last=True)
+            self._call(lambda run: run.finish(exit_code=exit_code), seconds)
         if self.run:  # finish has not failed
             self.run = None
             self._teardown()
 
-    def _call(self, action: Callable, seconds: float | None = None, is_last: bool = False) -> None:
-        """Calls action(run). After a timeout or several errors in a row, and after an error of the
-        last call, the W&B run is not used again."""
+    def _call(self, action: Callable, seconds: float | None = None) -> None:
+        """Calls action(run). After an error or a timeout, the W&B run is not used again."""
         if self.run is None:
             return
         try:
             seconds = seconds or wandb_process.CALL_SECONDS
             call_with_timeout(seconds, lambda: action(self.run))
-            self.failures.count(False)
         except Exception as error:
-            self.failures.count(True)
-            if is_last or self.failures.is_off or isinstance(error, TimeoutError):
-                self._stop_logging(error)
-            elif self.failures.missing == 1:
-                say(f"a call failed ({cause(error)}); logging continues")
+            self._stop_logging(error)
 
     def _stop_logging(self, error: Exception) -> None:
         run, self.run = self.run, None

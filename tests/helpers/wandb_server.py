@@ -27,7 +27,7 @@ ARTIFACT |= dict.fromkeys(("commitHash", "updatedAt"))
 
 def wait_long_for_wandb() -> None:
     """Raises the time limits of calls of W&B, which a slow machine would reach without a fault."""
-    for name in ("START_SECONDS", "CALL_SECONDS", "FINISH_SECONDS", "WORKSPACE_SECONDS"):
+    for name in ("START_SECONDS", "CALL_SECONDS", "FINISH_SECONDS"):
         setattr(wandb_process, name, TIMEOUT)
 
 

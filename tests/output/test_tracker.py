@@ -113,30 +113,23 @@ def test_media_that_cannot_be_read_are_skipped(tmp_path, recorded, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
-@pytest.mark.parametrize(
-    ("failing", "recorded_steps"),
-    [({2, 3}, [1, 4, 5, 6]), ({2, 3, 4}, [1]), ({6}, [1, 2, 3, 4, 5])],
-)
-def test_wandb_is_off_only_after_several_errors_in_a_row(
-    tmp_path, recorded, capsys, failing, recorded_steps
-):
-    """A full disk may pass. The run says at its end what is missing."""
+def test_after_an_error_of_wandb_the_rows_are_on_disk(tmp_path, recorded, capsys):
+    """The run says at its end what is missing."""
     log = recorded.log
 
-    def full(row, step, commit):
-        if step in failing:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def broken(row, step, commit):
+        if step == 3:
+            raise OSError(errno.EPIPE, "Broken pipe")
         log(row, step, commit)
 
-    recorded.log = full
+    recorded.log = broken
     tracker = Tracker(OFFLINE, tmp_path, {})
     complete = tracker.where()
     for step in range(1, 7):
         tracker.log({"train/loss": 1.0}, step)
-    assert list(recorded.rows) == recorded_steps
+    assert list(recorded.rows) == [1, 2]
     assert tracker.where() not in (None, complete)
-    assert (tracker.run is None) == (len(failing) == 3)
-    assert len(capsys.readouterr().err.splitlines()) == 1 + (len(failing) == 3)
+    assert len(capsys.readouterr().err.splitlines()) == 1
     tracker.finish()
     assert [row["step"] for row in rows(tmp_path)] == [*range(1, 7)]
 
