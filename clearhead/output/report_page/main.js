@@ -1,8 +1,8 @@
 // Draws the charts as SVG. A cursor at the nearest logged step shows the value of each line.
 // Positions are percentages of the plot, so a chart fits any width and its text keeps its size.
 
-import { format, rounded } from "../../lens/page/text.js";
-import { roundTicks } from "../../lens/page/ticks.js";
+import { format, rounded } from "../../../headlens/page/text.js";
+import { roundTicks } from "../../../headlens/page/ticks.js";
 
 // Lines: [metric, name, CSS classes]. Class "thin": the line behind a smoothed one. text: a value with
 // the digits that report.py writes.

@@ -1,7 +1,7 @@
 // Shows report.html in a frame. A new version is loaded behind the old one and scrolled to its place:
 // report_page/main.js tells and takes the position, because the frame has another origin.
 
-import { poll } from "../../lens/page/polling.js";
+import { poll } from "../../../headlens/page/polling.js";
 
 const place = document.querySelector("main");
 const status = document.getElementById("status");

@@ -1,7 +1,7 @@
 // The list of runs: one row for each, drawn again when its content has changed.
 
-import { rounded } from "../../lens/page/text.js";
-import { poll } from "../../lens/page/polling.js";
+import { rounded } from "../../../headlens/page/text.js";
+import { poll } from "../../../headlens/page/polling.js";
 
 const rows = new Map(); // address of a run -> {text: its JSON, node}
 const byId = (id) => document.getElementById(id);
