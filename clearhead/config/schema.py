@@ -14,7 +14,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PrivateAttr,
     ValidationInfo,
 )
 from pydantic_core import PydanticCustomError
@@ -257,7 +256,6 @@ class TrainerConfig(Settings):
     on_nonfinite: Literal["skip", "stop"]
     max_skips: Positive
     resume: Literal[False] | Name
-    resume_override: bool
     init_from: Name | None
     sample_prompt: Text | None
     sample_tokens: Annotated[Count, Field(le=100_000)]
@@ -390,14 +388,6 @@ class Config(Settings):
     lens: LensSettings
     parallel: ParallelConfig
     wandb: WandbConfig
-
-    # Keys of the settings and groups on the command line if trainer.resume is a path or `from` is
-    # given. None otherwise, and after `stored.complete` has added the settings of that run.
-    _given: list[str] | None = PrivateAttr(None)
-
-    @property
-    def given(self) -> list[str] | None:
-        return self._given
 
     def with_values(self, values: dict[str, object]) -> Self:
         """Returns a copy with other values, by dotted key, which are not validated."""

@@ -28,16 +28,25 @@ from clearhead.checkpoint.run_directory import (
     settings_of,
     summarized_step,
 )
-from clearhead.config.stored import SETTINGS_JSON, automatic_warmup
+from clearhead.config.automatic import automatic_warmup
+from clearhead.config.stored import SETTINGS_JSON
 from clearhead.config.yaml_files import CONFIGS, flat
 from clearhead.errors import as_yaml, sanitize
 from clearhead.files import last_values, read_object, read_rows
 from clearhead.output.charts import minimum_before_rise, number
 from clearhead.tokens import VOCABULARIES
 
-# Settings that change what a run learns, although they may be changed when it is resumed.
-LEARNING = {"data.path", "data.val_path", "trainer.init_from"}
-LEARNING |= {"trainer.max_minutes", "trainer.max_steps", "trainer.schedule_steps"}
+# Settings and groups that do not change what a run learns, or only by rounding. The kernel does if
+# it computes other scores.
+NOT_LEARNING = {"name", "debug", "runs_dir", "parallel", "lens", "wandb", "data.verify"}
+NOT_LEARNING |= {"model.attention"} | {
+    f"trainer.{key}"
+    for key in (
+        *("patience", "micro_batch_size", "compile", "device", "activation_checkpointing"),
+        *("profile", "eval_every", "eval_windows", "log_every", "save_every", "keep", "threads"),
+        *("sample_prompt", "sample_tokens", "on_nonfinite", "max_skips", "resume"),
+    )
+}
 # If all of these differ between rows, the table has one column for them.
 SHAPE = ("model.num_layers", "model.num_heads", "model.emb_dim")
 CHECKSUM = "data.checksum"  # of the tokens, from run.json
@@ -202,13 +211,14 @@ def models() -> dict[str, list[object]]:
 def differing(runs: list[ComparedRun], swept: Collection[str] = ()) -> list[str]:
     """Returns the settings that differ between the runs, except name and seed. Includes settings
     that do not change what a run learns only if they or their group are in `swept`."""
-    from clearhead.checkpoint.resume import free_to_change
+    from attention import SCORES
 
-    equal = shared(runs)
-    free = free_to_change({run.settings.get("model.attention") for run in runs}) - LEARNING
+    equal, hidden = shared(runs), NOT_LEARNING
+    if SCORES.keys() & {run.settings.get("model.attention") for run in runs}:
+        hidden = hidden - {"model.attention"}
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in equal)
     keys = {name: {name, name.partition(".")[0]} for name in names if name not in ("seed", "name")}
-    return [name for name, of in keys.items() if of & set(swept) or not of & free]
+    return [name for name, of in keys.items() if of & set(swept) or not of & hidden]
 
 
 def shared(runs: list[ComparedRun]) -> dict[str, object]:

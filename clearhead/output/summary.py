@@ -13,7 +13,7 @@ from clearhead.checkpoint.run_directory import SUMMARY_JSON, final_validation
 from clearhead.config.application import is_single_run
 from clearhead.config.overrides import override
 from clearhead.config.schema import Config
-from clearhead.config.stored import OF_THE_MACHINE, is_of, names_run
+from clearhead.config.stored import OF_THE_MACHINE, is_of
 from clearhead.config.yaml_files import default_values, flat
 from clearhead.errors import as_yaml
 from clearhead.files import REPOSITORY, as_json, atomic_write, last_values, read_rows
@@ -28,13 +28,13 @@ def write_summary(
 
     started: the time.monotonic() at the start of the process. seconds_of: the parts of the
     training: validation, samples, attention snapshots, logging, and the rest. Both are those of the
-    last start. There is no command that repeats a resumed run, a branch, a run in a
-    notebook or one that torchrun may restart.
+    last start. There is no command that repeats a resumed run, a run in a notebook or
+    one that torchrun may restart.
     """
     trainer, starts = config.trainer, read_rows(folder / "starts.jsonl")
     last = last_values(folder / "metrics.jsonl")
     planned, repeat = state.settings["trainer"]["max_steps"], None
-    is_resumed = len(starts) > 1 or names_run(trainer.resume)
+    is_resumed = len(starts) > 1
     if HydraConfig.initialized() and not is_resumed and not launch.max_restarts():
         values, defaults = flat(config.model_dump()), flat(default_values())
         new = {key: value for key, value in values.items() if is_of(key, OF_THE_MACHINE)}

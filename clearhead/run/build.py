@@ -7,6 +7,7 @@ its state and receives its inputs as arguments; none has a reference to the run.
 import contextlib
 import dataclasses
 import functools
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,24 +19,14 @@ from attention import computes_its_scores
 from clearhead.checkpoint import run_directory
 from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.checkpoint.format import MODEL, OPTIMIZER, State
-from clearhead.checkpoint.resume import (
-    changed_data,
-    check_same_settings,
-    complete_settings,
-    find_start,
-    long_warmup,
-    longer,
-    own_directory,
-    raised_rate,
-)
+from clearhead.checkpoint.resume import check_same_settings, find_start, long_warmup, longer
 from clearhead.checkpoint.saver import Saver
-from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors
+from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors, read_tensors
 from clearhead.compute.cross_entropy import LOGITS_AT_ONCE
 from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer, decay_start
 from clearhead.config.application import is_single_run
 from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
-from clearhead.config.stored import with_validation_per_epoch
 from clearhead.errors import exit_code_of, refuse, sanitize, shorten
 from clearhead.output.console import LINES_OF_JOB, MAX_LINES, Console
 from clearhead.output.jsonl import RowFile, drop_rows_after
@@ -87,9 +78,8 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
 def check_machine(config: Config) -> None:
     """Raises ConfigError if the settings do not fit this machine or the number of processes."""
     trainer = config.trainer
-    batch_size = trainer.batch_size if config.given is None else None  # None: not known yet
-    refuse(launch.check(config.parallel, batch_size))
-    if launch.max_restarts() and not config.name and trainer.resume in ("auto", "must", False):
+    refuse(launch.check(config.parallel, trainer.batch_size))
+    if launch.max_restarts() and not config.name:
         reason = "torchrun --max-restarts needs a name, otherwise a restart would start a new run"
         refuse([("name", config.name, reason, "set name=NAME")])
     refuse(device.check(trainer.device, trainer.precision, "trainer."))
@@ -175,13 +165,7 @@ class Builder:
     def complete_config(self) -> None:
         """Adds the settings of the checkpoint to resume, if there is one, decides how the run
         starts, and loads or trains the tokenizer."""
-        is_new = self.config.given is None
-        self.config = complete_settings(self.config, self.strategy, self.notes)
         check_same_settings(self.config, self.strategy)
-        if not is_new:  # start again, with the precision and the seed of that run
-            with self.strategy.raise_on_all_ranks():
-                check_machine(self.config)
-            self.strategy = start_strategy(self.config)
         self.config, self.start = find_start(self.config, self.strategy, self.closing, self.notes)
         checkpoint = self.start.checkpoint
         self.tokenizer = find_tokenizer(self.config, self.strategy, checkpoint, self.notes)
@@ -203,15 +187,10 @@ class Builder:
         config, strategy, path = self.config, self.strategy, self.config.data.path
         with strategy.raise_on_all_ranks():  # other machines may not have the files
             data = load_datasets(config.data, self.tokenizer)
-            if self.start.state and (
-                error := changed_data(config, self.start.state, data.checksums)
-            ):
-                if not config.trainer.resume_override:
-                    raise error
-                self.notes.append(f"{error.without_hint}; other losses: the best step starts again")
-                self.start.state.best_loss = None
-                self.start.state.worse_validations = 0
-                self.start.was_finished &= self.start.state.has_ended(config.trainer)
+            if self.start.state:
+                hint = "for a new run with these data, use another name"
+                saved = self.start.state.data or []
+                check_checksums(saved, data.checksums, path, "the checkpoint", hint)
         of_rank_0 = strategy.broadcast(data.checksums)
         with strategy.raise_on_all_ranks():
             hint = "give every machine the same data"
@@ -248,8 +227,8 @@ class Builder:
 
         def build() -> GPT:
             if self.start.checkpoint:
-                model_tensors, _ = self.start.tensors
-                return model_from_tensors(shape, model_tensors, self.start.checkpoint / MODEL)
+                file = self.start.checkpoint / MODEL
+                return model_from_tensors(shape, read_tensors(file), file)
             if not self.config.trainer.init_from:
                 return GPT(shape)
             return initial_weights(self.config, self.tokenizer, self.notes)
@@ -292,7 +271,16 @@ class Builder:
                 self.config, strategy, self.limit.end, per_step, self.notes
             )
         if self.eval_every_is_automatic and self.start.state is None:
-            self.config = with_validation_per_epoch(self.config, len(self.data.train))
+            self.validate_per_epoch()
+
+    def validate_per_epoch(self) -> None:
+        """Makes validations at most one epoch apart if trainer.patience may end the run, because a
+        small text overfits within a few epochs."""
+        trainer = self.config.trainer
+        epoch = math.ceil(len(self.data.train) / trainer.batch_size)  # steps
+        every = min(trainer.eval_every, max(epoch, 20))
+        if trainer.patience:
+            self.config = self.config.with_values({"trainer.eval_every": every})
 
     def restore(self) -> State:
         """Returns the state of a new run, or that of the checkpoint, and loads the optimizer
@@ -301,14 +289,9 @@ class Builder:
         if self.start.state is None:
             return new
         state = dataclasses.replace(self.start.state, settings=new.settings, data=new.data)
-        if not self.start.in_place:  # a branch has another W&B run and best checkpoint
-            state.wandb_id = state.best_loss = state.best_step = None
-            state.worse_validations = 0
         state.ended_early &= state.should_stop_early(self.config.trainer)
-        self.notes += raised_rate(self.config, self.start.state)
-        _, tensors = self.start.tensors or (None, {})
-        self.start.tensors = None  # the model and the optimizer have copies
         file = self.start.checkpoint / OPTIMIZER
+        tensors = self.strategy.on_rank_0(lambda: read_tensors(file))
         load_optimizer(file, tensors, self.model, self.optimizer, self.strategy)
         without = [n for n, p in self.model.named_parameters() if p not in self.optimizer.state]
         if without and self.optimizer.state:
@@ -341,7 +324,7 @@ class Builder:
         config, state = self.config, self.state
         with run_directory.writable(Path(config.runs_dir)):
             directory = self.create_directory()
-            resumed = state if self.start.in_place else None
+            resumed = state if self.start.state else None
             content = stored(self.tokenizer, config.data.tokenizer)
             saver = Saver(directory, config.trainer.keep, content, resumed)
             self.closing.callback(saver.close)
@@ -364,14 +347,10 @@ class Builder:
             return directory, saver, tracker
 
     def create_directory(self) -> Path:
-        """Returns the locked run directory: that of the checkpoint, that of `name`, or a new
-        one."""
+        """Returns the locked run directory: that of `name`, or a new one."""
         config = self.config
-        if self.start.in_place:
-            directory = own_directory(config)
-        else:
-            shape = f"gpt2-{config.model.num_layers}x{config.model.emb_dim}"
-            directory = run_directory.create(Path(config.runs_dir), config.name, shape)
+        shape = f"gpt2-{config.model.num_layers}x{config.model.emb_dim}"
+        directory = run_directory.create(Path(config.runs_dir), config.name, shape)
         if directory != self.start.locked:  # a new directory
             self.closing.enter_context(run_directory.lock_directory(directory))
             run_directory.check_new(directory)
@@ -399,7 +378,7 @@ class Builder:
             peak_flops=device.peak_flops(self.strategy.device, self.strategy.dtype),
             learning_rate=self.config.optimizer.lr,
         )
-        metrics.restore(self.state, forget_skipped=trainer.resume_override)
+        metrics.restore(self.state)
         return metrics
 
     def micro_batch(self) -> int:
@@ -424,7 +403,7 @@ class Builder:
 
     def introduce(self, log: RunLog) -> None:
         """Prints facts, notes, run directory and first step before the training starts."""
-        step, resume = self.state.step, self.config.trainer.resume
+        step = self.state.step
         lines = [*self.describe(), *(f"note: {note}" for note in self.data.notes + self.notes)]
         lines.append(f"run directory: {log.directory}")
         if where := log.tracker.where():
@@ -436,10 +415,8 @@ class Builder:
         if self.start.was_finished:
             more = longer(self.config, self.state)
             lines.append(f"already finished after step {step}; to train further, use {more}")
-        elif step > 0 and self.start.in_place:
-            lines.append(f"resuming after step {step}")
         elif step > 0:
-            lines.append(f"branch of {resume}, starting after step {step}")
+            lines.append(f"resuming after step {step}")
         for line in lines:
             log.console.print(line)
 

@@ -17,8 +17,8 @@ import torch
 
 from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.config.application import is_single_run
+from clearhead.config.automatic import automatic_values
 from clearhead.config.schema import Config
-from clearhead.config.stored import with_automatic_values
 from clearhead.errors import refuse
 from clearhead.parallel.memory import meta_model
 from clearhead.parallel.strategy import Strategy
@@ -158,7 +158,8 @@ def with_max_steps(
     compiled = False if trainer.compile == "auto" else trainer.compile
     values = {"trainer.max_steps": steps, "trainer.compile": compiled}
     on_gpu = strategy.device.type != "cpu"
-    return with_automatic_values(config.with_values(values), on_gpu=on_gpu)
+    config = config.with_values(values)
+    return config.with_values(automatic_values(config, on_gpu))
 
 
 def measure_steps(

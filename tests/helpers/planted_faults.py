@@ -341,13 +341,9 @@ def wait_at(step: int, file: str) -> None:
 def slow(seconds: float) -> None:
     """Delays everything on this rank except training steps."""
     parts = ["run.run.Run.evaluate", "run.run.Run.sample", "run.build.Builder.open_directory"]
-    parts += [
-        "run.build.model_from_tensors",
-        "checkpoint.format.write",
-        "lens.snapshots.Lens.snapshot",
-    ]
-    for name in parts:
-        on_call(f"clearhead.{name}", lambda *_: time.sleep(seconds))
+    parts += ["run.build.model_from_tensors", "checkpoint.format.write"]
+    for name in (*(f"clearhead.{part}" for part in parts), "headlens.snapshots.Lens.snapshot"):
+        on_call(name, lambda *_: time.sleep(seconds))
 
 
 def compiler(backend: str) -> None:

@@ -19,7 +19,7 @@ from helpers.settings import settings
 
 import train
 from clearhead.checkpoint.run_directory import settings_of
-from clearhead.config.stored import with_automatic_values
+from clearhead.config.automatic import automatic_values
 from clearhead.errors import ConfigError
 from clearhead.output.comparison import read
 from clearhead.run import build, time_limit
@@ -52,7 +52,7 @@ def test_the_number_of_steps_decides_the_automatic_settings(make_run, slow_steps
     trainer = make_run(*LIMITED).config.trainer
     assert 5000 < trainer.max_steps < 6000
     expected = settings(*TINY, "data.path=x", *AUTOMATIC, f"trainer.max_steps={trainer.max_steps}")
-    expected = with_automatic_values(expected)
+    expected = expected.with_values(automatic_values(expected, False))
     assert trainer.warmup_steps == expected.trainer.warmup_steps > 100
     assert trainer.eval_every == expected.trainer.eval_every > 100
 
@@ -161,23 +161,6 @@ def test_runs_that_one_command_does_not_repeat(in_process, tmp_path, monkeypatch
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert in_process(train.main, tmp_path, *arguments, "name=restarted")[0] == 0
     assert json_of(tmp_path / "runs" / "restarted")["repeat"] is None
-
-
-def test_a_resumed_run_keeps_its_plan_unless_another_one_is_given():
-    def steps(before, *more):
-        config = settings(*TINY, "data.path=x", *more)
-        return with_automatic_values(config, {"trainer": before}).trainer.max_steps
-
-    limited = {"max_minutes": 5.0, "max_steps": 600, "schedule_steps": None}
-    assert steps(limited, *LIMITED) == 600
-    assert steps(limited | {"schedule_steps": 10_000}, *LIMITED) == 600
-    assert steps(limited, *LIMITED, "trainer.max_steps=1200") == 600
-    assert steps(limited, "trainer.max_steps=1200") == 1200
-    assert steps({"max_steps": 1000}, *LIMITED, "trainer.max_steps=2000") == 2000
-    longer = limited | {"max_minutes": None, "max_steps": 700}  # it was resumed without the limit
-    assert steps(longer, *LIMITED) == 700
-    resumed = (*LIMITED, "trainer.resume=runs/x", "trainer.max_steps=1200")
-    assert steps(limited, *resumed) == 1200
 
 
 def json_of(run) -> dict:
