@@ -19,12 +19,12 @@ def main() -> None:
             print(__doc__.strip())
             return
         run = build_run(compose(overrides))
-        trainer, state = run.config.trainer, run.state
+        state = run.state
         with run, run.translate_errors():
             run.metrics.start()
             while state.step < run.stop.last_step:
                 run.metrics.add(*train_step(run))
-                evaluate_and_log(run, log_row(run) if run.is_due(trainer.log_every) else {})
+                evaluate_and_log(run, log_row(run) if run.is_due("log") else {})
             run.log.tracker.sync()
             write_summary(run.directory, run.config, state, run.stop.limit.started, {})
 

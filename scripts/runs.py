@@ -139,7 +139,8 @@ def table(runs: list[FoundRun]) -> str:
     """Returns a table with one row for each run."""
     rows = []
     for run in runs:
-        steps = f"{run.steps}" if run.state == "finished" else f"{run.steps} of {run.planned}"
+        is_open = run.state != "finished" and run.planned is not None
+        steps = f"{run.steps} of {run.planned}" if is_open else f"{run.steps}"
         parameters = f"{run.parameters:,}" if isinstance(run.parameters, int) else ""
         cells = {"run": run.folder.name, "date": f"{run.date:%Y-%m-%d %H:%M}", "steps": steps}
         cells |= {"parameters": parameters, "MB": f"{run.size / 1e6:,.1f}"}

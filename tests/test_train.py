@@ -514,7 +514,7 @@ def test_other_data_are_refused(run, resumed):
     resumed(*longer, "data.path=[more.txt]").close()  # the same tokens
     text.write_text(text.read_text().replace("fox", "cat"))
     with refused(DataError, "data.path", exit_code=3):
-        resumed(*longer)
+        resumed(*longer, "data.path=text.txt")
 
 
 def test_a_run_without_a_checkpoint_is_replaced_by_the_same_run(make_run):

@@ -24,7 +24,7 @@ from clearhead.checkpoint.run_directory import (
     settings_of,
     summarized_step,
 )
-from clearhead.config.automatic import AUTOMATIC, automatic_values
+from clearhead.config.automatic import AUTOMATIC
 from clearhead.config.job import is_in_sweep
 from clearhead.config.overrides import override
 from clearhead.config.schema import Config
@@ -83,12 +83,12 @@ def find_start(
     notes: list[str],
 ) -> tuple[Config, Start]:
     """Decides how the run starts. Rank 0 searches for a checkpoint and locks an existing run
-    directory until `closing` is closed. Returns the config with automatic settings (such as
-    warmup_steps=null): the checkpoint's values, or computed.
+    directory until `closing` is closed. Returns the config with the values of the checkpoint for
+    settings that are null.
 
     Raises ConfigError if a setting differs that must be the same as in the checkpoint.
     """
-    locked, on_gpu = None, strategy.device.type != "cpu"
+    locked = None
 
     def find() -> tuple[str, dict, int | None] | None:
         nonlocal locked
@@ -104,12 +104,10 @@ def find_start(
     # Other ranks may have no access to the directory.
     shared = strategy.broadcast(strategy.on_rank_0(find))
     if shared is None:
-        if not config.trainer.max_minutes:  # otherwise max_steps is not known yet
-            config = config.with_values(automatic_values(config, on_gpu))
         return config, Start(locked=locked)
     found, values, summarized = shared
     state = State.from_values(values)
-    config = with_values_of(config, found, state.settings, on_gpu)
+    config = with_values_of(config, found, state.settings)
     run = Path(config.runs_dir, config.name)
     with strategy.raise_on_all_ranks():
         refuse(changed_settings(state.settings, config.model_dump(), run))
@@ -119,16 +117,11 @@ def find_start(
     return config, Start(Path(found), state, locked, was_finished)
 
 
-def with_values_of(config: Config, found: str, stored: dict, on_gpu: bool) -> Config:
+def with_values_of(config: Config, found: str, stored: dict) -> Config:
     """Returns the config with the values of a checkpoint for settings that are null. Raises
-    CheckpointError if they are not valid.
-
-    If the stored value is 0, as for a lens that was off, the value follows from the config.
+    CheckpointError if they are not valid. A stored 0, as for a lens that was off, is not used.
     """
     known, now = flat(stored), flat(config.model_dump())
-    planned = known.get("trainer.max_steps")
-    if config.trainer.max_minutes and type(planned) is int and known.get("trainer.max_minutes"):
-        now["trainer.max_steps"] = min(now["trainer.max_steps"], planned)
     for key in ("model.vocab_size", *AUTOMATIC, *PROMPTS):
         if now[key] is None and known.get(key):
             now[key] = known[key]
@@ -136,16 +129,16 @@ def with_values_of(config: Config, found: str, stored: dict, on_gpu: bool) -> Co
     if problems:
         reason = format_problem(problems[0]._replace(hint=""))
         raise CheckpointError("checkpoint", found, reason, f"give another {problems[0].key}")
-    return complete.with_values(automatic_values(complete, on_gpu))
+    return complete
 
 
 def longer(config: Config, state: State) -> str:
     """Returns the settings with which a finished run trains further."""
     trainer, changes = config.trainer, []
-    if state.step >= trainer.max_steps:
+    if trainer.max_steps and state.step >= trainer.max_steps:
         changes.append(f"trainer.max_steps above {state.step}")
-        if trainer.max_minutes:  # it keeps the number of steps
-            changes.append("trainer.max_minutes=null")
+    if state.used_time(trainer) >= 1:
+        changes.append(f"trainer.max_minutes above {trainer.max_minutes:g}")
     if state.should_stop_early(trainer):
         changes.append("a larger trainer.patience, or trainer.patience=null")
     return " and ".join(changes)
@@ -153,12 +146,11 @@ def longer(config: Config, state: State) -> str:
 
 def long_warmup(config: Config) -> list[str]:
     """Returns a note if most steps are warm-up, as with the settings of a longer run."""
-    trainer = config.trainer
-    steps = trainer.schedule_steps or trainer.max_steps
-    if 2 * trainer.warmup_steps <= steps:
+    steps, warmup = config.trainer.max_steps, config.trainer.warmup_steps
+    if steps is None or 2 * warmup <= steps:
         return []
     reason = f"the learning rate rises in most of the {steps:,} steps"
-    return [f"trainer.warmup_steps={trainer.warmup_steps}: {reason}; use fewer"]
+    return [f"trainer.warmup_steps={warmup}: {reason}; use fewer"]
 
 
 def find_resume_checkpoint(config: Config, run: Path | None) -> Path | None:

@@ -31,7 +31,6 @@ from clearhead.config.yaml_files import default_values, nested
 from clearhead.errors import refuse
 from clearhead.tokens import MAX_VOCABULARY, TRAINED, VOCABULARIES
 
-UNLIMITED = 10**15  # trainer.max_steps if only trainer.max_minutes limits a run
 MAX_PROMPTS = 20  # every page of a snapshot contains all prompts
 
 
@@ -226,18 +225,15 @@ def _within_batch(micro: int | str | None, others: dict) -> None:
 
 
 def _default_steps(steps: object, info: ValidationInfo) -> object:
-    if steps is None:
-        return UNLIMITED if info.data.get("max_minutes") else 120
-    return steps
+    return 120 if steps is None and not info.data.get("max_minutes") else steps
 
 
 class TrainerConfig(Settings):
     """The training loop: length, batch, evaluation, checkpoints, device and precision."""
 
     max_minutes: AboveZero | None
-    max_steps: Annotated[Positive, BeforeValidator(_default_steps)]
+    max_steps: Annotated[Positive | None, BeforeValidator(_default_steps)]
     patience: Positive | None
-    schedule_steps: Positive | None
     batch_size: Annotated[Positive, Field(le=2**24)]
     micro_batch_size: Annotated[Positive | Literal["auto"] | None, _within_batch]
     activation_checkpointing: bool

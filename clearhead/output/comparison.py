@@ -139,8 +139,8 @@ def read(folder: Path, metric: str) -> ComparedRun:
     # The name of a trained tokenizer has a checksum. It has the size of the vocabulary.
     if isinstance(name := stored.get("tokenizer"), str):
         settings["data.tokenizer"] = name
-    max_steps, scheduled = (settings.get(f"trainer.{n}_steps") for n in ("max", "schedule"))
-    if type(max_steps) is not int or type(scheduled) not in (int, NoneType):
+    max_steps = settings.get("trainer.max_steps", ...)
+    if type(max_steps) not in (int, NoneType):
         raise ValueError("run.json is missing or damaged")
     log, points = folder / "metrics.jsonl", []
     rows = read_rows(log, metric, "train/tokens")
@@ -151,10 +151,8 @@ def read(folder: Path, metric: str) -> ComparedRun:
     if points and points[-1][0] == 0:  # only step 0
         points = []
     metrics = last_values(log) if rows else {}
-    if settings.get("trainer.max_minutes") and not was_given(folder, "trainer.max_steps"):
-        hide_measured_steps(settings)
     last = rows[-1]["step"] if rows else -1
-    is_finished = last >= max_steps or last == summarized_step(folder)  # a time limit ended it
+    is_finished = last == summarized_step(folder) or (max_steps is not None and last >= max_steps)
     run = ComparedRun(folder, settings, metrics, points, is_finished)
     if metric.startswith("val/") and metric not in HIGHER_IS_BETTER:
         _, run.lowest = minimum_before_rise(points) or (0, None)
@@ -166,21 +164,6 @@ def read(folder: Path, metric: str) -> ComparedRun:
         except (TypeError, KeyError, OverflowError) as error:
             raise ValueError(f"{VALIDATION_JSON} is damaged") from error
     return run
-
-
-def was_given(folder: Path, setting: str) -> bool:
-    """Returns whether this setting was on the command line of any start of the run."""
-    starts = read_rows(folder / "starts.jsonl")
-    return any(f"{setting}=" in str(start.get("command")) for start in starts)
-
-
-def hide_measured_steps(settings: dict[str, object]) -> None:
-    """Removes the number of steps and what follows from it. A run with a time limit measures how
-    many steps fit, so runs that differ only in their seed have different numbers."""
-    warmup = automatic(settings)["trainer.warmup_steps"]
-    if settings.get("trainer.warmup_steps") == warmup:
-        del settings["trainer.warmup_steps"]
-    del settings["trainer.max_steps"]
 
 
 def runs_of_sweep(folder: Path) -> list[Path]:
@@ -360,7 +343,7 @@ def by_text(rows: list[ComparisonRow]) -> list[list[ComparisonRow]]:
 
 def automatic(settings: dict[str, object]) -> dict[str, object]:
     """Returns the values that follow from other settings."""
-    steps = settings.get("trainer.schedule_steps") or settings.get("trainer.max_steps")
+    steps = settings.get("trainer.max_steps")
     return {
         "trainer.warmup_steps": automatic_warmup(steps) if steps else None,
         "model.vocab_size": VOCABULARIES.get(str(settings.get("data.tokenizer"))),

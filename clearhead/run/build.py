@@ -10,7 +10,7 @@ import functools
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -23,8 +23,9 @@ from clearhead.checkpoint.resume import check_same_settings, find_start, long_wa
 from clearhead.checkpoint.saver import Saver
 from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors, read_tensors
 from clearhead.compute.cross_entropy import LOGITS_AT_ONCE
-from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer, decay_start
+from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer
 from clearhead.config.application import is_single_run
+from clearhead.config.automatic import automatic_intervals, automatic_values
 from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
 from clearhead.errors import exit_code_of, refuse, sanitize, shorten
@@ -48,7 +49,7 @@ from clearhead.run.prompts import with_prompts
 from clearhead.run.run import Run
 from clearhead.run.signals import StopSignals
 from clearhead.run.stop import Stop
-from clearhead.run.time_limit import TimeLimit, measure_steps, with_max_steps
+from clearhead.run.time_limit import TimeLimit
 from clearhead.run.tokenizer import find_tokenizer, short_tokens, with_vocabulary
 from clearhead.run.translate_errors import translate_errors
 from clearhead.tokens.stream import check_checksums
@@ -102,7 +103,6 @@ class Builder:
     def __init__(self, config: Config, closing: contextlib.ExitStack):
         self.config, self.closing, self.started = config, closing, time.monotonic()
         self.notes: list[str] = []
-        self.eval_every_is_automatic = config.trainer.eval_every is None
         if config.parallel.strategy == "fsdp":
             use_expandable_segments()
         check_machine(config)  # may initialize CUDA
@@ -115,6 +115,9 @@ class Builder:
             with self.strategy.raise_on_all_ranks():  # other machines may have less memory
                 refuse(check_memory(self.config, self.strategy))
             self.data = self.load_data()
+            self.on_gpu = self.strategy.device.type != "cpu"
+            values = automatic_values(self.config, self.on_gpu, self.epoch())
+            self.config = self.config.with_values(values)
             self.config = with_prompts(self.config, self.strategy, self.data, self.tokenizer)
             self.model = self.build_model()
             self.is_compiled = self.should_compile()
@@ -123,7 +126,11 @@ class Builder:
             trained_model = self.strategy.wrap(self.model, self.is_compiled)
             wide = device.best_wide_dtype(self.strategy.device)
             self.optimizer = build_optimizer(self.model, self.config.optimizer, wide)
-            self.find_sizes(trained_model)
+            if self.config.trainer.micro_batch_size == "auto":
+                size = find_micro_batch(self.config, self.strategy, self.is_compiled)
+                self.config = self.config.with_values({"trainer.micro_batch_size": size})
+            if self.start.state is None:
+                self.strategy.on_rank_0(self.check_time)
             self.state = self.restore()
             self.notes += long_warmup(self.config)
             saver, log = self.open_log()
@@ -152,9 +159,12 @@ class Builder:
                     strategy,
                     signals,
                     self.limit,
-                    self.state.step if self.state.ended_early else config.trainer.max_steps,
+                    self.state,
+                    config.trainer,
                     targets,
-                    self.decay_start(),
+                ),
+                intervals=functools.partial(
+                    automatic_intervals, on_gpu=self.on_gpu, epoch=self.epoch()
                 ),
                 closing=self.closing,
                 was_finished=self.start.was_finished,
@@ -170,15 +180,9 @@ class Builder:
         checkpoint = self.start.checkpoint
         self.tokenizer = find_tokenizer(self.config, self.strategy, checkpoint, self.notes)
         self.config = with_vocabulary(self.config, self.tokenizer)
-        self.limit = TimeLimit(self.config, self.strategy.device, self.started)
-
-    def decay_start(self) -> Callable[[int], int] | None:
-        """Returns (number of steps) -> the last step before the decay of the learning rate; None if
-        the schedule has no part without decay, or its own number of steps."""
-        optimizer, trainer = self.config.optimizer, self.config.trainer
-        if optimizer.schedule != "wsd" or trainer.schedule_steps:
-            return None
-        return functools.partial(decay_start, optimizer, trainer.warmup_steps)
+        state = self.start.state
+        used = state.used_time(self.config.trainer) if state else 0.0
+        self.limit = TimeLimit(self.config, self.strategy.device, self.started, used)
 
     # --------------------------------------------------------------------- data and model
 
@@ -240,12 +244,12 @@ class Builder:
     def should_compile(self) -> bool:
         """Returns whether the trained model is compiled."""
         trainer, length = self.config.trainer, self.config.data.max_length
-        if trainer.max_minutes and trainer.compile == "auto":  # the number of steps is not known
+        if trainer.compile != "auto":
+            return trainer.compile
+        if trainer.max_steps is None:
             return False
         tokens = trainer.batch_size * length * trainer.max_steps
         flops = self.model.flops_per_token(length) * tokens / self.strategy.world_size
-        if trainer.compile != "auto":
-            return trainer.compile
         if not device.should_compile(self.strategy.device, flops):
             if self.strategy.device.type == "cuda" and not device.can_compile(self.strategy.device):
                 needs = "Triton, a C compiler and the headers of Python (gcc, python3-dev)"
@@ -255,32 +259,16 @@ class Builder:
         self.closing.enter_context(torch._dynamo.config.patch(suppress_errors=True))
         return True
 
-    def find_sizes(self, trained_model: torch.nn.Module) -> None:
-        """Finds micro_batch_size=auto and, for max_minutes, the number of steps."""
-        strategy = self.strategy
-        if self.config.trainer.micro_batch_size == "auto":
-            size = find_micro_batch(self.config, strategy, self.is_compiled)
-            self.config = self.config.with_values({"trainer.micro_batch_size": size})
-        if self.config.trainer.max_minutes and self.start.state is None:
-            batches = self.build_batches(first_step=0)
-            with translate_errors(self.config, strategy, micro_batch_size=self.micro_batch()):
-                per_step = measure_steps(
-                    self.config, strategy, trained_model, self.optimizer, batches
-                )
-            self.config = with_max_steps(
-                self.config, strategy, self.limit.end, per_step, self.notes
-            )
-        if self.eval_every_is_automatic and self.start.state is None:
-            self.validate_per_epoch()
+    def epoch(self) -> int:
+        """Returns the number of steps in which each window is read once."""
+        return math.ceil(len(self.data.train) / self.config.trainer.batch_size)
 
-    def validate_per_epoch(self) -> None:
-        """Makes validations at most one epoch apart if trainer.patience may end the run, because a
-        small text overfits within a few epochs."""
-        trainer = self.config.trainer
-        epoch = math.ceil(len(self.data.train) / trainer.batch_size)  # steps
-        every = min(trainer.eval_every, max(epoch, 20))
-        if trainer.patience:
-            self.config = self.config.with_values({"trainer.eval_every": every})
+    def check_time(self) -> None:
+        """Raises ConfigError if there is no time for a step."""
+        if not self.limit.has_time():
+            reason, hint = "is too short: start and end of the run take longer", "use more minutes"
+            minutes = self.config.trainer.max_minutes
+            refuse([("trainer.max_minutes", minutes, reason, hint)])
 
     def restore(self) -> State:
         """Returns the state of a new run, or that of the checkpoint, and loads the optimizer
@@ -389,7 +377,7 @@ class Builder:
     def build_evaluator(self) -> Evaluator:
         config, val, validation = self.config, self.data.val, None
         tokenizer, batch_size = self.tokenizer, self.micro_batch()
-        if config.trainer.patience and not (val and config.trainer.eval_every):
+        if config.trainer.patience and not (val and config.trainer.eval_every != 0):
             self.notes.append("trainer.patience: no effect without validations during the run")
         if val:
             lengths, size = None, batch_size
@@ -408,7 +396,7 @@ class Builder:
         lines.append(f"run directory: {log.directory}")
         if where := log.tracker.where():
             lines.append(f"W&B: {where}")
-        if is_single_run() and self.config.lens.every and not self.start.was_finished:
+        if is_single_run() and self.config.lens.every != 0 and not self.start.was_finished:
             given = f"runs_dir={self.config.runs_dir}"
             setting = "" if given == "runs_dir=runs" else f" {shlex.quote(given)}"
             lines.append(f"watch it live: python -m scripts.live{setting}")
@@ -432,15 +420,17 @@ class Builder:
         micro = f", in micro-batches of {size}" if size < per_rank else ""
         parameters, where = self.model.num_parameters(), self.strategy.describe()
         windows = f"{len(data.train):,} windows of {self.config.data.max_length} tokens"
-        epochs = trainer.max_steps * trainer.batch_size / len(data.train)
-        read = "" if self.config.data.synthetic else f", {epochs:,.2f} epochs"
+        epochs = (trainer.max_steps or 0) * trainer.batch_size / len(data.train)
+        read = f", {epochs:,.2f} epochs" if epochs and not self.config.data.synthetic else ""
+        limits = [f"{trainer.max_steps:,} steps"] if trainer.max_steps else []
+        limits += [f"{trainer.max_minutes:g} minutes"] if trainer.max_minutes else []
         source = f" from {path_as_given(self.config.data.path)}" if self.config.data.path else ""
         return [
             f"model: {parameters:,} parameters {where}{compiled}{extra}",
             f"training data: {windows}{source}",
             f"validation data: {val:,} windows{evaluated}",
             f"batch size: {trainer.batch_size} windows per step{ranks}{micro}",
-            f"training: {trainer.max_steps:,} steps{read}",
+            f"training: {', at most '.join(limits)}{read}",
         ]
 
 

@@ -154,7 +154,6 @@ def test_damaged_and_unlimited_files_are_skipped(run, compared):
     os.mkfifo(run("a", [1.0, 2.0]) / "config.yaml")
     record = '{"settings": {"trainer": {"max_steps": "many", "batch_size": 1}, "data": {}}}'
     (run("bad-value", [1.0]) / "run.json").write_text(record)
-    run("bad-schedule", [1.0], trainer={"schedule_steps": "many"})
     (run("bad-json", [1.0]) / "run.json").write_text('{"settings": ' * 3000)
     (run("bad-rows", [1.0]) / "metrics.jsonl").write_text("[" * 100_000)
     wrong = {"step": 20, "loss": 1.0, "windows": [], "parts": 3}
@@ -178,24 +177,6 @@ def test_tokens_are_the_logged_ones(run, compared):
     (first,) = compared("target=2.5")[2]["rows"]
     assert first["curves"] == [[[500, 3.0], [1000, 2.5], [1500, 2.0]]]
     assert (first["tokens"], first["tokens_to_target"]) == (1500, [1000])
-
-
-def test_runs_with_a_time_limit_share_a_row_if_their_steps_were_measured(run, compared):
-    """They do not if the numbers of steps, or different limits, were given on the command line."""
-    for name, seed, steps, minutes, given in (
-        ("a", 0, 100, 5, ""),
-        ("b", 1, 120, 5, ""),
-        ("c", 0, 100, 5, "trainer.max_steps=100"),
-        ("d", 0, 200, 5, "trainer.max_steps=200"),
-        ("e", 0, 100, 6, ""),
-        ("f", 0, 100, None, "trainer.max_steps=100"),
-    ):
-        trainer = {"max_steps": steps, "warmup_steps": steps // 5, "max_minutes": minutes}
-        start = {"step": 0, "command": f"python train.py {given}"}
-        folder = run(name, [1.0 + seed], seed=seed, trainer=trainer)
-        (folder / "starts.jsonl").write_text(json.dumps(start))
-    rows = compared()[2]["rows"]
-    assert sorted(row["runs"] for row in rows) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
 
 
 def test_each_text_and_tokenizer_has_its_table(run, compared, tmp_path):

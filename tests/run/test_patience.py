@@ -5,7 +5,6 @@ from helpers.ranks import check_same_bytes
 
 import scripts.compare
 import scripts.runs
-from clearhead.run import build
 from train import fit
 
 LOSSES = {0: 5.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.4}
@@ -71,19 +70,6 @@ def test_a_resumed_run_counts_its_own_validations(overfit):
 def test_a_sweep_minimises_the_lowest_loss(overfit):
     assert overfit("trainer.patience=1")[0].objective() == 2.0
     assert overfit("trainer.patience=null")[0].objective() == 2.6
-
-
-def test_a_run_with_a_time_limit_and_a_longer_schedule(overfit, monkeypatch):
-    monkeypatch.setattr(build, "measure_steps", lambda *_: 1.0)
-    limited = ("name=limited", "trainer.max_minutes=100", "trainer.eval_every=2")
-    for patience, steps in ((1, 7), (1, 7), (2, 9)):
-        run, _ = overfit(*limited, f"trainer.patience={patience}")
-        assert (run.state.step, run.config.trainer.max_steps) == (steps, 20)
-    falling = {step: 5.0 - step / 10 for step in range(0, 21, 2)}
-    longer = ("name=longer", "trainer.schedule_steps=20", "trainer.patience=3")
-    for steps in (6, 12):  # no validation was worse than the one before
-        run, _ = overfit(*longer, f"trainer.max_steps={steps}", losses=falling)
-        assert run.state.step == steps
 
 
 @pytest.mark.parametrize(("windows", "steps"), [(8, 20), (50 * 8 + 1, 51), (900 * 8, 200)])
