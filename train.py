@@ -27,13 +27,14 @@ if TYPE_CHECKING:  # at run time, torch is imported only after the settings were
 
 
 def fit(run: "Run") -> dict | None:
-    """Trains until trainer.max_steps. Evaluates, logs and saves at the intervals in the settings.
+    """Trains until trainer.max_steps or trainer.max_minutes. Evaluates, logs and saves at the
+    intervals in the settings.
 
     Returns the contents of summary.json, None on ranks other than 0. Raises a ClearheadError when
     training fails, and SystemExit after a stop signal. In a notebook, an interrupt saves a
     checkpoint after the current step and raises KeyboardInterrupt.
     """
-    trainer, state = run.config.trainer, run.state
+    state = run.state
     started = time.perf_counter()
     with run, run.translate_errors():  # `run` closes its components, also after an error
         if state.step == 0:
@@ -44,7 +45,7 @@ def fit(run: "Run") -> dict | None:
                 loss, grad_norm = train_step(run)
             run.metrics.add(loss, grad_norm)
             run.check_limits()
-            row = log_row(run) if run.is_due(trainer.log_every) else {}
+            row = log_row(run) if run.is_due("log") else {}
             with run.metrics.paused():
                 row = evaluate_and_log(run, row)
                 save_if_due(run, row.get("val/loss"))
@@ -91,8 +92,9 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
 def log_row(run: "Run") -> dict[str, float]:
     """Returns the training metrics since the last logged row. Synchronizes with the device."""
     rate = run.optimizer.param_groups[0]["lr"]
-    row = run.metrics.row(run.state, rate)
-    run.log.console.step(run.state.step, row["train/loss"], rate, row["train/tokens_per_second"])
+    row, step = run.metrics.row(run.state, rate), run.state.step
+    loss, speed = row["train/loss"], row["train/tokens_per_second"]
+    run.log.console.step(step, loss, rate, speed, run.stop.progress(step))
     return row
 
 
@@ -102,15 +104,15 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
     row: the training metrics of this step, or {} if none are due. Returns it with the validation
     metrics added.
     """
-    trainer, step = run.config.trainer, run.state.step
+    step = run.state.step
     sample = snapshot = None
-    evaluation_due = step == 0 or run.is_due(trainer.eval_every)
+    evaluation_due = step == 0 or run.is_due("eval")
     snapshot_due = run.lens.is_due(step, run.stop.last_step)
     if evaluation_due or snapshot_due:
         run.strategy.synchronize()  # so that the times below exclude pending training work
     if evaluation_due:
         row |= run.evaluate()
-        if trainer.sample_tokens > 0 and step > 0:
+        if run.config.trainer.sample_tokens > 0 and step > 0:
             sample = run.sample()
     if snapshot_due:
         with run.log.timed("attention snapshots"):
@@ -128,13 +130,13 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
 def save_if_due(run: "Run", val_loss: float | None) -> None:
     """Saves a checkpoint every trainer.save_every steps, and when val_loss, the validation loss of
     this step or None, is the lowest so far."""
-    state, due = run.state, run.is_due(run.config.trainer.save_every)
+    state, due = run.state, run.is_due("save")
     if not due and val_loss is None:
         return
     run.metrics.check_skipped(state)
     if state.skipped_in_a_row and state.step < run.stop.last_step:
         return  # keep the checkpoint from before the skipped steps
-    every = run.config.trainer.eval_every
+    every = run.interval("eval")
     is_best = val_loss is not None and run.checkpointer.update_best(state, val_loss, every)
     if is_best:
         run.log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})

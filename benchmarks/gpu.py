@@ -49,11 +49,11 @@ from clearhead.tokens.tokenizer import get_tokenizer
 from scripts import plan
 
 STEPS = 20  # of a training; the second half is timed
-TRAIN = f"""data=shards data.path={{folder}} data.max_length={{length}} data.val_fraction=0
-    model.dropout=0 optimizer.lr=6e-4 trainer.schedule_steps={STEPS} trainer.warmup_steps=4
-    trainer.batch_size={{batch_size}} trainer.micro_batch_size=auto trainer.device={{device}}
+TRAIN = """data=shards data.path={folder} data.max_length={length} data.val_fraction=0
+    model.dropout=0 optimizer.lr=6e-4 optimizer.schedule=constant trainer.warmup_steps=4
+    trainer.batch_size={batch_size} trainer.micro_batch_size=auto trainer.device={device}
     trainer.log_every=5 trainer.eval_every=0 trainer.sample_tokens=0 trainer.save_every=0
-    model={{model}} runs_dir={{folder}} lens=off wandb=off"""
+    model={model} runs_dir={folder} lens=off wandb=off"""
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=1"
 LOSS_FALLS = 0.5  # nats from the first logged loss to the last; with random tokens about 0.1
 MEMORY = 0.1  # largest difference from the plan, as a fraction of it

@@ -27,7 +27,6 @@ from clearhead.config.command_line import (
     write_out,
 )
 from clearhead.config.schema import (
-    UNLIMITED,
     AboveZero,
     DataConfig,
     NonNegative,
@@ -82,10 +81,10 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
         config = config.with_values({"model.vocab_size": vocab_size(config.data)})
     trainer, kind = config.trainer, KINDS[plan.kind]
     per_token = memory.meta_model(config.model).flops_per_token(config.data.max_length)
-    if trainer.max_steps == UNLIMITED and not plan.tokens:
-        reason = "trainer.max_minutes decides the number of steps when the run starts"
+    if trainer.max_steps is None and not plan.tokens:
+        reason = "trainer.max_minutes limits the time, not the number of steps"
         refuse([("tokens", plan.tokens, reason, "set tokens, such as tokens=1e6")])
-    tokens = plan.tokens or trainer.max_steps * trainer.batch_size * config.data.max_length
+    tokens = plan.tokens or (trainer.max_steps or 0) * trainer.batch_size * config.data.max_length
     job = planned_job(config, plan, per_token * tokens)
     device_memory = kind.memory if plan.memory is None else 1e9 * plan.memory
 

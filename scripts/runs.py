@@ -64,7 +64,7 @@ def cells_of(run: Path) -> dict[str, str]:
     state = "finished" if step == summarized_step(run) else "stopped"
     return {
         "run": run.name,
-        "steps": f"{step} of {planned}",
+        "steps": f"{step} of {planned}" if planned else f"{step}",
         "MB": f"{size_of(run) / 1e6:,.1f}",
         "MB of optimizer states": f"{size_of(*optimizer_states(run)) / 1e6:,.1f}",
         "validation loss": f"{number(loss):.4f}",

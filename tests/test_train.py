@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -21,7 +22,6 @@ from helpers.kernels import add_window
 from helpers.refusals import printed_keys, refused
 from helpers.runs import (
     assert_same,
-    change_state,
     changed_paths,
     contents,
     copy_run,
@@ -38,7 +38,6 @@ from clearhead.checkpoint import listing
 from clearhead.checkpoint.resume import changed_settings
 from clearhead.checkpoint.tensors import load_model
 from clearhead.compute.optimizers import NonFiniteCheck
-from clearhead.config.schema import TrainerConfig
 from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedError
 from clearhead.models.huggingface import to_hf
 from clearhead.models.pretrained import load_pretrained
@@ -418,44 +417,22 @@ def test_longer_run_keeps_warmup_and_intervals(make_run, resumed):
         assert longer.learning_rate(longer.config.optimizer.lr) == longer.config.optimizer.lr
 
 
-def test_a_finished_run_that_is_extended_says_that_its_learning_rate_rises(run, resumed, capsys):
-    """And names the setting that keeps the rate low."""
-    longer = (f"trainer.resume={run}", "trainer.max_steps=12")
-    for more, rises in (((), True), (("trainer.schedule_steps=6",), False)):
-        extended = resumed(*longer, *more)
-        printed = capsys.readouterr().out
-        assert ("optimizer.lr" in printed) == rises
-        assert "trainer.schedule_steps=6" in printed
-        lr = extended.config.optimizer.lr
-        assert extended.learning_rate(lr) == pytest.approx(lr if rises else 0.1 * lr)
-    resumed(f"trainer.resume={step_in(run, 3)}", "name=b")  # the rate had not decayed
-    assert "optimizer.lr" not in capsys.readouterr().out
-
-
-def test_invalid_settings_of_a_run_are_an_error_of_its_checkpoint(run, resumed):
+def test_invalid_settings_of_a_run_are_refused_or_replaced(run, resumed):
     """The message is short. An override replaces a stored setting that is not valid any more."""
     given = (f"trainer.resume={run}", "trainer.max_steps=7")
-    for key, value, valid in (
-        ("lens.prompts", ["a prompt"] * 25, "lens=off"),
-        ("wandb.group", "a group" * 5000, "wandb.group=a"),
+    stored = json.loads((run / "run.json").read_text())
+    for group, key, value, valid in (
+        ("lens", "prompts", ["a prompt"] * 25, "lens.prompts=[]"),
+        ("wandb", "group", "a group" * 5000, "wandb.group=a"),
     ):
-        change_state(step_in(run, 6), **{f"settings.{key}": value})
-        with refused(CheckpointError, "checkpoint", exit_code=3) as caught:
+        stored["settings"][group][key] = value
+        (run / "run.json").write_text(json.dumps(stored))
+        with refused(CheckpointError, "trainer.resume", exit_code=3) as caught:
             resumed(*given)
         assert key in caught.value.reason
         assert len(str(caught.value)) < 2000
         given += (valid,)
-        assert resumed(*given).state.step == 6
-
-
-def test_a_sweep_branches_off_from_a_run(run, in_process, tmp_path):
-    arguments = ("-m", f"trainer.resume={run}", "trainer.max_steps=7,8", "trainer.device=cpu")
-    code, _, err = in_process(train.main, tmp_path, *arguments)
-    assert code == 0, err
-    branches = [path for path in (tmp_path / "runs").iterdir() if path.name[0].isdigit()]
-    states = [checkpoint.load_state(listing.find_checkpoint(path)) for path in branches]
-    assert sorted(state.step for state in states) == [7, 8]
-    assert {state.settings["optimizer"]["lr"] for state in states} == {1e-3}
+    assert resumed(*given).state.step == 6
 
 
 # Runs that cannot be resumed or started: (settings, error, keys). In runs/: a, a finished run;
@@ -469,13 +446,13 @@ REFUSALS = [
     ("name=gone", CheckpointError, ["checkpoint"]),
     ("trainer.resume=nowhere", CheckpointError, ["trainer.resume"]),
     ("trainer.resume=runs/a name=b trainer.max_steps=9", ConfigError, ["name"]),
-    ("trainer.resume=runs/a name=c", ConfigError, ["trainer.max_steps"]),
+    ("trainer.resume=runs/begun", ConfigError, ["trainer.resume"]),
+    ("trainer.resume=runs/a experiment=book", ConfigError, ["experiment"]),
     ("trainer.resume=runs/a/checkpoints/step_00000002", ConfigError, ["trainer.resume"]),
-    # An override with the default value is refused too.
-    ("trainer.resume=runs/a trainer.max_steps=9 optimizer.lr=3e-4", ConfigError, ["optimizer.lr"]),
-    ("name=a optimizer.lr=0.5 model.emb_dim=64", ConfigError, ["model.emb_dim", "optimizer.lr"]),
-    # trainer.resume_override does not allow another model shape.
-    ("name=a model.emb_dim=64 trainer.resume_override=true", ConfigError, ["model.emb_dim"]),
+    ("trainer.resume=runs/a trainer.batch_size=2", ConfigError, ["trainer.batch_size"]),
+    ("name=a seed=5 model.emb_dim=64", ConfigError, ["seed", "model.emb_dim"]),
+    ("name=a optimizer=muon", ConfigError, ["optimizer.name"]),
+    ("name=a data.within_documents=true", ConfigError, ["data.within_documents"]),
 ]
 
 
@@ -494,14 +471,6 @@ def test_refusals_name_the_settings_and_change_nothing(run, make_run, resumed):
         assert [problem.key for problem in caught.value.problems] == keys, text
         assert not changed_paths(Path("runs"), before), text
     assert make_run(*OWN, "trainer.resume=runs/a", "name=a", "trainer.max_steps=9").state.step == 6
-
-
-def test_settings_that_change_what_is_computed_are_not_free(run):
-    """A new trainer setting must be added to this test or to the list of free settings."""
-    before = {f"trainer.{key}": 0 for key in TrainerConfig.model_fields} | {"trainer.new": 0}
-    problems = changed_settings(before, dict.fromkeys(before, 1), run)
-    different = ("batch_size", "warmup_steps", "grad_clip", "precision", "new")
-    assert {problem.key for problem in problems} == {f"trainer.{key}" for key in different}
 
 
 def test_a_kernel_with_other_scores_is_another_model(run, resumed, make_run, monkeypatch):
@@ -523,67 +492,29 @@ def test_a_kernel_with_other_scores_is_another_model(run, resumed, make_run, mon
     assert not Path("exported").exists()
 
 
-def test_override_accepts_changed_settings_and_data(run, resumed):
-    text = Path("text.txt")
-    text.write_text(text.read_text().replace("fox", "cat"))
-    more = ("optimizer=muon", "optimizer.lr=1e-2", "trainer.micro_batch_size=4", "lens.every=3")
-    wanted = (f"trainer.resume={run}", "name=b", "trainer.max_steps=8", *more)
-    with refused(DataError, "data.path"):
-        resumed(f"trainer.resume={run}", "trainer.max_steps=8")
-    branch = resumed(*wanted, "trainer.resume_override=true")
-    found = branch.config
-    assert (found.optimizer.name, found.lens.every, found.model.dropout) == ("muon", 3, 0.2)
-    assert (found.trainer.micro_batch_size, found.trainer.batch_size) == (4, 8)
-    fit(branch)
-    assert (branch.directory, branch.state.step) == (Path("runs/b"), 8)
-    assert branch.state.settings["optimizer"]["lr"] == 1e-2
+def test_other_settings_may_change_and_are_named(run, resumed, make_run, capsys):
+    more = ("optimizer.lr=1e-2", "trainer.micro_batch_size=4", "lens.every=3", "model.dropout=0")
+    for start, arguments in ((make_run, (*OWN, "name=a")), (resumed, (f"trainer.resume={run}",))):
+        again = start(*arguments, "trainer.max_steps=8", *more)
+        assert (again.state.step, again.config.optimizer.lr) == (6, 1e-2)
+        assert (again.config.trainer.micro_batch_size, again.config.lens.every) == (4, 3)
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "was 0.001" in line]
+        changed = {"trainer.max_steps", *(setting.partition("=")[0] for setting in more)}
+        assert {*re.findall(r"([a-z_.]+)=", line)} == changed
+    fit(again)
+    assert again.state.settings["optimizer"]["lr"] == 1e-2
 
 
-def test_an_added_text_is_named(run, resumed):
+def test_other_data_are_refused(run, resumed):
     text = Path("text.txt")
     shutil.copy(text, "more.txt")
     longer = (f"trainer.resume={run}", "trainer.max_steps=8")
-    with refused(DataError, "data.path", exit_code=3) as caught:
+    with refused(DataError, "data.path", exit_code=3):
         resumed(*longer, "data.path=[text.txt,more.txt]")
-    assert "more.txt" in caught.value.reason
-    assert "text.txt" not in caught.value.reason
     resumed(*longer, "data.path=[more.txt]").close()  # the same tokens
-    both = ("data.path=[text.txt,more.txt]", "trainer.resume_override=true")
-    state = resumed(*longer, *both).state
-    assert (state.best_step, state.best_loss) == (6, None)  # losses on another text
-
-
-# Branches of a run: (settings, step, directory; None: a new directory).
-BRANCHES = [
-    ("trainer.resume=runs/a/checkpoints/step_00000002 name=b", 2, "runs/b"),
-    ("trainer.resume=elsewhere/c name=c trainer.max_steps=7", 6, "runs/c"),
-    ("trainer.resume=backup/step4", 4, None),
-]
-
-
-def test_a_branch_leaves_the_run_as_it_was_and_has_its_own_best_loss(run, resumed):
-    shutil.copytree(run, "elsewhere/c", symlinks=True)
-    shutil.copytree(step_in(run, 4), "backup/step4")
-    before = {name: contents(Path(name)) for name in ("runs/a", "elsewhere", "backup")}
-    for text, step, folder in BRANCHES:
-        branch = resumed(*text.split())
-        assert (branch.state.step, branch.state.best_loss) == (step, None), text
-        assert branch.directory.parent == Path("runs"), text
-        assert folder in (None, str(branch.directory)), text
-        fit(branch)
-        assert not [name for name, was in before.items() if changed_paths(Path(name), was)], text
-    # The branch repeated the steps of the run after step 2.
-    assert model_of(Path("runs/b")) == model_of(run)
-
-
-def test_the_command_that_began_a_branch_continues_it(run, resumed):
-    """Before the branch has a checkpoint, it starts again."""
-    branch = ["name=b", f"trainer.resume={run}", "trainer.max_steps=8"]
-    assert resumed(*branch).state.step == 6
-    again = resumed(*branch)
-    assert (again.state.step, again.directory.name) == (6, "b")
-    fit(again)
-    assert resumed(*branch, "trainer.max_steps=9").state.step == 8
+    text.write_text(text.read_text().replace("fox", "cat"))
+    with refused(DataError, "data.path", exit_code=3):
+        resumed(*longer, "data.path=text.txt")
 
 
 def test_a_run_without_a_checkpoint_is_replaced_by_the_same_run(make_run):

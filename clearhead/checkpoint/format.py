@@ -117,6 +117,7 @@ class State:
     best_loss: Number | None = None  # lowest validation loss of the run
     best_step: StoredCount | None = None  # step of the lowest validation loss
     worse_validations: StoredCount = 0  # number of consecutive validations without a lower loss
+    minutes: Number = 0.0  # of trainer.max_minutes that are used
     ended_early: bool = False  # whether the run ended at this step because of trainer.patience
     wandb_id: Id | None = None  # id of the W&B run, which a resumed run continues
     scaler: GradScalerState | None = None  # None unless trainer.precision=fp16
@@ -142,7 +143,12 @@ class State:
     def has_ended(self, trainer: TrainerConfig) -> bool:
         """Returns whether no step is left with these settings."""
         ended_early = self.ended_early and self.should_stop_early(trainer)
-        return ended_early or self.step >= trainer.max_steps
+        all_steps = trainer.max_steps is not None and self.step >= trainer.max_steps
+        return ended_early or all_steps or self.used_time(trainer) >= 1
+
+    def used_time(self, trainer: TrainerConfig) -> float:
+        """Returns the used fraction of trainer.max_minutes, 0 without a limit."""
+        return self.minutes / trainer.max_minutes if trainer.max_minutes else 0.0
 
 
 def write(folder: Path, tensors: Tensors, state: dict, tokenizer: bytes | None = None) -> None:

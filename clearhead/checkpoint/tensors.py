@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from clearhead.checkpoint.format import MODEL, State, Tensors, load_state, read_error
-from clearhead.compute.optimizers import STATE as OPTIMIZER_STATE
 from clearhead.compute.optimizers import state_keys
 from clearhead.config.schema import ModelSettings
 from clearhead.config.validation import validate
@@ -120,8 +119,7 @@ def load_optimizer(
 ) -> None:
     """Restores the optimizer state. On all ranks; rank 0 has the tensors `read` from the file.
 
-    A parameter whose saved state is of another optimizer (trainer.resume_override) starts with an
-    empty state. Raises CheckpointError for keys that no optimizer here has.
+    Raises CheckpointError for the state of another optimizer.
     """
     tensors = strategy.on_rank_0(lambda: by_parameter(file, read, model)) or {}
     keys = strategy.broadcast({name: list(state) for name, state in tensors.items()})
@@ -129,11 +127,11 @@ def load_optimizer(
     of_steps = next(model.parameters()).device if optimizer.defaults.get("fused") else "cpu"
     needed = {p: state_keys(group) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
-        if name not in keys or (found := set(keys[name])) != needed[parameter]:
-            if name in keys and found not in OPTIMIZER_STATE.values():
-                reason = f"unknown optimizer state of {name}: {', '.join(sorted(found))}"
-                raise _checkpoint_error(file, reason)
+        if name not in keys:
             continue
+        if (found := set(keys[name])) != needed[parameter]:
+            reason = f"unknown optimizer state of {name}: {', '.join(sorted(found))}"
+            raise _checkpoint_error(file, reason)
         like = {"step": torch.empty((), device=of_steps)}
         optimizer.state[parameter] = {
             key: strategy.scatter(tensors.get(name, {}).get(key), like.get(key, parameter))

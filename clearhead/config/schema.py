@@ -14,7 +14,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PrivateAttr,
     ValidationInfo,
 )
 from pydantic_core import PydanticCustomError
@@ -33,7 +32,6 @@ from clearhead.errors import refuse
 from clearhead.tokens import MAX_VOCABULARY, MIXTURE_BLOCK, TRAINED, VOCABULARIES
 from headlens import LensConfig
 
-UNLIMITED = 10**15  # trainer.max_steps if only trainer.max_minutes limits a run
 MAX_PROMPTS = 20  # every page of a snapshot contains all prompts
 
 
@@ -229,18 +227,15 @@ def _within_batch(micro: int | str | None, others: dict) -> None:
 
 
 def _default_steps(steps: object, info: ValidationInfo) -> object:
-    if steps is None:
-        return UNLIMITED if info.data.get("max_minutes") else 120
-    return steps
+    return 120 if steps is None and not info.data.get("max_minutes") else steps
 
 
 class TrainerConfig(Settings):
     """The training loop: length, batch, evaluation, checkpoints, device and precision."""
 
     max_minutes: AboveZero | None
-    max_steps: Annotated[Positive, BeforeValidator(_default_steps)]
+    max_steps: Annotated[Positive | None, BeforeValidator(_default_steps)]
     patience: Positive | None
-    schedule_steps: Positive | None
     batch_size: Annotated[Positive, Field(le=2**24)]
     micro_batch_size: Annotated[Positive | Literal["auto"] | None, _within_batch]
     activation_checkpointing: bool
@@ -258,7 +253,6 @@ class TrainerConfig(Settings):
     profile: bool
     max_skips: Positive
     resume: Literal[False] | Name
-    resume_override: bool
     init_from: Name | None
     sample_prompt: Text | None
     sample_tokens: Annotated[Count, Field(le=100_000)]
@@ -376,14 +370,6 @@ class Config(Settings):
     lens: LensSettings
     parallel: ParallelConfig
     wandb: WandbConfig
-
-    # Keys of the settings and groups on the command line if trainer.resume is a path or `from` is
-    # given. None otherwise, and after `stored.complete` has added the settings of that run.
-    _given: list[str] | None = PrivateAttr(None)
-
-    @property
-    def given(self) -> list[str] | None:
-        return self._given
 
     def with_values(self, values: dict[str, object]) -> Self:
         """Returns a copy with other values, by dotted key, which are not validated."""

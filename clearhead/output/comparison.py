@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clearhead.checkpoint.run_directory import final_validation, settings_of, summarized_step
-from clearhead.config.stored import SETTINGS_JSON, automatic_warmup, is_of
+from clearhead.config.automatic import automatic_warmup
+from clearhead.config.stored import SETTINGS_JSON, is_of
 from clearhead.config.yaml_files import flat
 from clearhead.errors import as_yaml, sanitize
 from clearhead.files import read_object, read_rows
@@ -32,9 +33,8 @@ from headlens import rounded
 LEARNING = ("model", "data", "optimizer", "trainer.init_from", "trainer.precision")
 LEARNING += tuple(
     f"trainer.{name}"
-    for name in ("batch_size", "grad_clip", "max_minutes", "max_steps", "patience")
+    for name in ("batch_size", "grad_clip", "max_minutes", "max_steps", "patience", "warmup_steps")
 )
-LEARNING += ("trainer.schedule_steps", "trainer.warmup_steps")
 HIGHER_IS_BETTER = ("val/accuracy", "train/tokens_per_second", "train/mfu", "attention")
 COMPARABLE = "Values in different tables are not comparable. Bits per byte are comparable between "
 COMPARABLE += "tokenizers: add\nmetric=val/bits_per_byte"
@@ -99,10 +99,7 @@ def read(folder: Path, metric: str) -> ComparedRun:
     settings = {key: settings[key] for key in settings if key == "seed" or is_of(key, LEARNING)}
     # The name of a trained tokenizer has a checksum. It has the size of the vocabulary.
     settings["data.tokenizer"] = stored.get("tokenizer", settings.get("data.tokenizer"))
-    if settings.get("trainer.max_minutes"):  # the number of steps that fit is not a setting
-        settings.pop("trainer.max_steps", None)
-        settings.pop("trainer.warmup_steps", None)
-    steps = settings.get("trainer.schedule_steps") or settings.get("trainer.max_steps")
+    steps = settings.get("trainer.max_steps")
     automatic = {"model.vocab_size": VOCABULARIES.get(str(settings["data.tokenizer"]))}
     automatic["trainer.warmup_steps"] = automatic_warmup(steps) if type(steps) is int else None
     settings = {key: v for key, v in settings.items() if v != automatic.get(key, ...)}

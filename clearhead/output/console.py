@@ -31,38 +31,48 @@ Report = Callable[[int, int], None]  # called with the number of finished and of
 class Console:
     """Prints on rank 0, and nothing on other ranks."""
 
-    def __init__(self, is_rank_0: bool, first_step: int, max_steps: int):
+    def __init__(self, is_rank_0: bool, first_step: int, max_steps: int | None):
+        """max_steps: of the run; None if only its time is limited."""
         self.is_rank_0 = is_rank_0
         self.max_steps = max_steps
-        # (step, time) of the last lines; the time left is estimated from the speed since the first.
+        # (completed fraction of the run, time) of the last lines; the time left is estimated from
+        # the speed since the first.
         self.marks = collections.deque(maxlen=20)
-        self.printed = None  # the last step with a line
+        self.printed = None  # the completed fraction at the last line
         self.rich = rich_console(highlight=False, soft_wrap=True)
         self.bar = None
         if is_rank_0 and self.rich.is_terminal:
             columns = (BarColumn(24), TaskProgressColumn(), TextColumn("{task.description}"))
             self.bar = Progress(*columns, console=self.rich, transient=True)
-            self.task = self.bar.add_task("", total=max_steps, completed=first_step)
+            self.task = self.bar.add_task("", total=1, completed=first_step / (max_steps or 1e9))
             self.bar.start()
 
-    def step(self, step: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
+    def step(
+        self,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        tokens_per_second: float,
+        progress: float | None = None,
+    ) -> None:
         """Prints progress: loss in nats per token, learning rate, speed, time left. The first line
-        has no time left: the first step also compiles the model and allocates memory."""
+        has no time left: the first step also compiles the model and allocates memory.
+
+        progress: the completed fraction of the run; None: that of its steps.
+        """
         last, now = self.max_steps, time.monotonic()
-        line = (
-            f"step {step:>{len(str(last))}}/{last}  loss {loss:.4f}  "
-            f"lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s"
-        )
-        if self.marks:
-            since, started = self.marks[0]
-            left = (now - started) / (step - since) * (last - step)
+        done = step / (last or math.inf) if progress is None else progress
+        line = f"step {step:>{len(str(last))}}/{last}" if last else f"step {step:>5} ({done:4.0%})"
+        line += f"  loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s"
+        if self.marks and done > (before := self.marks[0])[0]:
+            left = (now - before[1]) / (done - before[0]) * (1 - done)
             line += f"  {duration(left)} left"
-        self.marks.append((step, now))
-        every = math.ceil(last / (MAX_LINES - 1))  # the first line is extra
+        self.marks.append((done, now))
+        lines = MAX_LINES - 1  # the first line is extra
         if self.bar:
-            self.bar.update(self.task, completed=step, total=last, description=line)
-        elif self.printed is None or step // every > self.printed // every or step == last:
-            self.printed = step
+            self.bar.update(self.task, completed=done, description=line)
+        elif self.printed is None or int(done * lines) > int(self.printed * lines) or done >= 1:
+            self.printed = done
             self.print(line)
 
     def validation(self) -> Report:

@@ -34,11 +34,9 @@ class Metrics:
     def __post_init__(self):
         self.start()
 
-    def restore(self, state: State, forget_skipped: bool) -> None:
-        """Restores the counters of a state. forget_skipped: sets the number of consecutive skipped
-        steps to 0, because a changed setting may prevent further ones."""
-        in_a_row = 0 if forget_skipped else state.skipped_in_a_row
-        self.nonfinite.restore(state.skipped, in_a_row)
+    def restore(self, state: State) -> None:
+        """Restores the counters of a state."""
+        self.nonfinite.restore(state.skipped, state.skipped_in_a_row)
 
     def store(self, state: State) -> None:
         """Stores losses and counters in the state of a checkpoint. Synchronizes."""

@@ -58,7 +58,7 @@ class RunLog:
             listed = ", ".join(f"L{layer} H{head}" for layer, head in heads[:MAX_NAMED])
             if len(heads) > MAX_NAMED:
                 listed += f" and {len(heads) - MAX_NAMED} more"
-            width = len(str(self.console.max_steps))
+            width = len(str(self.console.max_steps or 10_000))
             self.console.print(f"step {step:>{width}}  new name: {name} {listed}")
 
     def write_report(self, is_training: bool = False) -> None:

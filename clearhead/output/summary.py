@@ -13,7 +13,7 @@ from clearhead.checkpoint.run_directory import SUMMARY_JSON, final_validation
 from clearhead.config.application import is_single_run
 from clearhead.config.compose import override
 from clearhead.config.schema import Config
-from clearhead.config.stored import OF_THE_MACHINE, is_of, names_run
+from clearhead.config.stored import OF_THE_MACHINE, is_of
 from clearhead.config.yaml_files import default_values, flat
 from clearhead.errors import as_yaml
 from clearhead.files import REPOSITORY, as_json, atomic_write, last_values, read_rows
@@ -28,22 +28,16 @@ def write_summary(
 
     started: the time.monotonic() at the start of the process. seconds_of: the parts of the
     training: validation, samples, attention snapshots, logging, and the rest. Both are those of the
-    last start. There is no command that repeats a resumed run, a branch, a run in a
-    notebook or one that torchrun may restart.
+    last start. There is no command that repeats a resumed run, one with a time limit,
+    one in a notebook, or one that torchrun may restart.
     """
     trainer, starts = config.trainer, read_rows(folder / "starts.jsonl")
     last = last_values(folder / "metrics.jsonl")
-    planned, repeat = state.settings["trainer"]["max_steps"], None
-    is_resumed = len(starts) > 1 or names_run(trainer.resume)
-    if HydraConfig.initialized() and not is_resumed and not launch.max_restarts():
+    repeat, is_resumed = None, len(starts) > 1 or launch.max_restarts()
+    if HydraConfig.initialized() and not is_resumed and not trainer.max_minutes:
         values, defaults = flat(config.model_dump()), flat(default_values())
         new = {key: value for key, value in values.items() if is_of(key, OF_THE_MACHINE)}
         new = {key: value for key, value in new.items() if value != defaults[key]}
-        if trainer.max_minutes:  # a number of steps replaces the time limit
-            new["trainer.max_minutes"] = None
-        if state.step != planned:
-            new["trainer.max_steps"] = state.step
-            new["trainer.schedule_steps"] = trainer.schedule_steps or planned
         script, source = sys.argv[0], folder
         if not is_single_run():  # a command that works in every folder
             script, source = str(REPOSITORY / "train.py"), folder.resolve()
@@ -60,7 +54,7 @@ def write_summary(
         "seconds": round(time.monotonic() - started, 1),
         "seconds_of": {work: round(each, 2) for work, each in seconds_of.items()},
         "steps": state.step,
-        "planned_steps": planned,
+        "planned_steps": trainer.max_steps,
         "tokens": state.tokens,
         "seed": config.seed,
         "max_minutes": trainer.max_minutes,

@@ -7,9 +7,10 @@ its state and receives its inputs as arguments; none has a reference to the run.
 import contextlib
 import dataclasses
 import functools
+import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,23 +19,14 @@ from attention import computes_its_scores
 from clearhead.checkpoint import run_directory
 from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.checkpoint.format import MODEL, OPTIMIZER, State
-from clearhead.checkpoint.resume import (
-    changed_data,
-    check_same_settings,
-    complete_settings,
-    find_start,
-    long_warmup,
-    longer,
-    own_directory,
-    raised_rate,
-)
+from clearhead.checkpoint.resume import check_same_settings, find_start, long_warmup, longer
 from clearhead.checkpoint.saver import Saver
-from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors
+from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors, read_tensors
 from clearhead.compute.cross_entropy import LOGITS_AT_ONCE
-from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer, decay_start
+from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer
 from clearhead.config.application import is_single_run
+from clearhead.config.automatic import automatic_intervals, automatic_values
 from clearhead.config.schema import Config
-from clearhead.config.stored import with_validation_per_epoch
 from clearhead.errors import exit_code_of, refuse, sanitize, shorten
 from clearhead.output.console import Console
 from clearhead.output.jsonl import RowFile, drop_rows_after
@@ -55,7 +47,7 @@ from clearhead.run.prompts import with_prompts
 from clearhead.run.run import Run
 from clearhead.run.signals import StopSignals
 from clearhead.run.stop import Stop
-from clearhead.run.time_limit import TimeLimit, measure_steps, with_max_steps
+from clearhead.run.time_limit import TimeLimit
 from clearhead.run.tokenizer import find_tokenizer, short_tokens, with_vocabulary
 from clearhead.run.translate_errors import translate_errors
 from clearhead.tokens.token_stream import check_checksums
@@ -85,9 +77,8 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
 def check_machine(config: Config) -> None:
     """Raises ConfigError if the settings do not fit this machine or the number of processes."""
     trainer = config.trainer
-    batch_size = trainer.batch_size if config.given is None else None  # None: not known yet
-    refuse(launch.check(config.parallel, batch_size))
-    if launch.max_restarts() and not config.name and trainer.resume in ("auto", "must", False):
+    refuse(launch.check(config.parallel, trainer.batch_size))
+    if launch.max_restarts() and not config.name:
         reason = "torchrun --max-restarts needs a name, otherwise a restart would start a new run"
         refuse([("name", config.name, reason, "set name=NAME")])
     refuse(device.check(trainer.device, trainer.precision, "trainer."))
@@ -110,7 +101,6 @@ class Builder:
     def __init__(self, config: Config, closing: contextlib.ExitStack):
         self.config, self.closing, self.started = config, closing, time.monotonic()
         self.notes: list[str] = []
-        self.eval_every_is_automatic = config.trainer.eval_every is None
         if config.parallel.strategy == "fsdp":
             use_expandable_segments()
         check_machine(config)  # may initialize CUDA
@@ -123,6 +113,9 @@ class Builder:
             with self.strategy.raise_on_all_ranks():  # other machines may have less memory
                 refuse(check_memory(self.config, self.strategy))
             self.data = self.load_data()
+            self.on_gpu = self.strategy.device.type != "cpu"
+            values = automatic_values(self.config, self.on_gpu, self.epoch())
+            self.config = self.config.with_values(values)
             self.config = with_prompts(self.config, self.strategy, self.data, self.tokenizer)
             self.model = self.build_model()
             self.is_compiled = self.should_compile()
@@ -131,7 +124,11 @@ class Builder:
             trained_model = self.strategy.wrap(self.model, self.is_compiled)
             wide = device.best_wide_dtype(self.strategy.device)
             self.optimizer = build_optimizer(self.model, self.config.optimizer, wide)
-            self.find_sizes(trained_model)
+            if self.config.trainer.micro_batch_size == "auto":
+                size = find_micro_batch(self.config, self.strategy, self.is_compiled)
+                self.config = self.config.with_values({"trainer.micro_batch_size": size})
+            if self.start.state is None:
+                self.strategy.on_rank_0(self.check_time)
             self.state = self.restore()
             self.notes += long_warmup(self.config)
             saver, log = self.open_log()
@@ -159,9 +156,12 @@ class Builder:
                     strategy,
                     signals,
                     self.limit,
-                    self.state.step if self.state.ended_early else config.trainer.max_steps,
+                    self.state,
+                    config.trainer,
                     targets,
-                    self.decay_start(),
+                ),
+                intervals=functools.partial(
+                    automatic_intervals, on_gpu=self.on_gpu, epoch=self.epoch()
                 ),
                 closing=self.closing,
                 was_finished=self.start.was_finished,
@@ -172,26 +172,14 @@ class Builder:
     def complete_config(self) -> None:
         """Adds the settings of the checkpoint to resume, if there is one, decides how the run
         starts, and loads or trains the tokenizer."""
-        is_new = self.config.given is None
-        self.config = complete_settings(self.config, self.strategy, self.notes)
         check_same_settings(self.config, self.strategy)
-        if not is_new:  # start again, with the precision and the seed of that run
-            with self.strategy.raise_on_all_ranks():
-                check_machine(self.config)
-            self.strategy = start_strategy(self.config)
         self.config, self.start = find_start(self.config, self.strategy, self.closing, self.notes)
         checkpoint = self.start.checkpoint
         self.tokenizer = find_tokenizer(self.config, self.strategy, checkpoint, self.notes)
         self.config = with_vocabulary(self.config, self.tokenizer)
-        self.limit = TimeLimit(self.config, self.strategy.device, self.started)
-
-    def decay_start(self) -> Callable[[int], int] | None:
-        """Returns (number of steps) -> the last step before the decay of the learning rate; None if
-        the schedule has no part without decay, or its own number of steps."""
-        optimizer, trainer = self.config.optimizer, self.config.trainer
-        if optimizer.schedule != "wsd" or trainer.schedule_steps:
-            return None
-        return functools.partial(decay_start, optimizer, trainer.warmup_steps)
+        state = self.start.state
+        used = state.used_time(self.config.trainer) if state else 0.0
+        self.limit = TimeLimit(self.config, self.strategy.device, self.started, used)
 
     # --------------------------------------------------------------------- data and model
 
@@ -200,15 +188,10 @@ class Builder:
         config, strategy, path = self.config, self.strategy, self.config.data.path
         with strategy.raise_on_all_ranks():  # other machines may not have the files
             data = load_datasets(config.data, self.tokenizer)
-            if self.start.state and (
-                error := changed_data(config, self.start.state, data.checksums)
-            ):
-                if not config.trainer.resume_override:
-                    raise error
-                self.notes.append(f"{error.without_hint}; other losses: the best step starts again")
-                self.start.state.best_loss = None
-                self.start.state.worse_validations = 0
-                self.start.was_finished &= self.start.state.has_ended(config.trainer)
+            if self.start.state:
+                hint = "for a new run with these data, use another name"
+                saved = self.start.state.data or []
+                check_checksums(saved, data.checksums, path, "the checkpoint", hint)
         of_rank_0 = strategy.broadcast(data.checksums)
         with strategy.raise_on_all_ranks():
             hint = "give every machine the same data"
@@ -245,8 +228,8 @@ class Builder:
 
         def build() -> GPT:
             if self.start.checkpoint:
-                model_tensors, _ = self.start.tensors
-                return model_from_tensors(shape, model_tensors, self.start.checkpoint / MODEL)
+                file = self.start.checkpoint / MODEL
+                return model_from_tensors(shape, read_tensors(file), file)
             if not self.config.trainer.init_from:
                 return GPT(shape)
             return initial_weights(self.config, self.tokenizer, self.notes)
@@ -258,12 +241,12 @@ class Builder:
     def should_compile(self) -> bool:
         """Returns whether the trained model is compiled."""
         trainer, length = self.config.trainer, self.config.data.max_length
-        if trainer.max_minutes and trainer.compile == "auto":  # the number of steps is not known
+        if trainer.compile != "auto":
+            return trainer.compile
+        if trainer.max_steps is None:
             return False
         tokens = trainer.batch_size * length * trainer.max_steps
         flops = self.model.flops_per_token(length) * tokens / self.strategy.world_size
-        if trainer.compile != "auto":
-            return trainer.compile
         if not device.should_compile(self.strategy.device, flops):
             if self.strategy.device.type == "cuda" and not device.can_compile(self.strategy.device):
                 needs = "Triton, a C compiler and the headers of Python (gcc, python3-dev)"
@@ -273,23 +256,16 @@ class Builder:
         self.closing.enter_context(torch._dynamo.config.patch(suppress_errors=True))
         return True
 
-    def find_sizes(self, trained_model: torch.nn.Module) -> None:
-        """Finds micro_batch_size=auto and, for max_minutes, the number of steps."""
-        strategy = self.strategy
-        if self.config.trainer.micro_batch_size == "auto":
-            size = find_micro_batch(self.config, strategy, self.is_compiled)
-            self.config = self.config.with_values({"trainer.micro_batch_size": size})
-        if self.config.trainer.max_minutes and self.start.state is None:
-            batches = self.build_batches(first_step=0)
-            with translate_errors(self.config, strategy, micro_batch_size=self.micro_batch()):
-                per_step = measure_steps(
-                    self.config, strategy, trained_model, self.optimizer, batches
-                )
-            self.config = with_max_steps(
-                self.config, strategy, self.limit.end, per_step, self.notes
-            )
-        if self.eval_every_is_automatic and self.start.state is None:
-            self.config = with_validation_per_epoch(self.config, len(self.data.train))
+    def epoch(self) -> int:
+        """Returns the number of steps in which each window is read once."""
+        return math.ceil(len(self.data.train) / self.config.trainer.batch_size)
+
+    def check_time(self) -> None:
+        """Raises ConfigError if there is no time for a step."""
+        if not self.limit.has_time():
+            reason, hint = "is too short: start and end of the run take longer", "use more minutes"
+            minutes = self.config.trainer.max_minutes
+            refuse([("trainer.max_minutes", minutes, reason, hint)])
 
     def restore(self) -> State:
         """Returns the state of a new run, or that of the checkpoint, and loads the optimizer
@@ -298,14 +274,9 @@ class Builder:
         if self.start.state is None:
             return new
         state = dataclasses.replace(self.start.state, settings=new.settings, data=new.data)
-        if not self.start.in_place:  # a branch has another W&B run and best checkpoint
-            state.wandb_id = state.best_loss = state.best_step = None
-            state.worse_validations = 0
         state.ended_early &= state.should_stop_early(self.config.trainer)
-        self.notes += raised_rate(self.config, self.start.state)
-        _, tensors = self.start.tensors or (None, {})
-        self.start.tensors = None  # the model and the optimizer have copies
         file = self.start.checkpoint / OPTIMIZER
+        tensors = self.strategy.on_rank_0(lambda: read_tensors(file))
         load_optimizer(file, tensors, self.model, self.optimizer, self.strategy)
         without = [n for n, p in self.model.named_parameters() if p not in self.optimizer.state]
         if without and self.optimizer.state:
@@ -337,7 +308,7 @@ class Builder:
         config, state = self.config, self.state
         with run_directory.writable(Path(config.runs_dir)):
             directory = self.create_directory()
-            resumed = state if self.start.in_place else None
+            resumed = state if self.start.state else None
             content = stored(self.tokenizer, config.data.tokenizer)
             saver = Saver(directory, config.trainer.keep, content, resumed)
             self.closing.callback(saver.close)
@@ -360,14 +331,10 @@ class Builder:
             return directory, saver, tracker
 
     def create_directory(self) -> Path:
-        """Returns the locked run directory: that of the checkpoint, that of `name`, or a new
-        one."""
+        """Returns the locked run directory: that of `name`, or a new one."""
         config = self.config
-        if self.start.in_place:
-            directory = own_directory(config)
-        else:
-            shape = f"gpt2-{config.model.num_layers}x{config.model.emb_dim}"
-            directory = run_directory.create(Path(config.runs_dir), config.name, shape)
+        shape = f"gpt2-{config.model.num_layers}x{config.model.emb_dim}"
+        directory = run_directory.create(Path(config.runs_dir), config.name, shape)
         if directory != self.start.locked:  # a new directory
             self.closing.enter_context(run_directory.lock_directory(directory))
             run_directory.check_new(directory)
@@ -386,7 +353,7 @@ class Builder:
             peak_flops=device.peak_flops(self.strategy.device, self.strategy.dtype),
             learning_rate=self.config.optimizer.lr,
         )
-        metrics.restore(self.state, forget_skipped=trainer.resume_override)
+        metrics.restore(self.state)
         return metrics
 
     def micro_batch(self) -> int:
@@ -397,7 +364,7 @@ class Builder:
     def build_evaluator(self) -> Evaluator:
         config, val, validation = self.config, self.data.val, None
         tokenizer, batch_size = self.tokenizer, self.micro_batch()
-        if config.trainer.patience and not (val and config.trainer.eval_every):
+        if config.trainer.patience and not (val and config.trainer.eval_every != 0):
             self.notes.append("trainer.patience: no effect without validations during the run")
         if val:
             lengths, size = None, batch_size
@@ -411,22 +378,20 @@ class Builder:
 
     def introduce(self, log: RunLog) -> None:
         """Prints facts, notes, run directory and first step before the training starts."""
-        step, resume = self.state.step, self.config.trainer.resume
+        step = self.state.step
         lines = [*self.describe(), *(f"note: {note}" for note in self.data.notes + self.notes)]
         lines.append(f"run directory: {log.directory}")
         if where := log.tracker.where():
             lines.append(f"W&B: {where}")
-        if is_single_run() and self.config.lens.every and not self.start.was_finished:
+        if is_single_run() and self.config.lens.every != 0 and not self.start.was_finished:
             given = f"runs_dir={self.config.runs_dir}"
             setting = "" if given == "runs_dir=runs" else f" {shlex.quote(given)}"
             lines.append(f"watch it live: python -m scripts.live{setting}")
         if self.start.was_finished:
             more = longer(self.config, self.state)
             lines.append(f"already finished after step {step}; to train further, use {more}")
-        elif step > 0 and self.start.in_place:
-            lines.append(f"resuming after step {step}")
         elif step > 0:
-            lines.append(f"branch of {resume}, starting after step {step}")
+            lines.append(f"resuming after step {step}")
         for line in lines:
             log.console.print(line)
 
@@ -442,15 +407,17 @@ class Builder:
         micro = f", in micro-batches of {size}" if size < per_rank else ""
         parameters, where = self.model.num_parameters(), self.strategy.describe()
         windows = f"{len(data.train):,} windows of {self.config.data.max_length} tokens"
-        epochs = trainer.max_steps * trainer.batch_size / len(data.train)
-        read = "" if self.config.data.synthetic else f", {epochs:,.2f} epochs"
+        epochs = (trainer.max_steps or 0) * trainer.batch_size / len(data.train)
+        read = f", {epochs:,.2f} epochs" if epochs and not self.config.data.synthetic else ""
+        limits = [f"{trainer.max_steps:,} steps"] if trainer.max_steps else []
+        limits += [f"{trainer.max_minutes:g} minutes"] if trainer.max_minutes else []
         source = f" from {path_as_given(self.config.data.path)}" if self.config.data.path else ""
         return [
             f"model: {parameters:,} parameters {where}{compiled}{extra}",
             f"training data: {windows}{source}",
             f"validation data: {val:,} windows{evaluated}",
             f"batch size: {trainer.batch_size} windows per step{ranks}{micro}",
-            f"training: {trainer.max_steps:,} steps{read}",
+            f"training: {', at most '.join(limits)}{read}",
         ]
 
 

@@ -1,6 +1,5 @@
 """Takes attention snapshots during training, on all ranks. Their errors do not end the run."""
 
-import functools
 import math
 import sys
 from collections.abc import Callable
@@ -11,9 +10,9 @@ import torch
 
 from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.run_directory import settings_of
+from clearhead.config.automatic import EXPECTED_STEPS
 from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
-from clearhead.config.yaml_files import flat
 from clearhead.errors import MAX_FAILURES, Failures, best_effort
 from clearhead.files import read_rows
 from clearhead.models.ablation import ablate_heads
@@ -40,8 +39,9 @@ class LensRunner:
     strategy: Strategy
     directory: Path  # the run directory
     debug: bool  # whether an error ends the run
-    # (model, heads by name) -> the loss without each head, see inference/ablation.py; None: off
-    ablate: Callable[[GPT, dict[str, list[tuple[int, int]]]], dict] | None
+    # (model, heads by name, trained steps) -> the loss without each head, see models/ablation.py;
+    # None: off
+    ablate: Callable[[GPT, dict[str, list[tuple[int, int]]], int], dict] | None
     failures: Failures = field(default_factory=Failures)  # of snapshots, on any rank
 
     def is_due(self, step: int, last_step: int) -> bool:
@@ -66,7 +66,7 @@ class LensRunner:
 
         def ablate(groups: dict[str, list[tuple[int, int]]]) -> dict | None:
             with best_effort("lens.ablation: failed", self.debug):
-                return self.ablate(model, groups)
+                return self.ablate(model, groups, step)
             return None  # after an error
 
         snapshot, failed, log = None, True, self.directory / "metrics.jsonl"
@@ -103,12 +103,15 @@ class LensRunner:
         return lines + [f"without heads    {t}" for t in self.lens.most_important_heads()]
 
     def _train_longer(self) -> str:
-        """Returns the command that trains twice as many steps; "" for a job of a sweep."""
+        """Returns the command that trains twice as long; "" for a job of a sweep."""
         if is_in_sweep():
             return ""
-        changes = [f"trainer.max_steps={2 * self.lens.last.step}"]
-        if flat(settings_of(self.directory) or {}).get("trainer.max_minutes"):
-            changes.append("trainer.max_minutes=null")
+        trainer = (settings_of(self.directory) or {}).get("trainer", {})
+        if (minutes := trainer.get("max_minutes")) and not trainer.get("max_steps"):
+            changes = [f"trainer.max_minutes={2 * minutes:g}"]
+        else:
+            changes = [f"trainer.max_steps={2 * self.lens.last.step}"]
+            changes += ["trainer.max_minutes=null"] if minutes else []
         command = resume_command(self.directory, is_saved=True, changes=changes)
         return f"; to train longer, {command}"
 
@@ -123,13 +126,13 @@ def build_lens(
 ) -> LensRunner:
     """Builds the lens. An error on any rank turns it off, as during training."""
     lens = None
-    if config.lens.every:
+    if config.lens.every != 0:
         with best_effort(OFF, config.debug, strategy.label):
             lens = Lens(
                 tokenizer,
                 config.lens,
                 context_length=config.data.max_length,
-                max_steps=config.trainer.max_steps,
+                max_steps=config.trainer.max_steps or EXPECTED_STEPS,
                 folder=directory / "attention",
                 run_name=directory.name,
                 text=text_windows(config, data.val or data.train),
@@ -162,7 +165,8 @@ def text_windows(config: Config, dataset: WindowDataset) -> torch.Tensor:
     """
     trainer, longest = config.trainer, min(config.data.max_length, MAX_TOKENS)
     shortest = longest if config.data.synthetic else min(MIN_TOKENS, longest)
-    steps = min(config.lens.interval(trainer.max_steps), trainer.max_steps)
+    max_steps = trainer.max_steps or EXPECTED_STEPS
+    steps = min(config.lens.interval(max_steps), max_steps)
     budget = int(0.01 * steps * trainer.batch_size * config.data.max_length)
     length = min(max(budget // MANY_WINDOWS, shortest), longest)
     count = min(max(budget // length, MIN_WINDOWS), MAX_WINDOWS)
@@ -176,19 +180,23 @@ def some_windows(dataset: WindowDataset, count: int, length: int) -> torch.Tenso
 
 
 def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -> Callable:
-    """Returns the function that removes heads at the last step: (model, heads by name) -> results.
+    """Returns the function that removes heads at the last step: (model, heads by name, trained
+    steps) -> results.
 
     lens.ablation=auto depends on counted tokens and not on a measured time, so that equal runs have
     equal results. It is exact for at most one percent of the computation of a rank.
     """
-    trainer = config.trainer
-    trained = trainer.max_steps * trainer.batch_size * config.data.max_length / strategy.world_size
+    per_step = config.trainer.batch_size * config.data.max_length / strategy.world_size
     # The backward pass takes as long as two forward passes. Exact ablation is in fp32, which takes
     # two to three times as long as bf16.
     passes = 3 if strategy.dtype == torch.float32 else 1
-    auto = 0.01 * passes * trained
-    max_tokens = {"auto": auto, "exact": math.inf, "estimate": 0}[config.lens.ablation]
     synthetic = bool(config.data.synthetic)
-    return functools.partial(
-        ablate_heads, dataset=dataset, is_synthetic=synthetic, max_tokens=max_tokens
-    )
+
+    def ablate(model: GPT, groups: dict[str, list[tuple[int, int]]], steps: int) -> dict:
+        auto = 0.01 * passes * per_step * steps
+        max_tokens = {"auto": auto, "exact": math.inf, "estimate": 0}[config.lens.ablation]
+        return ablate_heads(
+            model, groups, dataset=dataset, is_synthetic=synthetic, max_tokens=max_tokens
+        )
+
+    return ablate

@@ -9,7 +9,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from clearhead.checkpoint.run_directory import (
     SUMMARY_JSON,
     VALIDATION_JSON,
     final_validation,
-    write_settings,
 )
 from clearhead.compute.optimizers import learning_rate
 from clearhead.config.schema import Config
@@ -59,6 +58,7 @@ class Run:
     checkpointer: Checkpointer
     log: RunLog
     stop: Stop
+    intervals: Callable[[int], dict[str, int]]  # automatic intervals for a number of steps, by name
     closing: contextlib.ExitStack  # closes the components, the last opened first
     was_finished: bool  # whether an earlier process has finished the run
     is_closed: bool = False
@@ -68,18 +68,32 @@ class Run:
         """The run directory."""
         return self.log.directory
 
-    def is_due(self, every: int) -> bool:
-        """Returns whether this is the last step, or a multiple of `every` if that is not 0."""
-        step = self.state.step
+    def is_due(self, what: str) -> bool:
+        """Returns whether something is due after this step: "log", "eval" or "save". After the last
+        step everything is, and nothing else if trainer.<what>_every is 0."""
+        step, every = self.state.step, self.interval(what)
         return step == self.stop.last_step or (every > 0 and step % every == 0)
 
-    def learning_rate(self, peak: float) -> float:
-        """Returns the learning rate of this step for parameters with this peak."""
-        trainer = self.config.trainer
-        steps = trainer.schedule_steps or trainer.max_steps
-        return learning_rate(
-            self.state.step, self.config.optimizer, trainer.warmup_steps, steps, peak
+    def interval(self, what: str) -> int:
+        """Returns trainer.<what>_every. If it is null, it follows from the expected steps."""
+        every = getattr(self.config.trainer, f"{what}_every")
+        return (
+            self.intervals(self.stop.last_step)[f"trainer.{what}_every"] if every is None else every
         )
+
+    def learning_rate(self, peak: float) -> float:
+        """Returns the learning rate of this step for parameters with this peak. With a time limit,
+        the used time counts if it is further than the steps."""
+        trainer, schedule, step = self.config.trainer, self.config.optimizer, self.state.step
+        used, steps, warmup = self.stop.used_time(), trainer.max_steps, trainer.warmup_steps
+        if steps is not None:
+            return learning_rate(max(step, int((steps - 1) * used)), schedule, warmup, steps, peak)
+        # Without max_steps, a thousandth of the time counts as a step, and the warm-up is a tenth
+        # of the time, but at least 24 steps.
+        part = 100 if warmup is None else 0
+        least = 24 if warmup is None else max(1, warmup)
+        rate = learning_rate(int(999 * used), schedule, part, 1000, peak)
+        return min(rate, peak * (step + 1) / least)
 
     def __enter__(self) -> "Run":
         if self.is_closed:
@@ -87,7 +101,6 @@ class Run:
             raise RunError("name", self.directory.name, "this run has ended and is closed", hint)
         self.strategy.start_training(self.model)
         self.stop.signals.start_training()
-        self.stop.limit.start()
         return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
@@ -108,34 +121,19 @@ class Run:
 
     def check_limits(self) -> None:
         """Makes this step the last one if there is no time for another one, or if the validation
-        loss has not become lower for trainer.patience validations. Plans fewer steps if steps
-        became slower."""
+        loss has not become lower for trainer.patience validations."""
         trainer, state = self.config.trainer, self.state
-        limit = f"trainer.max_minutes={trainer.max_minutes}"
-        ends = f"the run ends after step {state.step:,} of {trainer.max_steps:,} planned steps"
-        if self.stop.plans_fewer_steps():
-            self.plan_fewer_steps()
-            until = f"{self.stop.last_step:,} instead of {trainer.max_steps:,}"
-            rate = f"the learning rate decays from step {state.step:,} to step {until}"
-            self.log.console.print(f"{limit}: steps became slower; {rate}")
-        elif state.should_stop_early(trainer) and state.step < self.stop.last_step:
+        if trainer.max_minutes:
+            state.minutes = self.stop.used_time() * trainer.max_minutes
+        if state.should_stop_early(trainer) and state.step < self.stop.last_step:
             self.stop.last_step, state.ended_early = state.step, True
             lowest = f"the validation loss is lowest at step {state.best_step:,}"
+            ends = f"the run ends after step {state.step:,}"
             self.log.console.print(f"trainer.patience={trainer.patience}: {lowest}; {ends}")
         elif self.stop.is_out_of_time(state.step):
-            self.log.console.print(f"{limit}: {ends}")
+            limit = f"trainer.max_minutes={trainer.max_minutes}"
+            self.log.console.print(f"{limit}: the run ends after step {state.step:,}")
         self.log.tracker.last_step = self.stop.last_step
-
-    def plan_fewer_steps(self) -> None:
-        """Stores the smaller number of steps: a resumed run has the same schedule."""
-        fewer = self.stop.last_step
-        self.config = self.config.with_values({"trainer.max_steps": fewer})
-        self.state.settings = self.config.model_dump()
-        self.log.console.max_steps = fewer
-        if self.strategy.is_rank_0:
-            with best_effort("run.json: cannot be written"):
-                tokenizer = self.evaluator.tokenizer
-                write_settings(self.directory, self.state.settings, self.state.data, tokenizer)
 
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics; writes those after the last step to

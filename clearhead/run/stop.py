@@ -1,29 +1,27 @@
-"""Decides when a run stops: after trainer.max_steps, at the time limit, or after a signal.
-
-If steps become so slow that there is no time for the decay of the learning rate at the planned
-steps (schedule wsd: warm-up, stable, decay), it plans fewer steps.
+"""How far a run is, and when it stops: after all steps, at the time limit, or after a signal.
 
 The ranks agree with one all-reduce per step between their CPUs. It also sums the targets of a step.
 """
 
-import bisect
-from collections.abc import Callable
-
+from clearhead.checkpoint.format import State
+from clearhead.config.automatic import EXPECTED_STEPS
+from clearhead.config.schema import TrainerConfig
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.signals import STOP_SIGNALS, StopSignals
 from clearhead.run.time_limit import TimeLimit
 
-# The number of steps is decreased if there is time for less than this fraction of it: the speed
-# varies. The decay starts a little early, because steps may become still slower.
-TOO_SLOW, CAUTION = 0.95, 0.95
-
 
 class Stop:
-    """The last step of a run, on all ranks.
+    """The used time and the last step of a run, on all ranks.
+
+    last_step: trainer.max_steps, or when the run ends earlier, the step at which it does. If only
+    the time is limited, it is the number of steps that the time so far allows, rounded up to a
+    power of two, so that the intervals that follow from it seldom change.
 
     The exchange of a step starts before its forward pass. Results are read as late as possible: the
-    number of targets before the first backward pass, and only if it varies; all others after the
-    step. On a CPU all ranks have exchanged gradients by then, so no rank waits.
+    number of targets before the first backward pass, and only if it varies; the used time before
+    the update, and only with a time limit; all others after the step. On a CPU all ranks have
+    exchanged gradients by then, so no rank waits.
     """
 
     def __init__(
@@ -31,51 +29,53 @@ class Stop:
         strategy: Strategy,
         signals: StopSignals,
         limit: TimeLimit,
-        max_steps: int,
+        state: State,
+        trainer: TrainerConfig,
         targets_per_step: int | None,
-        decay_start: Callable[[int], int] | None = None,
     ):
-        """targets_per_step: over all ranks; None if it varies. decay_start: (number of steps) ->
-        the last step before the decay of the learning rate; None: never plan fewer steps."""
+        """targets_per_step: over all ranks; None if it varies."""
         self.strategy, self.signals, self.limit = strategy, signals, limit
-        self.targets_per_step = targets_per_step
-        self.last_step, self.decay_start = max_steps, decay_start
+        self.targets_per_step, self.max_steps = targets_per_step, trainer.max_steps
+        self._sums = lambda: [0.0, limit.used]
+        self.last_step = self.max_steps or self._expected_steps(state.step)
+        if state.has_ended(trainer):
+            self.last_step = state.step
 
     def start_step(self, step: int, num_targets: int) -> None:
         """Starts the exchange of a step. step: completed steps. num_targets: of this rank."""
-        received, is_last = self.signals.poll(), self.limit.is_last_step()
+        is_timed = self.limit.exists and self.strategy.is_rank_0
+        used = self.limit.start_step() if is_timed else 0.0
+        received = self.signals.poll()
         counts = [number == received for number in STOP_SIGNALS]
-        fewer = 0 if is_last or not self.strategy.is_rank_0 else self._fewer_steps(step + 1)
-        self._sums = self.strategy.start_all_reduce_sum(num_targets, is_last, fewer, *counts)
-
-    def _fewer_steps(self, following: int) -> int:
-        """Returns the number of steps with which the decay of the learning rate starts at the step
-        `following`, if it has to start there to be complete in time; otherwise 0."""
-        fits = following - 1 + CAUTION * self.limit.steps_left()
-        starts, planned = self.decay_start, self.last_step
-        if starts is None or fits > TOO_SLOW * planned:
-            return 0
-        if not starts(int(fits)) <= following < starts(planned):
-            return 0
-        return bisect.bisect_left(range(planned), following, key=starts)
-
-    def plans_fewer_steps(self) -> bool:
-        """Returns whether the number of steps is decreased after this step, on all ranks."""
-        fewer = int(self._sums()[2])
-        self.last_step = fewer or self.last_step
-        return fewer > 0
+        self._sums = self.strategy.start_all_reduce_sum(num_targets, used, *counts)
 
     def num_targets(self) -> float:
         """Returns the number of targets of this step over all ranks."""
         return self.targets_per_step or self._sums()[0]
 
+    def used_time(self) -> float:
+        """Returns the fraction of the time limit that was used when this step started, according to
+        rank 0; 1 in the last step for which there is time; 0 without a time limit."""
+        return self._sums()[1] if self.limit.exists else 0.0
+
+    def progress(self, step: int) -> float:
+        """Returns the completed fraction of the run: of its steps or of its time."""
+        return max(self.used_time(), step / self.max_steps if self.max_steps else 0.0)
+
     def is_out_of_time(self, step: int) -> bool:
-        """Returns whether this is the last step for which any rank has time; then it is last_step.
-        Stored settings keep the planned number of steps: a resumed run continues to it."""
-        if step < self.last_step and self._sums()[1] > 0:
+        """Returns whether the run ends after this step because of its time limit; then it is
+        last_step."""
+        if self.used_time() >= 1 and step < self.last_step:
             self.last_step = step
             return True
+        if not self.max_steps and step < self.last_step:
+            self.last_step = self._expected_steps(step)
         return False
+
+    def _expected_steps(self, step: int) -> int:
+        """Returns a power of two above `step`."""
+        used = self.used_time()
+        return 1 << int(step / used).bit_length() if step and used else EXPECTED_STEPS
 
     def is_stopped(self) -> bool:
         """Returns whether a signal stops all ranks after this step; signals.received is then the
@@ -83,7 +83,7 @@ class Stop:
         the next."""
         if self.strategy.world_size == 1:
             return self.signals.poll() > 0
-        _, _, _, *counts = self._sums()
+        _, _, *counts = self._sums()
         for number, count in zip(STOP_SIGNALS, counts, strict=True):
             if count:
                 self.signals.received = number

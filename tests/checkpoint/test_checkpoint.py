@@ -154,7 +154,8 @@ def test_damaged_checkpoint_is_skipped_or_refused(finished, make_run, tmp_path, 
         shutil.copytree(finished, run, symlinks=True)
         damage(run / "checkpoints" / "step_00000004" / name, how)
         with refused(DamagedCheckpointError, "checkpoint", exit_code=3):
-            make_run(f"trainer.resume={run}/checkpoints/step_00000004", "name=other")
+            path = f"trainer.resume={run}/checkpoints/step_00000004"
+            make_run(path, f"runs_dir={run.parent}", "data.path=text.txt")
         capsys.readouterr()
         again = make_run(f"name={how}", "trainer.max_steps=5")
         assert again.state.step == 2

@@ -20,7 +20,6 @@ from clearhead.checkpoint import listing, tensors
 from clearhead.checkpoint import run_directory as directory
 from clearhead.errors import CheckpointError, DamagedCheckpointError, RunFileError
 from clearhead.models.pretrained import load_pretrained
-from clearhead.run import build
 from train import fit
 
 LONGER = "trainer.max_steps=6"
@@ -189,33 +188,6 @@ def test_a_checkpoint_may_be_pruned_while_it_is_read(run, monkeypatch, capsys, n
     named = run / "checkpoints" / "step_00000004"
     with refused(CheckpointError, "checkpoint", named.resolve() / "SHA256SUMS"):
         load_pretrained(named)
-
-
-@pytest.mark.parametrize("when", ["state", "tensors", "data"])
-def test_a_run_that_trains_may_prune_the_checkpoint_of_which_a_branch_starts(
-    run, resumed, make_run, monkeypatch, capsys, when
-):
-    """Before state.json or the tensors are read, the newer one is used; afterwards, this one."""
-    unpruned = [run]
-    module, name = {
-        "state": (checkpoint, "load_state"),
-        "tensors": (tensors, "load_file"),
-        "data": (build, "load_datasets"),
-    }[when]
-    real = getattr(module, name)
-
-    def read(*given):
-        if unpruned:
-            save_newer_and_prune(unpruned.pop())
-        return real(*given)
-
-    monkeypatch.setattr(module, name, read)
-    branch = make_run(
-        f"trainer.resume={run}", "name=b", "trainer.device=cpu", LONGER, "lens=off", tiny=False
-    )
-    assert branch.state.step == (4 if when == "data" else 5)
-    fit(branch)
-    assert (unpruned, capsys.readouterr().err, branch.state.step) == ([], "", 6)
 
 
 NAN, HUGE = math.nan, 10**400

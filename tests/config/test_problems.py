@@ -61,7 +61,7 @@ optimizer.weight_decay=-1 optimizer.min_lr_ratio=2 optimizer.decay_fraction=0 op
 optimizer.out_proj_lr_ratio=0
 optimizer.betas=[0.9] model.num_layers=0 model.dropout=1.5 data.val_fraction=1 data.stride=0
 name=2026 wandb.project=null wandb.notes=${seed} lens.prompts=[a,1]
-trainer.max_minutes=0 trainer.max_minutes=five trainer.schedule_steps=0
+trainer.max_minutes=0 trainer.max_minutes=five
 trainer.max_steps=0 trainer.warmup_steps=-1 trainer.batch_size=1e9 trainer.sample_tokens=1e9
 trainer.threads=0 trainer.threads=1025
 lens.max_tokens=1 lens.frames=1 parallel.timeout=0 parallel.timeout=1800 seed=-1
@@ -159,7 +159,7 @@ def test_numeric_settings_reject_invalid_numbers():
     }
     numeric |= dict.fromkeys(["optimizer.betas", "data.weights"], True)
     nullable = "data.stride optimizer.matrix_lr trainer.micro_batch_size trainer.warmup_steps"
-    nullable += " trainer.max_minutes trainer.max_steps trainer.schedule_steps"
+    nullable += " trainer.max_minutes trainer.max_steps"
     nullable += " trainer.eval_every trainer.eval_windows trainer.log_every lens.every"
     numeric |= dict.fromkeys(nullable.split(), False)
     assert len(numeric) >= 30

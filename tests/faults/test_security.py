@@ -106,7 +106,7 @@ def test_the_pickles_work(tmp_path):
 def test_a_pickle_in_a_checkpoint(command_refused, checkpoint, mark, name):
     whole = f"checkpoint={checkpoint}"
     init = continued("name=new", f"trainer.init_from={checkpoint}")
-    uses = [(train_main, continued("name=new", f"trainer.resume={checkpoint}"))]
+    uses = [(train_main, continued(f"trainer.resume={checkpoint}"))]
     if name == "model.safetensors":
         uses += [(generate.main, [whole]), (inspect_attention.main, [whole]), (train_main, init)]
     for raw in pickles(mark)[1::2]:
@@ -143,7 +143,11 @@ def test_code_in_the_settings_of_a_checkpoint(command_refused, checkpoint, evil)
     for change in ({"_target_": "os.mkdir"}, {"attention": "evil:Evil"}):
         change_state(checkpoint, **{"settings.model": model | change})
         command_refused(generate.main, [f"checkpoint={checkpoint}"], 3)
-    command_refused(train_main, ["name=new", f"trainer.resume={checkpoint}"], 3)
+    run = checkpoint.parent.parent
+    content = json.loads((run / "run.json").read_text())
+    content["settings"]["model"] = model | change
+    (run / "run.json").write_text(json.dumps(content))
+    command_refused(train_main, [f"trainer.resume={checkpoint}"], 3)
 
 
 def test_code_in_a_hugging_face_directory(in_process, command_refused, folder, evil, mark):

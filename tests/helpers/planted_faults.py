@@ -320,11 +320,10 @@ def watch_parameters(file: str) -> None:
     replace(train, "train_step", wrap)
 
 
-def out_of_time(step: int | None) -> None:
-    """Leaves no time for another step after this one. None: after all planned steps."""
+def out_of_time(step: int) -> None:
+    """Leaves no time for another step after this one. Until then, no time is used."""
     steps = itertools.count(1)
-    time_limit.MEASURED_FRACTION = 0.0
-    replace(time_limit.TimeLimit, "is_last_step", lambda _: lambda _: next(steps) == step)
+    replace(time_limit.TimeLimit, "start_step", lambda _: lambda _: float(next(steps) == step))
 
 
 def wait_at(step: int, file: str) -> None:

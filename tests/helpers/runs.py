@@ -96,7 +96,7 @@ def train_past_checkpoint(run, step: int) -> None:
     run.metrics.start()
     while run.state.step < step:
         run.metrics.add(*train_step(run))
-        if run.is_due(run.config.trainer.log_every):
+        if run.is_due("log"):
             log_row(run)
     save(run)
     run.checkpointer.finish(run.state)

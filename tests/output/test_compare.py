@@ -129,13 +129,6 @@ def test_damaged_and_unlimited_files_are_skipped(run, compared):
     assert {name.split("-")[0] for name in skipped} == {"runs/bad"}
 
 
-def test_runs_with_a_time_limit_share_a_row_whatever_their_steps(run, compared):
-    for name, seed, steps, minutes in (("a", 0, 100, 5), ("b", 1, 120, 5), ("c", 0, 100, 6)):
-        trainer = {"max_steps": steps, "warmup_steps": steps // 5, "max_minutes": minutes}
-        run(name, [1.0 + seed], seed=seed, trainer=trainer)
-    assert sorted(row["runs"] for row in compared()[2]) == [["a", "b"], ["c"]]
-
-
 def test_each_text_and_tokenizer_has_its_table(run, compared):
     """Also if the text at a path has changed. Bits per byte are compared between tokenizers. Runs
     with the same validation text share a table."""

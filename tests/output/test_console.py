@@ -131,17 +131,6 @@ def test_the_last_sample_is_printed_once(make_run, capsys):
     assert shown.count(sanitize(" ".join(samples[-1].split()))) == 1
 
 
-def test_a_branch_names_the_run_it_starts_from(make_run, capsys):
-    """A resumed run does not."""
-    fit(make_run("name=a"))
-    for name, is_branch in (("a", False), ("b", True)):
-        capsys.readouterr()
-        make_run(f"name={name}", "trainer.resume=runs/a", "trainer.max_steps=5").closing.close()
-        last = capsys.readouterr().out.splitlines()[-1]
-        assert ("runs/a" in last) == is_branch
-        assert "step 4" in last
-
-
 TWO_STEPS = """
 import sys
 from clearhead.output import console

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import time
 from typing import ClassVar
 
 import pytest
@@ -10,16 +9,13 @@ import torch
 from helpers import TINY
 from helpers.gpus import pretend_gpus
 from helpers.refusals import printed_keys, refused
-from helpers.settings import settings
 
 import train
-from clearhead.checkpoint.resume import find_start
 from clearhead.config.schema import ParallelConfig
 from clearhead.errors import ConfigError
 from clearhead.parallel import ddp, device, fsdp
 from clearhead.parallel.build import build_strategy
 from clearhead.parallel.strategy import Strategy
-from clearhead.run.time_limit import with_max_steps
 
 GPU = torch.device("cuda", 0)
 
@@ -219,13 +215,3 @@ def test_a_run_uses_the_precision_of_its_device(make_run, monkeypatch):
     run = make_run("optimizer=muon", "trainer.precision=bf16")
     assert run.metrics.peak_flops == 2e9
     assert run.optimizer.dtype != torch.float16
-
-
-def test_rows_of_a_run_on_a_gpu():
-    """Also if a time limit decides the number of steps."""
-    config = settings(*TINY, "trainer.log_every=null", "trainer.max_steps=100")
-    for kind, expected in (("cpu", 1), ("cuda", 10), ("mps", 10)):
-        strategy = Strategy(torch.device(kind), torch.float32)
-        found, _ = find_start(config, strategy, contextlib.ExitStack(), [])
-        limited = with_max_steps(config, strategy, time.monotonic() + 100, 0.1, [])
-        assert found.trainer.log_every == limited.trainer.log_every == expected

@@ -30,7 +30,7 @@ from helpers.trainings import STEP, interrupt, newest_valid_step, printed_comman
 
 KILLS = int(os.environ.get("CAMPAIGN_KILLS", "1"))
 LONG = (*COMPARABLE, "model.dropout=0.2", "trainer.eval_every=20", "trainer.save_every=3")
-LONG += ("trainer.keep=1", "parallel.timeout=1000", "trainer.schedule_steps=100")
+LONG += ("trainer.keep=1", "parallel.timeout=1000", "optimizer.schedule=constant")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 from helpers.ranks import check_same_bytes
 
 import scripts.compare
-from clearhead.run import build
+import scripts.runs
 from train import fit
 
 LOSSES = {0: 5.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.4}
@@ -32,10 +32,6 @@ def test_the_run_ends_after_patience_validations_without_a_lower_loss(
     assert (summary["steps"], run.state.best_step) == (steps, 4)
     assert (folder / "checkpoints" / "best").resolve().name == "step_00000004"
     assert (folder / "checkpoints" / "last").resolve().name == f"step_{steps:08}"
-    # A run with this number of steps and this schedule is the same.
-    same = ("trainer.schedule_steps=20", f"trainer.max_steps={steps}", "name=plain")
-    overfit(*same)
-    check_same_bytes(folder, tmp_path / "runs" / "plain")
 
 
 def test_the_same_command_does_not_train_a_run_that_has_ended_early(overfit, tmp_path):
@@ -71,31 +67,9 @@ def test_a_resumed_run_counts_its_own_validations(overfit):
     assert run.state.step == 15  # validations 13 and 14 are not lower than 12
 
 
-def test_a_run_that_ended_early_continues_with_more_text(overfit, tmp_path):
-    overfit("name=run", "trainer.patience=1")
-    (tmp_path / "more.txt").write_text("other words " * 100)
-    more = (f"data.path={tmp_path / 'more.txt'}", "trainer.resume_override=true")
-    losses = {8: 2.2, 10: 2.1}
-    _, summary = overfit("name=run", "trainer.patience=1", *more, losses=losses, rest=2.3)
-    assert (summary["steps"], summary["best_val_loss"]) == (13, 2.1)
-
-
 def test_a_sweep_minimises_the_lowest_loss(overfit):
     assert overfit("trainer.patience=1")[0].objective() == 2.0
     assert overfit("trainer.patience=null")[0].objective() == 2.6
-
-
-def test_a_run_with_a_time_limit_and_a_longer_schedule(overfit, monkeypatch):
-    monkeypatch.setattr(build, "measure_steps", lambda *_: 1.0)
-    limited = ("name=limited", "trainer.max_minutes=100", "trainer.eval_every=2")
-    for patience, steps in ((1, 7), (1, 7), (2, 9)):
-        run, _ = overfit(*limited, f"trainer.patience={patience}")
-        assert (run.state.step, run.config.trainer.max_steps) == (steps, 20)
-    falling = {step: 5.0 - step / 10 for step in range(0, 21, 2)}
-    longer = ("name=longer", "trainer.schedule_steps=20", "trainer.patience=3")
-    for steps in (6, 12):  # no validation was worse than the one before
-        run, _ = overfit(*longer, f"trainer.max_steps={steps}", losses=falling)
-        assert run.state.step == steps
 
 
 @pytest.mark.parametrize(("windows", "steps"), [(8, 20), (50 * 8 + 1, 51), (900 * 8, 200)])

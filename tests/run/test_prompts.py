@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from helpers import TEXT, TINY
+from helpers.refusals import refused
 from helpers.runs import change_state
 from helpers.settings import settings
 from helpers.texts import prepare
@@ -14,6 +15,7 @@ import train
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config import compose
+from clearhead.errors import CheckpointError
 from clearhead.run.prompts import choose_prompts
 from clearhead.tokens.token_stream import TokenStream
 from clearhead.tokens.tokenizer import get_tokenizer
@@ -119,17 +121,15 @@ def test_a_part_of_a_large_text_is_read():
     assert sum(read) < 10**6
 
 
-def test_a_resumed_run_keeps_its_prompts(make_run, tmp_path, text_file):
-    """Also with another text, or a text in another language: the time-lapse needs equal prompts."""
+def test_a_resumed_run_keeps_its_prompts(make_run, tmp_path):
+    """The time-lapse needs equal prompts."""
     given = ("name=a", "lens=default", "lens.every=2", "lens.repeat_length=0")
     run = make_run(*given)
     train.fit(run)
     before = prompts_of(run.config)
-    text_file.write_text(JAPANESE, encoding="utf-8")
-    more = ("trainer.max_steps=6", "trainer.resume_override=true")
-    by_name, by_path = (*given, *more), ("trainer.resume=runs/a", *more, "lens=often")
-    for overrides in (by_path, by_name):
-        again = make_run(*overrides, tiny=overrides == by_name)
+    longer = "trainer.max_steps=6"
+    for overrides in (("trainer.resume=runs/a", longer, "lens=often"), (*given, longer)):
+        again = make_run(*overrides, tiny=overrides[0] == "name=a")
         assert prompts_of(again.config) == before
     train.fit(again)
     steps = sorted((again.directory / "attention").glob("*.npz"))
@@ -138,22 +138,18 @@ def test_a_resumed_run_keeps_its_prompts(make_run, tmp_path, text_file):
     assert texts == [before[:-1]] * 4
     rows = (again.directory / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert {json.loads(row)["prompt"] for row in rows} == {before[-1]}
-    given = (*given, "trainer.max_steps=8", "lens.prompts=[new]", "trainer.resume_override=true")
+    given = (*given, "trainer.max_steps=8", "lens.prompts=[new]")
     assert make_run(*given).config.lens.prompts == ["new"]  # on the command line
 
 
-def test_damaged_prompts_of_a_checkpoint_are_replaced(make_run):
+def test_damaged_prompts_of_a_checkpoint_are_refused(make_run):
     run = make_run("name=a")
     train.fit(run)
-    good = run.config
     changes = {"lens.prompts": [3, None], "trainer.sample_prompt": ["a"]}
-    for folder in checkpoint_folders(run):
-        change_state(folder, **{f"settings.{key}": value for key, value in changes.items()})
-    assert prompts_of(make_run("name=a", "trainer.max_steps=6").config) == prompts_of(good)
-
-
-def checkpoint_folders(run) -> list:
-    return [path.parent for path in (run.directory / "checkpoints").glob(f"*/{checkpoint.STATE}")]
+    for path in (run.directory / "checkpoints").glob(f"*/{checkpoint.STATE}"):
+        change_state(path.parent, **{f"settings.{key}": value for key, value in changes.items()})
+    with refused(CheckpointError, "checkpoint", exit_code=3):
+        make_run("name=a", "trainer.max_steps=6")
 
 
 def test_a_new_run_with_the_settings_of_another_has_prompts_of_its_own_text(make_run, tmp_path):

@@ -125,7 +125,7 @@ def test_a_run_without_optimizer_states_is_complete_except_for_resuming(
     before = contents(Path("runs/mid"))
     for arguments in (
         ["name=mid", "trainer.max_steps=6"],
-        ["trainer.resume=runs/mid", "name=branch", "trainer.max_steps=6"],
+        ["trainer.resume=runs/mid", "runs_dir=runs", "trainer.max_steps=6"],
     ):
         with refused(CheckpointError, "checkpoint", exit_code=3) as caught:
             make_run("data.path=text.txt", *arguments)

@@ -1,0 +1,52 @@
+"""Settings that are null: their values follow from the length of the run."""
+
+from clearhead.config.schema import Config
+from clearhead.config.yaml_files import flat
+from headlens.config import LensConfig
+
+LOG_EVERY_ON_GPU = 10  # at least: the host waits for the GPU at each row, and then it for the host
+# For what is decided before the first step of a run that only trainer.max_minutes limits.
+EXPECTED_STEPS = 4096
+AUTOMATIC = (
+    *("trainer.warmup_steps", "trainer.eval_every", "trainer.eval_windows", "trainer.log_every"),
+    "lens.every",
+)
+
+
+def automatic_values(config: Config, on_gpu: bool, epoch: int) -> dict[str, int]:
+    """Returns values for those settings in AUTOMATIC that are null. Without trainer.max_steps, the
+    steps between validations and the like follow from the used time, so they stay null.
+
+    on_gpu: whether the model is trained on a GPU. epoch: its number of steps.
+    """
+    trainer, given = config.trainer, flat(config.model_dump())
+    steps = trainer.max_steps or EXPECTED_STEPS
+    values: dict[str, int] = {}
+    if trainer.max_steps:
+        values = automatic_intervals(steps, on_gpu, epoch if trainer.patience else 1000)
+        values["trainer.warmup_steps"] = automatic_warmup(steps)
+    # A validation window takes at most a third of the time of a training window: validation takes
+    # less than 1 % of the time, except in very short runs, which validate on at least 8 windows.
+    every = trainer.eval_every
+    between = (automatic_eval_every(steps) if every is None else every) or steps
+    values["trainer.eval_windows"] = min(max(between * trainer.batch_size * 2 // 100, 8), 400)
+    return {key: value for key, value in values.items() if given[key] is None}
+
+
+def automatic_intervals(steps: int, on_gpu: bool, epoch: int) -> dict[str, int]:
+    """Returns the steps between validations, at most `epoch` or 20, between rows of metrics.jsonl
+    and between attention snapshots, in a run of this number of steps."""
+    return {
+        "trainer.eval_every": min(automatic_eval_every(steps), max(epoch, 20)),
+        "trainer.log_every": max(steps // 500, LOG_EVERY_ON_GPU if on_gpu else 1),
+        "lens.every": LensConfig().interval(steps),
+    }
+
+
+def automatic_eval_every(steps: int) -> int:
+    return min(max(steps // 10, 40), 1000)
+
+
+def automatic_warmup(steps: int) -> int:
+    # With 12 warm-up steps, the loss of GPT-2 small rises by four nats (docs/results.md).
+    return min(max(steps // 10, 24), 2000, steps // 5)
