@@ -70,26 +70,21 @@ def test_a_model_with_nonfinite_logits_is_refused(in_process, tmp_path, temperat
     assert (code, printed_keys(err)) == (3, ["checkpoint"])
 
 
-def test_printing_ends_at_the_end_of_text_token_unless_ignored(written, monkeypatch):
+def test_printing_shows_whole_characters_until_the_end_of_text_token(written, monkeypatch):
+    """Unless it is ignored. Invalid bytes are shown as U+FFFD."""
+
     def spelled(*_, end_token, **__):
-        tokens = [*b"ab", 256, *b"cd"]
+        tokens = [*"é🙂".encode(), 0xC3, 256, *b"cd"]
         return ([token] for token in tokens[: tokens.index(end_token) + 1 if end_token else None])
 
-    monkeypatch.setattr(decoding, "generate", spelled)
-    assert written("prompt=x") == "xab\n"
-    assert written("prompt=x", "ignore_end=true") == "xab<|endoftext|>cd\n"
-
-
-def test_printing_shows_a_character_of_several_tokens_whole(written, monkeypatch):
-    """Invalid bytes are shown as U+FFFD."""
     pieces, print_piece = [], generate.print_piece
     monkeypatch.setattr(
         generate, "print_piece", lambda text: (pieces.append(text), print_piece(text))
     )
-    tokens = [*"é🙂".encode(), 0xC3]
-    monkeypatch.setattr(decoding, "generate", lambda *_, **__: ([token] for token in tokens))
+    monkeypatch.setattr(decoding, "generate", spelled)
     assert written("prompt=x") == "xé🙂\ufffd\n"
     assert {"é", "🙂"} <= set(pieces)
+    assert written("prompt=x", "ignore_end=true") == "xé🙂\ufffd<|endoftext|>cd\n"
 
 
 def test_a_loop_of_prompts(written, monkeypatch):
@@ -102,17 +97,23 @@ def test_a_loop_of_prompts(written, monkeypatch):
     assert texts[0] != texts[2]
 
 
-def test_ctrl_c_ends_the_printing_of_a_text_and_not_the_loop(in_process, folder, monkeypatch):
+def test_ctrl_c_ends_a_text_and_neither_the_loop_nor_a_file(
+    in_process, folder, tmp_path, monkeypatch
+):
     def interrupted(*_, **__):
         yield [ord("a")]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(decoding, "generate", interrupted)
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-    arguments = ["checkpoint=runs/run", "interactive=true"]
-    assert in_process(generate.main, folder, *arguments) == (0, "onea\ntwoa\n", "")
-    code, out, err = in_process(generate.main, folder, "checkpoint=runs/run", "prompt=one")
-    assert (code, out, err) == (130, "onea", "")
+    model = f"checkpoint={folder / 'runs' / 'run'}"
+    assert in_process(generate.main, tmp_path, model, "interactive=true") == (0, "onea\ntwoa\n", "")
+    assert in_process(generate.main, tmp_path, model, "prompt=one") == (130, "onea", "")
+    (tmp_path / "rows.jsonl").write_text("precious")
+    code, *_ = in_process(generate.main, tmp_path, model, "out=rows.jsonl", "overwrite=true")
+    assert code == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert (tmp_path / "rows.jsonl").read_text() == "precious"
 
 
 def test_compiled_on_request(written, monkeypatch):
@@ -262,18 +263,3 @@ def test_bad_prompts_are_refused_and_change_nothing(in_process, folder, tmp_path
         assert sorted(path.name for path in tmp_path.iterdir()) == before, arguments
     assert (tmp_path / "kept.jsonl").read_text() == "precious"
     assert (tmp_path / "ok.txt").read_text() == "the\n"
-
-
-def test_an_error_while_generating_keeps_the_earlier_file(
-    in_process, folder, tmp_path, monkeypatch
-):
-    def interrupted(*_, **__):
-        yield [ord("a")]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(decoding, "generate", interrupted)
-    (tmp_path / "rows.jsonl").write_text("precious")
-    arguments = (f"checkpoint={folder / 'runs' / 'run'}", "out=rows.jsonl", "overwrite=true")
-    assert in_process(generate.main, tmp_path, *arguments)[0] == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
-    assert (tmp_path / "rows.jsonl").read_text() == "precious"
