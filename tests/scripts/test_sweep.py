@@ -323,7 +323,7 @@ def test_launchers_of_hydra(tmp_path, text_file, launcher):
     _, found = results_of(tmp_path)
     assert done.returncode == 4, done.stderr
     assert [job["exit_code"] for job in found["jobs"]] == [4, 0]
-    assert [row["settings"] for row in found["rows"]] == [{"optimizer.lr": 0.01}]
+    assert [row["settings"]["optimizer.lr"] for row in found["rows"]] == [0.01]
     assert found["jobs"][0]["error"] in done.stderr
 
 
