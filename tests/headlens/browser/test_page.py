@@ -17,7 +17,7 @@ from headlens.statistics import STATISTICS
 TALL = {"width": 1280, "height": 1500}  # large enough for the grid and all charts
 
 
-def test_maps_and_weights_of_every_prompt_and_step(shown):
+def test_heatmaps_show_the_weights_of_every_prompt_and_step(shown):
     lens, run = shown(fragment="#head=0.2&statistics=mean"), a_run()
     pages.assert_weights(lens, run)
     for number, weights in enumerate(run.weights[120]):
@@ -33,7 +33,7 @@ def test_maps_and_weights_of_every_prompt_and_step(shown):
         assert pages.statistics_of(lens)[STATISTICS["induction"].title] == value
 
 
-def test_color_scale_and_first_column(shown):
+def test_colour_scale_hidden_first_column_and_stretched_colours(shown):
     lens = shown(fragment="#head=1.0")
     weights = a_run().weights[120][0]
     for scale, hide, stretch in itertools.product(("sqrt", "linear"), *2 * [(False, True)]):
@@ -49,7 +49,7 @@ def test_color_scale_and_first_column(shown):
     assert at == pytest.approx(weights[1, 0, 5, 0], abs=1 / 255)
 
 
-def test_dark_and_light_theme(shown):
+def test_theme_of_the_system_and_chosen_theme(shown):
     """The theme of the system first, then the selected theme."""
     lens = shown(color_scheme="dark")
     for theme in ("dark", "light"):
@@ -72,7 +72,7 @@ WATCH_TEXT = """() => {
 }"""
 
 
-def test_reading_an_enlarged_head(shown):
+def test_enlarged_head_shows_its_tokens_weights_and_statistics(shown):
     """Tokens on both axes, the weight under the pointer, and the shaded text."""
     lens = shown(fragment="#statistics=mean", viewport={"width": 1280, "height": 1000})
     pages.tile(lens, 1, 2).click()
@@ -127,7 +127,7 @@ def test_character_split_over_tokens_is_joined_in_the_text(shown):
     assert titles[1:4] == [" 😀¹", "😀²", "😀³"]
 
 
-def test_play_and_pause(shown):
+def test_play_goes_through_the_steps_and_stops_at_the_end(shown):
     # Options that no other test uses, so that this window is not shared: its clock is stopped.
     lens = shown(fragment="#step=40", timezone_id="Etc/GMT+5")
     lens.clock.install(time=0)

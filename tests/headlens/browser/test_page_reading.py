@@ -114,24 +114,7 @@ def test_contrast_of_text_and_controls(shown, theme):
     assert pages.contrast(focus, pages.colour_of(lens.locator("body"), "backgroundColor")) >= 3
 
 
-def test_touch_targets_of_a_large_model_in_a_small_window(shown):
-    run = a_run("16 heads", 3, 16, PROMPTS[:1], (0, 120), (0, 120))
-    small = {"width": 400, "height": 740}
-    lens = shown(run, fragment="#head=0.1&filter=entropy:0.1", viewport=small, has_touch=True)
-    lens.locator("#options").click()
-    targets = "button, select, label:has(input), input:not(label *), .file"
-    read = """all => all.filter((node) => node.checkVisibility({ visibilityProperty: true }))
-      .map((node) => [node.id || node.className, node.offsetWidth, node.offsetHeight])"""
-    found = lens.locator(f"main :is({targets})").evaluate_all(read)
-    assert len(found) > 48 + 15
-    assert [entry for entry in found if min(entry[1:]) < 24] == []
-    assert lens.evaluate("document.documentElement.scrollWidth") == 400
-    last = pages.tile(lens, 0, 15)  # the grid scrolls
-    last.tap()
-    assert lens.locator("#detail-title").inner_text() == "L0 H15"
-
-
-def test_short_prompts(shown):
+def test_prompts_of_one_or_two_tokens_are_shown(shown):
     """Of one or two tokens, and shorter than the place of the pointer."""
     one, two = pages.prompt("2-one", ["Hello"]), pages.prompt("3-two", ["Hello", " you"])
     lens = shown(a_run("short", prompts=(PROMPTS[0], one, two), sharp=4), fragment="#head=1.1")

@@ -134,7 +134,7 @@ def test_heads_are_sorted_by_the_loss_without_them(shown):
     assert (pages.grid_order(lens), pages.state(lens, "filter")) == (ranked[::-1], "")
 
 
-def test_page_without_removed_heads_and_layers(shown):
+def test_nothing_is_said_of_removed_heads_that_were_not_measured(shown):
     lens = shown(fragment="#head=0.1&sort=-loss_change")
     for part in ("#removed", "#groups", "#layers"):
         assert lens.locator(part).is_hidden()
@@ -157,7 +157,7 @@ def assert_layers(lens, predictions, query, side=0):
             assert true == (of.token_ids[query, 0] == query + 1)
 
 
-def test_predictions_of_each_layer(shown):
+def test_logit_lens_shows_the_prediction_of_each_layer(shown):
     """The logit lens, in which the true token is marked."""
     words = [f"<{n}>" for n in range(200)]
     prompts = (pages.prompt("ids", words),)

@@ -76,7 +76,7 @@ def test_order_by_values_of_the_shown_prompt(shown):
     expect(lens).to_have_url(re.compile("statistics=mean"))
 
 
-def test_names_at_each_step(shown, story):
+def test_letters_and_counts_of_names_follow_the_step(shown, story):
     for lens, run in ((shown(), a_run()), (story(), a_story())):
         names = {ALL_NAMES[index] for row in run.rows.values() for index in row.names.ravel()}
         ever = names - {"", "uniform"}
@@ -145,7 +145,7 @@ def test_a_name_in_the_legend_opens_the_clearest_head(shown):
         assert query[1] == max(above, key=above.get)
 
 
-def test_a_name_with_an_interruption(shown):
+def test_sentence_says_since_when_also_with_an_interruption(shown):
     """The text has the step from which the head keeps its name, and the first step with it; without
     the name, the steps before and after."""
     made = story_run({(0, 2): ("previous_token", 40)})
@@ -159,7 +159,7 @@ def test_a_name_with_an_interruption(shown):
         assert {*steps} == wanted
 
 
-def test_finding_of_a_positional_head(shown):
+def test_sentence_of_a_positional_head_says_how_far_back(shown):
     """The sentence says how far back the head attends most, and the mean weight there."""
     run = story_run({(0, 1): ("two to four back", 40)})
     lens = shown(run, fragment="#head=0.1&prompt=0")
@@ -177,7 +177,7 @@ def test_finding_of_a_positional_head(shown):
     assert float(average) == pytest.approx(mean, abs=0.0051 + 1 / 255)
 
 
-def test_marks_on_the_slider(story):
+def test_slider_has_a_mark_where_heads_get_their_names(story):
     lens = story()
     box = lens.locator("#step").bounding_box()
     found = {}
@@ -243,7 +243,7 @@ def test_without_names_the_page_opens_with_the_head_nearest_to_a_name(shown):
     assert lens.locator("#marks i:not(.stage)").count() == 0
 
 
-def test_finding_of_names_that_only_texts_have(shown):
+def test_names_of_separators_have_their_example_on_a_text(shown):
     """On random tokens there is no example, also if some are separators."""
     repeated = pages.prompt("2-repeated", ["<bos>", *2 * list("a,b ef")], period=PERIOD)
     names = ("separator", "segment_start")
@@ -261,7 +261,7 @@ def test_finding_of_names_that_only_texts_have(shown):
         assert float(mean) == pytest.approx(value, abs=0.0051)
 
 
-def test_finding_follows_step_prompt_and_head(story):
+def test_sentence_follows_step_prompt_and_head(story):
     lens = story("#head=1.1&prompt=1&step=120")
     sentences = {lens.locator("#finding").inner_text()}
     lens.locator("#step").fill("1")

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import pages
-from helpers.pages import HOSTILE, a_run
+from helpers.pages import HOSTILE
+from helpers.stories import PERIOD, REPEATED, SOME
 from playwright.sync_api import expect
 
 from headlens.heads import ALL_NAMES
-from headlens.page import run_data
+from headlens.page import frame_data, run_data
 from headlens.recording import record
 from headlens.whole_text import Text, TextRecorder
 
@@ -21,9 +22,6 @@ STEPS = (0, 40, 80)
 LENGTH = 48  # tokens of a window
 TOKENS = [",", "\n", *(f" {a}{b}" for a in "bdfglmst" for b in ("ad", "en", "ip", "or", "ull"))]
 WINDOWS = torch.randint(len(TOKENS), (4, LENGTH), generator=torch.Generator().manual_seed(3))
-PERIOD = 6
-REPEATED = pages.prompt("2-repeated", ["<bos>", *2 * list("abcdef")], period=PERIOD)
-SOME = pages.prompt("1-words", ["One", " two", ",", " three", " four", " five", " six", "."])
 # Of L1 H0, at each step (window, query, key, weight, norm of the value): the strongest first.
 NEAR, FAR = (2, 20, 17, 0.5, 4.0), (0, 45, 2, 0.9, 1.5)
 CELLS = {
@@ -337,7 +335,7 @@ def test_contexts_of_the_shown_side_and_of_one_head(shown):
     assert lens.locator("#contexts").is_hidden()
 
 
-def test_page_without_a_text(shown):
+def test_page_without_a_text_has_no_contexts_and_errors(shown):
     """Also a second run without one: only the side with a text has contexts."""
     without = text_run(text=False, name="without")
     lens = shown(without, fragment="#head=0.0")
@@ -381,7 +379,7 @@ def test_lines_of_a_text_from_right_to_left(shown):
 
 
 @pytest.mark.parametrize("width", [460, 900, 1400])
-def test_width_of_the_window(shown, width):
+def test_nothing_is_wider_than_the_window(shown, width):
     """Lists are side by side in a wide window; nothing is wider than the window."""
     size = {"width": width, "height": 900}
     lens = shown(a_text_run(), fragment="#head=1.0&step=40", viewport=size)
@@ -395,21 +393,6 @@ def test_width_of_the_window(shown, width):
     assert max(lines) <= width
 
 
-def test_table_of_removed_heads_says_which_names_hold_on_prompts_only(shown):
-    result = {"loss_change": 0.2, "loss_change_error": 0.01, "accuracy_without": None}
-    heads = [result | {"layer": n // 3, "head": n % 3} for n in range(6)]
-    groups = [result | {"name": "induction", "heads": 1}]
-    groups += [result | {"name": "previous_token", "heads": 2}]
-    found = {"step": 80, "method": "exact", "windows": 4, "targets": 99, "loss": 1.0}
-    found |= {"accuracy": None, "heads": heads, "groups": groups}
-    texts = []
-    for run in (a_text_run(), text_run(text=False)):
-        lens = shown(dataclasses.replace(run, data=run.data | {"ablation": found}))
-        texts.append(lens.locator("#groups td.note").all_inner_texts())
-    differs = [one != two for one, two in zip(*texts, strict=True)]
-    assert differs == [True, False]
-
-
 def test_opens_with_a_head_whose_name_holds_on_the_text(shown):
     lens, row = shown(a_text_run(), fragment=""), a_text_run().rows[80]
     place = (pages.state(lens, "layer"), pages.state(lens, "head"))
@@ -417,15 +400,8 @@ def test_opens_with_a_head_whose_name_holds_on_the_text(shown):
     assert lens.locator("#contexts").is_visible()
 
 
-def test_damaged_text_and_cells(tmp_path, opened, shown):
-    """An invalid text is an error of one line. Cells that do not exist are not shown."""
-    from headlens.page import frame_data, page
-
+def test_cells_that_do_not_exist_are_not_shown(shown):
     run = a_text_run()
-    path = tmp_path / "page.html"
-    path.write_text(page([run.data | {"text": run.data["text"][:50]}], "x"), encoding="utf-8")
-    lens = opened(path)
-    expect(lens.locator("#error")).to_be_visible()
     frames = [frame_data(snapshot) for snapshot in run.snapshots]
     details = json.loads(pages.unpacked(frames[-1]["details"]))
     details["contexts"][3][0] = [[99, 5, 3, 200], [0, 3, 5, 200], [0, 99, 5, 200], [-1, -1, -1, 0]]
@@ -433,4 +409,3 @@ def test_damaged_text_and_cells(tmp_path, opened, shown):
     changed = dataclasses.replace(run, data=run.data | {"frames": frames})
     lens = shown(changed, fragment="#head=1.0")
     assert lens.locator("#contexts mark").count() == 5 + 1  # those at random, and the explanation
-    assert a_run().data["text"] is None

@@ -30,7 +30,7 @@ def view(lens):
     return (state["layer"], state["head"]), state["frame"], state["prompt"], state["query"]
 
 
-def test_stops_of_the_tour(shown):
+def test_tour_shows_one_row_one_head_and_both_ends(shown):
     """One row, one head, and both ends of the training."""
     run = story_run({PREVIOUS: ("previous_token", 40)})
     lens = shown(run, fragment="")
@@ -119,7 +119,7 @@ def test_link_and_keys_of_the_tour(shown):
     expect(lens).to_have_url(re.compile(f"head={place[0]}.{place[1]}"))
 
 
-def test_outline_and_copies(shown):
+def test_tour_outlines_the_stripe_of_a_head(shown):
     """The outline of a stop is on the stripe of the head; outside the tour there is none."""
     lens = shown(story_run({INDUCTION: ("induction", 80)}), fragment="#tour=2")
     expect(lens.locator("#tour")).to_be_visible()
