@@ -37,7 +37,8 @@ def home(tmp_path_factory):
 
 def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     out = tmp_path / "a\x1b[31m.html"
-    settings = ["checkpoint=runs/one", "text=The fox.", "logit_lens=true", f"out={out}"]
+    name = rf'out="{tmp_path}/a\e[31m.html"'  # YAML
+    settings = ["checkpoint=runs/one", "text=The fox.", "logit_lens=true", name]
     code, told, err = in_process(main, home, *settings)
     assert (code, err) == (0, "")
     assert "\x1b" not in told
