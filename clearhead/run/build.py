@@ -27,7 +27,7 @@ from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer
 from clearhead.config.application import is_single_run
 from clearhead.config.automatic import automatic_intervals, automatic_values
 from clearhead.config.schema import Config
-from clearhead.errors import exit_code_of, refuse, sanitize, shorten
+from clearhead.errors import DataError, exit_code_of, refuse, sanitize, shorten
 from clearhead.output.console import Console
 from clearhead.output.jsonl import RowFile, drop_rows_after
 from clearhead.output.machine import environment
@@ -191,6 +191,10 @@ class Builder:
             if self.start.state:
                 hint = "for a new run with these data, use another name"
                 saved = self.start.state.data or []
+                is_old = any(isinstance(checksum, list) for _, checksum in saved)
+                if is_old and (weights := config.data.weights):
+                    reason = "version 3, which wrote the checkpoint, had another order of windows"
+                    raise DataError("data.weights", weights, reason, hint)
                 check_checksums(saved, data.checksums, path, "the checkpoint", hint)
         of_rank_0 = strategy.broadcast(data.checksums)
         with strategy.raise_on_all_ranks():
