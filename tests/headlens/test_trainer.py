@@ -102,6 +102,7 @@ def test_a_resumed_training_continues_its_snapshots(tmp_path):
 def test_images_and_pages_are_logged_to_wandb(tmp_path, monkeypatch):
     import wandb
 
+    wandb.teardown()  # of earlier tests of this process: W&B reads its variables once
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     rows, log = [], wandb.Run.log
