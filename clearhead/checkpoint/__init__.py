@@ -5,6 +5,6 @@ saver.py          writes files on rank 0 in a thread: atomic writes, links, remo
 tensors.py        collects and loads parameters and optimizer state
 format.py         the files of a checkpoint, their checksums, the fields of state.json
 listing.py        lists the checkpoints of a run, and finds the checkpoint for a path
-resume.py         decides how a run starts: as a new run, or resumed
+resume.py         what a resumed run may change, and the command that resumes it
 run_directory.py  name, lock and settings files of a run directory
 """

@@ -13,17 +13,18 @@ AUTOMATIC = (
 )
 
 
-def automatic_values(config: Config, on_gpu: bool, epoch: int) -> dict[str, int]:
+def automatic_values(config: Config, on_gpu: bool, epoch: int | None) -> dict[str, int]:
     """Returns values for those settings in AUTOMATIC that are null. Without trainer.max_steps, the
     steps between validations and the like follow from the used time, so they stay null.
 
-    on_gpu: whether the model is trained on a GPU. epoch: its number of steps.
+    on_gpu: whether the model is trained on a GPU. epoch: the largest number of steps between
+    validations, unless it is below 20; None: no limit.
     """
     trainer, given = config.trainer, flat(config.model_dump())
     steps = trainer.max_steps or EXPECTED_STEPS
     values: dict[str, int] = {}
     if trainer.max_steps:
-        values = automatic_intervals(steps, on_gpu, epoch if trainer.patience else 1000)
+        values = automatic_intervals(steps, on_gpu, epoch)
         values["trainer.warmup_steps"] = automatic_warmup(steps)
     # A validation window takes at most a third of the time of a training window: validation takes
     # less than 1 % of the time, except in very short runs, which validate on at least 8 windows.
@@ -33,11 +34,12 @@ def automatic_values(config: Config, on_gpu: bool, epoch: int) -> dict[str, int]
     return {key: value for key, value in values.items() if given[key] is None}
 
 
-def automatic_intervals(steps: int, on_gpu: bool, epoch: int) -> dict[str, int]:
-    """Returns the steps between validations, at most `epoch` or 20, between rows of metrics.jsonl
-    and between attention snapshots, in a run of this number of steps."""
+def automatic_intervals(steps: int, on_gpu: bool, epoch: int | None) -> dict[str, int]:
+    """Returns the steps between validations, between rows of metrics.jsonl and between attention
+    snapshots, in a run of this number of steps. on_gpu, epoch: as above."""
+    every = automatic_eval_every(steps)
     return {
-        "trainer.eval_every": min(automatic_eval_every(steps), max(epoch, 20)),
+        "trainer.eval_every": every if epoch is None else min(every, max(epoch, 20)),
         "trainer.log_every": max(steps // 500, LOG_EVERY_ON_GPU if on_gpu else 1),
         "lens.every": LensConfig().interval(steps),
     }

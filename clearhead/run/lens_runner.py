@@ -112,7 +112,7 @@ class LensRunner:
         else:
             changes = [f"trainer.max_steps={2 * self.lens.last.step}"]
             changes += ["trainer.max_minutes=null"] if minutes else []
-        command = resume_command(self.directory, is_saved=True, changes=changes)
+        command = resume_command(self.directory, changes)
         return f"; to train longer, {command}"
 
 

@@ -9,39 +9,21 @@ import re
 
 import numpy as np
 
-from clearhead.config.schema import Config
-from clearhead.config.stored import PROMPTS
-from clearhead.config.yaml_files import flat
-from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.windows import MixedDataset, WindowDataset
-from data import GPTDatasetV1, LoadedData
+from data import GPTDatasetV1
 from headlens import DEFAULT_PROMPTS, beginning, text_prompts
 
 EXCERPTS, EXCERPT_TOKENS = 8, 4096
 
 
-def with_prompts(
-    config: Config, strategy: Strategy, data: LoadedData, tokenizer: Tokenizer
-) -> Config:
-    """Returns the config with prompts, the same on all ranks; rank 0 chooses them.
+def choose_prompts(dataset: WindowDataset, tokenizer: Tokenizer, most: int) -> dict[str, object]:
+    """Returns prompts of at most `most` tokens for the lens, and a prompt for text samples.
 
-    Without validation data they come from the training data. If these contain no text, the lens
+    dataset: the validation data, without them the training data. If these contain no text, the lens
     uses its English sentences, and a sample starts with an empty prompt. Raises DataError if token
     files have invalid ids.
     """
-    given = flat(config.model_dump())
-    if not (missing := [key for key in PROMPTS if given[key] is None]):
-        return config
-    most = min(config.lens.max_tokens, config.data.max_length)
-    dataset = data.val or data.train
-    chosen = strategy.on_rank_0(lambda: choose_prompts(dataset, tokenizer, most))
-    chosen = strategy.broadcast(chosen)
-    return config.with_values({key: chosen[key] for key in missing})
-
-
-def choose_prompts(dataset: WindowDataset, tokenizer: Tokenizer, most: int) -> dict[str, object]:
-    """Returns prompts of at most `most` tokens for the lens, and a prompt for text samples."""
     found = text_prompts(dataset_excerpts(dataset, tokenizer), tokenizer, most)
     return {
         "lens.prompts": found or [*DEFAULT_PROMPTS],

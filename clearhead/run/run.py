@@ -5,11 +5,8 @@
 
 import contextlib
 import math
-import re
-import shlex
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +23,9 @@ from clearhead.checkpoint.run_directory import (
 from clearhead.compute.optimizers import learning_rate
 from clearhead.config.schema import Config
 from clearhead.errors import RunError, best_effort
-from clearhead.files import as_json, atomic_write, last_values, read_object, script_path
-from clearhead.output.charts import minimum_before_rise
+from clearhead.files import as_json, atomic_write, last_values, read_object
 from clearhead.output.metrics import Metrics
-from clearhead.output.report import risen_since
+from clearhead.output.run_lines import results, stopped, times, where_to_look
 from clearhead.output.run_log import RunLog
 from clearhead.output.summary import write_summary
 from clearhead.parallel.strategy import Strategy
@@ -58,7 +54,6 @@ class Run:
     checkpointer: Checkpointer
     log: RunLog
     stop: Stop
-    intervals: Callable[[int], dict[str, int]]  # automatic intervals for a number of steps, by name
     closing: contextlib.ExitStack  # closes the components, the last opened first
     was_finished: bool  # whether an earlier process has finished the run
     is_closed: bool = False
@@ -77,9 +72,8 @@ class Run:
     def interval(self, what: str) -> int:
         """Returns trainer.<what>_every. If it is null, it follows from the expected steps."""
         every = getattr(self.config.trainer, f"{what}_every")
-        return (
-            self.intervals(self.stop.last_step)[f"trainer.{what}_every"] if every is None else every
-        )
+        expected = self.stop.intervals(self.stop.last_step)
+        return expected[f"trainer.{what}_every"] if every is None else every
 
     def learning_rate(self, peak: float) -> float:
         """Returns the learning rate of this step for parameters with this peak. With a time limit,
@@ -178,7 +172,11 @@ class Run:
         if state.best_loss is not None:
             log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
         log.console.close()
-        for line in ["", *self.results(seconds_of, seconds, uploaded)]:
+        lines, has_converged = results(self.config, state, folder, self.metrics.train_loss)
+        if not self.was_finished:
+            lines += times(folder, seconds_of, seconds, self.checkpointer.seconds)
+        lines += [*self.evaluator.summary(), *self.lens.summary(has_converged)]
+        for line in ["", *lines, *where_to_look(self.config, state, log, uploaded)]:
             log.console.print(line)
         log.tracker.finish()
         if not self.strategy.is_rank_0:
@@ -189,55 +187,14 @@ class Run:
             return write_summary(folder, self.config, state, self.stop.limit.started, seconds_of)
         return None
 
-    def results(
-        self, seconds_of: dict[str, float], seconds: float, uploaded: str | None
-    ) -> list[str]:
-        """Returns the lines that a run prints at its end. seconds_of: the parts of `seconds`.
-        uploaded: the name of the model on W&B."""
-        state, log, folder, lines = self.state, self.log, self.directory, []
-        if (loss := self.metrics.train_loss) is not None:
-            lines.append(f"training loss    {loss:.4f}  (step {state.step})")
-        if state.val_loss is not None:
-            lines.append(f"validation loss  {state.val_loss:.4f}")
-            if state.best_loss is not None:
-                lines[-1] += f"  (best: {state.best_loss:.4f} at step {state.best_step})"
-        given, has_converged = folder, state.should_stop_early(self.config.trainer)
-        points = [(state.best_step, state.best_loss), (state.step, state.val_loss)]
-        if None not in points[0] + points[1] and minimum_before_rise(points):
-            given, has_converged = folder / "checkpoints" / "best", True
-            lines.append(f"lowest loss      {risen_since(state.best_step)}")
-        lines.append(f"run directory    {folder}")
-        if not self.was_finished:
-            waited = f"saving blocked training for {self.checkpointer.seconds:.1f} s"
-            lines.append(f"checkpoints      {folder / 'checkpoints'}  ({waited})")
-            parts = [f"{work} {s:.1f} s ({s / seconds:.1%})" for work, s in seconds_of.items()]
-            lines.append(f"time             {seconds:.0f} s: {', '.join(parts)}")
-        lines += [*self.evaluator.summary(), *self.lens.summary(has_converged)]
-        if (timelapse := folder / "attention" / "timelapse.html").is_file():
-            lines.append(f"attention page   {timelapse}")
-        lines.append(f"report           {folder / 'report.html'}")
-        if self.config.trainer.profile:
-            lines.append(f"profile          {folder / 'profile'}")
-        prompt = re.sub("^@", "@@", self.config.trainer.sample_prompt or "")  # @FILE: from a file
-        command = ["python", script_path("generate.py"), f"checkpoint={given}", f"prompt={prompt}"]
-        lines.append(f"generate text    {shlex.join(command)}")
-        if uploaded:
-            lines.append(f"W&B model        {uploaded}")
-        if where := log.tracker.where():
-            lines.append(f"W&B              {where}")
-        return lines
-
     def exit(self) -> None:
         """Ends the process after a stop signal: prints where the checkpoint is and how to resume
         the run, and raises SystemExit with the exit code of the signal, in a notebook
         KeyboardInterrupt."""
         self.log.console.close()
         if self.strategy.is_rank_0:
-            name = signal.Signals(self.stop.signals.received).name
-            folder = self.directory / "checkpoints"
-            text = f"stopped by {name} after step {self.state.step}; checkpoint saved in {folder}"
-            hint = resume_command(self.directory, is_saved=True)
-            print(f"{text}; {hint}", file=sys.stderr)
+            received, step = self.stop.signals.received, self.state.step
+            print(stopped(self.directory, received, step), file=sys.stderr)
         raise self.stop.signals.ending()
 
     def objective(self) -> float:

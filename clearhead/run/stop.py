@@ -3,6 +3,8 @@
 The ranks agree with one all-reduce per step between their CPUs. It also sums the targets of a step.
 """
 
+from collections.abc import Callable
+
 from clearhead.checkpoint.format import State
 from clearhead.config.automatic import EXPECTED_STEPS
 from clearhead.config.schema import TrainerConfig
@@ -32,9 +34,12 @@ class Stop:
         state: State,
         trainer: TrainerConfig,
         targets_per_step: int | None,
+        intervals: Callable[[int], dict[str, int]],
     ):
-        """targets_per_step: over all ranks; None if it varies."""
+        """targets_per_step: over all ranks; None if it varies. intervals: (number of steps of the
+        run) -> values of the settings of intervals that are null."""
         self.strategy, self.signals, self.limit = strategy, signals, limit
+        self.intervals = intervals
         self.targets_per_step, self.max_steps = targets_per_step, trainer.max_steps
         self._sums = lambda: [0.0, limit.used]
         self.last_step = self.max_steps or self._expected_steps(state.step)

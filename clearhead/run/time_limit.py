@@ -50,7 +50,7 @@ class TimeLimit:
         self._first: tuple[float, float] | None = None  # time and used fraction at the first step
         # Starts of steps, without the seconds of all evaluations before.
         self._starts: collections.deque[float] = collections.deque(maxlen=MEASURED + 2)
-        self._fastest = math.inf
+        self._step, self._steps, self._is_near_end = 0.0, 0, False
         self._excluded = self._evaluation = self._longest_evaluation = 0.0
 
     @property
@@ -71,16 +71,22 @@ class TimeLimit:
         no time for another step after this one, and never smaller than before."""
         self._longest_evaluation = max(self._longest_evaluation, self._evaluation)
         self._excluded, self._evaluation = self._excluded + self._evaluation, 0.0
-        self._starts.append(time.monotonic() - self._excluded)
-        step = self._seconds_per_step()
-        # There may be an evaluation after this step and one after the next. If steps have become
-        # slower, the end of the run has too.
-        slower = (min(max(1.0, step / self._fastest), SLOWDOWN) - 1) * self.end_of_run
-        end = self.end - 2 * self._longest_evaluation - slower
-        if self.device.type != "cpu" and end - time.monotonic() < 2 * MEASURED * step:
+        if self._is_near_end:
             torch.get_device_module(self.device).synchronize()  # it may be several steps behind
         now = time.monotonic()
-        started, before = self._first = self._first or (now, self.used)
+        if self._first is None:  # the validation of step 0 is before it
+            self._first, self._excluded = (now, self.used), 0.0
+        self._starts.append(now - self._excluded)
+        (started, before), step = self._first, self._seconds_per_step()
+        # There may be an evaluation after this step and one after the next. If steps have become
+        # slower than they were on average, the end of the run has too.
+        mean = (now - self._excluded - started) / max(1, self._steps)
+        slower = (min(max(1.0, step / mean), SLOWDOWN) - 1) * self.end_of_run if mean > 0 else 0.0
+        end = self.end - 2 * self._longest_evaluation - slower
+        if self.device.type != "cpu" and not self._is_near_end and end - now < 2 * MEASURED * step:
+            self._is_near_end = True
+            self._starts.clear()  # the first wait is not the duration of a step
+        self._steps += 1
         done = (now - started) / (end - started) if end - now > 2 * step else 1.0
         self.used = min(1.0, max(self.used, before + (1 - before) * done))
         return self.used
@@ -89,7 +95,6 @@ class TimeLimit:
         """Returns the mean duration of the last steps. The oldest does not count, because the first
         step may compile the model."""
         starts = list(self._starts)[1 if len(self._starts) > 2 else 0 :]
-        seconds = (starts[-1] - starts[0]) / max(1, len(starts) - 1)
-        if len(self._starts) == self._starts.maxlen:
-            self._fastest = min(self._fastest, seconds)
-        return seconds
+        if len(starts) > 1:
+            self._step = (starts[-1] - starts[0]) / (len(starts) - 1)
+        return self._step

@@ -100,14 +100,12 @@ def short_tokens(config: Config, tokenizer: Tokenizer, data: LoadedData) -> list
     return [f"data.tokenizer=gpt2: {reason}; data.tokenizer=bpe learns faster"]
 
 
-def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """Returns the config with model.vocab_size, that of the tokenizer unless it is given. Raises
-    ConfigError if it is smaller."""
+def vocabulary_size(config: Config, tokenizer: Tokenizer) -> int:
+    """Returns model.vocab_size, that of the tokenizer unless it is given. Raises ConfigError if it
+    is smaller."""
     size, needed = config.model.vocab_size, tokenizer.n_vocab
-    if size is None:
-        return config.with_values({"model.vocab_size": needed})
-    if size < needed:
+    if size is not None and size < needed:
         reason = f"data.tokenizer={config.data.tokenizer} has {needed} token ids"
         hint = f"use null, or {needed} or more"
         refuse([Problem("model.vocab_size", size, reason, hint)])
-    return config
+    return needed if size is None else size

@@ -302,7 +302,7 @@ def test_directories_and_callbacks_of_hydra(in_process, tmp_path, monkeypatch):
 
 def chosen(on_gpu=False, **values):
     config = settings(*(f"trainer.{key}={value}" for key, value in values.items()))
-    trainer = config.with_values(automatic_values(config, on_gpu, epoch=100)).trainer
+    trainer = config.with_values(automatic_values(config, on_gpu, epoch=None)).trainer
     return trainer.warmup_steps, trainer.eval_every, trainer.eval_windows, trainer.log_every
 
 

@@ -241,10 +241,7 @@ def test_a_signal_saves_this_step_and_the_printed_command_resumes(faults, number
     tally(STOPPED)
 
 
-PARTS: tuple = ("find_start",)
-PARTS += tuple(
-    f"Builder.{name}" for name in ("load_data", "build_model", "restore", "open_directory")
-)
+PARTS = ("start", "build_model", "restore", "create_directory")
 
 
 @pytest.mark.parametrize("part", range(0, len(PARTS), campaign("CAMPAIGN_APART", 5, 1)))
@@ -261,7 +258,7 @@ def test_a_signal_during_the_start_changes_nothing(faults, part):
         training = faults.run(folder, "short", fault=stopped, code=code)
         assert len(training.err.splitlines()) == 1
         assert contents(run / "checkpoints") == before
-        assert run.is_dir() == (resumes or PARTS[part] == "Builder.open_directory")
+        assert run.is_dir() == (resumes or PARTS[part] == "create_directory")
     faults.complete(folder, "short")
     tally(STOPPED, 2)
 

@@ -339,7 +339,7 @@ def wait_at(step: int, file: str) -> None:
 
 def slow(seconds: float) -> None:
     """Delays everything on this rank except training steps."""
-    parts = ["run.run.Run.evaluate", "run.run.Run.sample", "run.build.Builder.open_directory"]
+    parts = ["run.run.Run.evaluate", "run.run.Run.sample", "run.build.open_log"]
     parts += ["run.build.model_from_tensors", "checkpoint.format.write"]
     for name in (*(f"clearhead.{part}" for part in parts), "headlens.lens.Lens.snapshot"):
         on_call(name, lambda *_: time.sleep(seconds))

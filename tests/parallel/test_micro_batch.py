@@ -11,7 +11,7 @@ from helpers.settings import settings
 from clearhead.errors import ConfigError, OutOfMemoryError
 from clearhead.parallel import memory, micro_batch
 from clearhead.parallel.strategy import Strategy
-from clearhead.run import build
+from clearhead.run import build, start
 from train import fit
 
 
@@ -160,7 +160,7 @@ def test_micro_batches_of_a_compiled_model_on_a_gpu_have_equal_sizes(size, equal
 
 def test_a_run_with_unequal_micro_batches_is_refused_if_it_is_compiled(make_run, monkeypatch):
     problem = ("trainer.micro_batch_size", 3, "a reason", "a hint")
-    monkeypatch.setattr(build, "check_equal_sizes", lambda *_: [problem])
+    monkeypatch.setattr(start, "check_equal_sizes", lambda *_: [problem])
     make_run("name=eager", "trainer.compile=false")
     with refused(ConfigError, "trainer.micro_batch_size", 3):
         make_run("name=compiled", "trainer.compile=true")

@@ -22,7 +22,6 @@ from clearhead.errors import ConfigError, RunDirectoryError
 from clearhead.parallel import device, device_memory
 from clearhead.parallel.ddp import DDP
 from clearhead.parallel.strategy import Strategy
-from clearhead.run import build
 from clearhead.run.build import build_run
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -132,11 +131,11 @@ def test_the_gpu_allocator_is_configured_before_cuda_is_initialized(
     monkeypatch.setattr(sys, "platform", "linux")
     found = {}
 
-    def check_machine(_):
+    def check(*_):
         found.update({n: os.environ[n] for n in device_memory.ALLOC_CONF if n in os.environ})
         raise InterruptedError
 
-    monkeypatch.setattr(build, "check_machine", check_machine)
+    monkeypatch.setattr("clearhead.parallel.launch.check", check)
     with pytest.raises(InterruptedError):
         build_run(settings(*TINY, "data.path=x", f"parallel={strategy}"))
     assert found == (given if expected is None else expected)

@@ -317,7 +317,7 @@ def test_an_error_before_the_first_step_ends_all_ranks(place, name):
     (folder / "text1.txt").write_text("another,  " * 500)
     faults = [
         None,
-        interrupt(("broken", "clearhead.run.build.load_datasets"))
+        interrupt(("broken", "clearhead.run.start.load_datasets"))
         if name == "broken_disk"
         else None,
     ]

@@ -104,10 +104,10 @@ def test_a_resumed_run_continues_with_the_time_that_is_left(simulated):
     whole, _ = simulated(lambda step: 40.0, *LIMITED, "name=whole", "lens=off")
     simulated(lambda step: 40.0, *LIMITED, "name=half", "lens=off", stop_at=75)
     rest, seconds = simulated(lambda step: 40.0, *LIMITED, "name=half", "lens=off")
-    assert 2900 < seconds <= 3000
+    assert 2900 < seconds < 3001
     assert abs(rest.state.step - whole.state.step) <= 4
     both = [*zip(rates(rest), rates(whole), strict=False)]
-    assert max(abs(a - b) for a, b in both) < 0.05 * max(rates(rest))
+    assert max(abs(a - b) for a, b in both) < 0.15 * max(rates(rest))
     steps = [row["step"] for row in rows(rest.directory)]
     assert steps == sorted({*steps})
     again, _ = simulated(lambda step: 40.0, *LIMITED, "name=half", "lens=off")
@@ -235,7 +235,7 @@ def test_a_run_on_a_gpu_ends_in_time(monkeypatch, every):
             gpu.synchronize()
         gpu.now = max(gpu.now, gpu.busy_until - 5 * 0.4)  # the queue of launches is full
     gpu.step(0.4)
-    assert limit.end - 7 * 0.4 < gpu.busy_until <= limit.end
+    assert limit.end - 4 * 0.4 < gpu.busy_until <= limit.end
 
 
 def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
@@ -248,7 +248,7 @@ def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
         assert limit.start_step() < 1
     while limit.start_step() < 1:
         now += 1
-    assert 60 < now < 120 - 3 * limit.end_of_run  # it reserves more time than on an idle machine
+    assert 60 < now < 120 - 1.2 * limit.end_of_run  # it reserves more time than on an idle machine
 
 
 def test_a_plan_with_a_time_limit_needs_the_number_of_tokens():
