@@ -2,7 +2,7 @@
 
 from clearhead.config.schema import Config
 from clearhead.config.yaml_files import flat
-from headlens.config import LensConfig
+from headlens import LensConfig
 
 LOG_EVERY_ON_GPU = 10  # at least: the host waits for the GPU at each row, and then it for the host
 # For what is decided before the first step of a run that only trainer.max_minutes limits.
