@@ -214,8 +214,6 @@ class OptimizerConfig(Settings):
     matrix_lr: AboveZero | None
     out_proj_lr_ratio: AboveZero
     momentum: Fractional
-    nesterov: bool
-    ns_steps: Annotated[Positive, Field(le=20)]
 
 
 @rule
