@@ -321,7 +321,6 @@ class WandbConfig(Settings):
     group: Label | None
     job_type: Annotated[Name, Field(max_length=64)]
     tags: Annotated[list[Annotated[Sentence, Field(max_length=64)]], BeforeValidator(_tags)]
-    notes: Name | None
     log_model: Literal[False, "best", "last"]
     save_code: bool
     console: Annotated[

@@ -295,9 +295,9 @@ def test_directories_and_callbacks_of_hydra(in_process, tmp_path, monkeypatch):
     (tmp_path / "note").unlink()
     seen = []
     run = hydra_main(lambda config: seen.append(config))
-    given += ["+hydra.job.env_set.SEEN=here", "wandb.notes=${oc.env:SEEN,unset}"]
+    given += ["+hydra.job.env_set.SEEN=here", "wandb.group=${oc.env:SEEN,unset}"]
     code, *_ = in_process(run, tmp_path, *given)
-    assert (code, seen[0].name, seen[0].wandb.notes) == (0, "a", "here")
+    assert (code, seen[0].name, seen[0].wandb.group) == (0, "a", "here")
 
 
 def chosen(on_gpu=False, **values):

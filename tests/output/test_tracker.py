@@ -134,12 +134,13 @@ def test_after_an_error_of_wandb_the_rows_are_on_disk(tmp_path, recorded, capsys
     assert [row["step"] for row in rows(tmp_path)] == [*range(1, 7)]
 
 
-# The settings of the fixture below override the last one.
+# The settings of the fixture below override the last one. W&B itself reads WANDB_NOTES.
 ENVIRONMENT = {
     "WANDB_PROJECT": "heads",
     "WANDB_NAME": "a first try",
     "WANDB_TAGS": "a,b",
     "WANDB_JOB_TYPE": "test",
+    "WANDB_NOTES": "What is new, [here]: nothing",
     "WANDB_ENTITY": "team",
     "WANDB_RUN_ID": "my-id",
     "WANDB_RUN_GROUP": "another",
@@ -163,7 +164,7 @@ WATCHED = ("name=watched", "lens=default", "lens.every=2")
 def watched(tmp_path_factory):
     """A complete offline run without an account: (run directory, and from W&B's files: rows, all
     records, folder of media files)."""
-    named = ("wandb.notes='What is new, [here]: nothing'", "wandb.group=first tries")
+    named = ("wandb.group=first tries",)
     named += ("wandb.mode=offline", "wandb.log_model=best")
     named += ("wandb.console=wrap", "wandb.save_code=true")
     with pytest.MonkeyPatch.context() as patch:
