@@ -319,7 +319,6 @@ class WandbConfig(Settings):
     name: Label | None
     id: RunId | None
     group: Label | None
-    job_type: Annotated[Name, Field(max_length=64)]
     tags: Annotated[list[Annotated[Sentence, Field(max_length=64)]], BeforeValidator(_tags)]
     log_model: Literal[False, "best", "last"]
     save_code: bool

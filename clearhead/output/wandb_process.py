@@ -28,7 +28,7 @@ FLUSH_SECONDS = 0.1  # between two writes to the record of a W&B run
 MODEL_SECONDS = 600  # for the upload of the model, 0.5 GB for GPT-2 small
 TEARDOWN_SECONDS = 5  # for the W&B process to end
 X_AXIS = "train/tokens"  # of all curves, so that runs with other batch sizes can be compared
-OF_WANDB_INIT = ("entity", "project", "group", "job_type", "tags")
+OF_WANDB_INIT = ("entity", "project", "group", "tags")
 
 
 def define_metrics(run) -> None:

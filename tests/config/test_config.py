@@ -335,11 +335,10 @@ def test_a_run_records_the_arguments_of_the_user(in_process, tmp_path):
 
 def test_environment_variables_of_wandb(monkeypatch):
     """They are defaults. An empty variable counts as unset; an invalid one is reported."""
-    empty = ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "JOB_TYPE", "CONSOLE", "RUN_ID", "MODE")
-    for name in empty:
+    for name in ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "CONSOLE", "RUN_ID", "MODE"):
         monkeypatch.setenv(f"WANDB_{name}", "")
     unset = compose(["data.path=any"]).wandb
-    assert (unset.project, unset.job_type, unset.tags) == ("clearhead", "train", [])
+    assert (unset.project, unset.tags) == ("clearhead", [])
     for name, value in {"PROJECT": "heads", "TAGS": "a,b", "CONSOLE": "wrap"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     found = compose(["data.path=any", "wandb.tags=[c]"]).wandb
