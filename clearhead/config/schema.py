@@ -321,7 +321,6 @@ class WandbConfig(Settings):
     group: Label | None
     tags: Annotated[list[Annotated[Sentence, Field(max_length=64)]], BeforeValidator(_tags)]
     log_model: Literal[False, "best", "last"]
-    save_code: bool
     console: Annotated[
         Literal["off", "auto", "wrap", "redirect", "wrap_raw", "wrap_emu"],
         BeforeValidator(_off),
@@ -333,10 +332,8 @@ class WandbConfig(Settings):
 
     def ignored(self) -> list[str]:
         """Returns a line for each setting that has no effect because W&B is off."""
-        if self.wanted() != "disabled":
-            return []
-        asked = [key for key in ("log_model", "save_code") if getattr(self, key)]
-        return [f"wandb.{key}: no effect, because W&B is disabled" for key in asked]
+        has_none = self.log_model and self.wanted() == "disabled"
+        return ["wandb.log_model: no effect, because W&B is disabled"] if has_none else []
 
 
 @rule

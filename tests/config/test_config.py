@@ -361,7 +361,7 @@ def test_a_choice_of_wandb_changes_the_mode_of_a_resumed_run(tmp_path, monkeypat
     stored["wandb"] |= {"mode": "offline", "project": "heads", "tags": ["a"]}
     (tmp_path / "runs/a").mkdir(parents=True)
     (tmp_path / "runs/a/run.json").write_text(json.dumps({"settings": stored}))
-    kept, changed = ("wandb.save_code=true", "heads"), ("wandb.project=clearhead", "clearhead")
+    kept, changed = ("wandb.log_model=best", "heads"), ("wandb.project=clearhead", "clearhead")
     for given, project in (kept, changed):
         config = compose(["trainer.resume=runs/a", "wandb=online", given])
         assert (config.name, config.runs_dir) == ("a", "runs")
