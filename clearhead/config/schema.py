@@ -321,10 +321,6 @@ class WandbConfig(Settings):
     group: Label | None
     tags: Annotated[list[Annotated[Sentence, Field(max_length=64)]], BeforeValidator(_tags)]
     log_model: Literal[False, "best", "last"]
-    console: Annotated[
-        Literal["off", "auto", "wrap", "redirect", "wrap_raw", "wrap_emu"],
-        BeforeValidator(_off),
-    ]
 
     def wanted(self) -> str:
         """Returns the mode; for auto, that of WANDB_MODE, if it is set."""

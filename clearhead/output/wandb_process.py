@@ -74,7 +74,7 @@ def start_run(
     """
     wandb_settings = wandb.Settings(
         reinit="create_new",
-        console=config.console,
+        console=os.environ.get("WANDB_CONSOLE") or "off",  # pyrefly: ignore
         quiet=True,
         show_info=False,
         git_root=str(REPOSITORY),

@@ -335,14 +335,14 @@ def test_a_run_records_the_arguments_of_the_user(in_process, tmp_path):
 
 def test_environment_variables_of_wandb(monkeypatch):
     """They are defaults. An empty variable counts as unset; an invalid one is reported."""
-    for name in ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "CONSOLE", "RUN_ID", "MODE"):
+    for name in ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "RUN_ID", "MODE"):
         monkeypatch.setenv(f"WANDB_{name}", "")
     unset = compose(["data.path=any"]).wandb
     assert (unset.project, unset.tags) == ("clearhead", [])
-    for name, value in {"PROJECT": "heads", "TAGS": "a,b", "CONSOLE": "wrap"}.items():
+    for name, value in {"PROJECT": "heads", "TAGS": "a,b"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     found = compose(["data.path=any", "wandb.tags=[c]"]).wandb
-    assert (found.project, found.tags, found.name, found.console) == ("heads", ["c"], None, "wrap")
+    assert (found.project, found.tags, found.name) == ("heads", ["c"], None)
     assert compose(["data.path=any"]).wandb.tags == ["a", "b"]
     monkeypatch.setenv("WANDB_MODE", "online")
     assert compose(["data.path=any"]).wandb.wanted() == "online"

@@ -96,6 +96,7 @@ def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
         tracker = Tracker(WandbConfig.with_defaults(), tmp_path, {}, run_id)
         options = recorded.init.call_args.kwargs
         assert [options[key] for key in ("mode", "id", "resume")] == ["offline", run_id, resume]
+        assert options["settings"].console == "off"
         tracker.finish(4)
     recorded.finish.assert_called_with(exit_code=4)
     assert recorded.summary["exit_code"] == 4
@@ -135,12 +136,13 @@ def test_after_an_error_of_wandb_the_rows_are_on_disk(tmp_path, recorded, capsys
 
 
 # The settings of the fixture below override the last one. W&B itself reads
-# WANDB_JOB_TYPE and WANDB_NOTES.
+# WANDB_JOB_TYPE, WANDB_CONSOLE and WANDB_NOTES.
 ENVIRONMENT = {
     "WANDB_PROJECT": "heads",
     "WANDB_NAME": "a first try",
     "WANDB_TAGS": "a,b",
     "WANDB_JOB_TYPE": "test",
+    "WANDB_CONSOLE": "wrap",
     "WANDB_NOTES": "What is new, [here]: nothing",
     "WANDB_ENTITY": "team",
     "WANDB_RUN_ID": "my-id",
@@ -166,7 +168,6 @@ def watched(tmp_path_factory):
     """A complete offline run without an account: (run directory, and from W&B's files: rows, all
     records, folder of media files)."""
     named = ("wandb.group=first tries", "wandb.mode=offline", "wandb.log_model=best")
-    named += ("wandb.console=wrap",)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         for name, value in ENVIRONMENT.items():
@@ -299,7 +300,7 @@ def test_rows_configuration_and_summary(watched):
 
 
 def test_commit_command_and_environment(watched):
-    """In starts.jsonl and, with wandb.console, the output."""
+    """In starts.jsonl and, with WANDB_CONSOLE, the output."""
     folder, _, records, files = watched
     if not (REPOSITORY / ".git").exists():
         pytest.skip("the repository was copied without git")
