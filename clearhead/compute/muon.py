@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic; maximal slope at zero (Jordan)
+STEPS = 5  # of Newton-Schulz
 EPSILON = 1e-7
 ADAMW_RMS = 0.2  # root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
 MAX_ELEMENTS = 2**23  # of the matrices that a rank updates at once
@@ -43,8 +44,8 @@ class Muon(AdamW):
     """AdamW for some groups of parameters and Muon for groups of matrices.
 
     groups: the groups of AdamW; `adamw`: its settings. matrices: the groups of Muon, each
-    {"params": [...], "lr", "weight_decay", "momentum", "nesterov", "ns_steps"}; their parameters
-    are 2-D. dtype: of the matrix products in newton_schulz.
+    {"params": [...], "lr", "weight_decay", "momentum"}; their parameters are 2-D. dtype:
+    of the matrix products in newton_schulz.
 
     found_inf and grad_scale, () or None, mean the same as in torch's GradScaler. found_inf=1 skips
     the step; gradients are first divided by grad_scale. Fused AdamW and Muon read both.
@@ -63,12 +64,12 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure=None):
         groups = self.param_groups
-        self.param_groups = [group for group in groups if "ns_steps" not in group]
+        self.param_groups = [group for group in groups if "momentum" not in group]
         try:
             loss = super().step(closure)
         finally:
             self.param_groups = groups
-        for group in [group for group in groups if "ns_steps" in group]:
+        for group in [group for group in groups if "momentum" in group]:
             for batch in _batches([p for p in group["params"] if p.grad is not None]):
                 self._update(batch, group)
         return loss
@@ -78,7 +79,7 @@ class Muon(AdamW):
 
         With momentum m, learning rate lr, weight decay w, gradient G, momentum buffer B, matrix W:
             B <- m B + (1 - m) G
-            U =  m B + (1 - m) G with Nesterov momentum, else B
+            U =  m B + (1 - m) G                                          (Nesterov momentum)
             W <- (1 - lr w) W - lr 0.2 sqrt(max(rows, columns)) newton_schulz(U)
         """
         for p in parameters:
@@ -98,8 +99,7 @@ class Muon(AdamW):
             grads /= self.grad_scale
         before, average = torch.stack(weights), torch.stack(averages)
         averaged = average.lerp(grads, 1 - momentum)
-        update = grads.lerp_(averaged, momentum) if group["nesterov"] else averaged
-        update = _orthogonalized(update.to(self.dtype), like, group["ns_steps"])
+        update = _orthogonalized(grads.lerp_(averaged, momentum).to(self.dtype), like)
         rate = lr * ADAMW_RMS * math.sqrt(max(like.shape))
         after = (before * (1 - lr * group["weight_decay"])).sub_(update, alpha=rate)
         if skip is not None:
@@ -110,7 +110,7 @@ class Muon(AdamW):
         torch._foreach_copy_(weights, after.unbind())
 
 
-def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
+def newton_schulz(matrices: Tensor, steps: int = STEPS) -> Tensor:
     """Maps each of the matrices U S V^T, (N, rows, columns), to approximately U V^T.
 
     Each step maps every singular value s to a s + b s^3 + c s^5. Five steps map values from 0.002
@@ -155,14 +155,14 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
-def _orthogonalized(update: Tensor, like: Tensor, steps: int) -> Tensor:
+def _orthogonalized(update: Tensor, like: Tensor) -> Tensor:
     """Computes newton_schulz of N matrices; each rank holds some rows, (N, local rows, columns).
 
     like: one of the N parameters. Every rank receives M complete matrices and sends their rows
     back. These two all-to-all exchanges avoid the same computation on all R ranks.
     """
     if not _is_sharded(like):
-        return newton_schulz(update, steps)
+        return newton_schulz(update)
     from torch.distributed import all_to_all_single
 
     (number, mine, columns), ranks = update.shape, _ranks(like)
@@ -177,6 +177,6 @@ def _orthogonalized(update: Tensor, like: Tensor, steps: int) -> Tensor:
     padded = F.pad(update, (0, 0, 0, part - mine, 0, each * ranks - number))
     received = exchange(padded.view(ranks, each, part, columns))  # (R, M, part, columns)
     whole = received.transpose(0, 1).reshape(each, ranks * part, columns)[:, : like.shape[0]]
-    done = F.pad(newton_schulz(whole, steps), (0, 0, 0, ranks * part - like.shape[0]))
+    done = F.pad(newton_schulz(whole), (0, 0, 0, ranks * part - like.shape[0]))
     parts = done.reshape(each, ranks, part, columns).transpose(0, 1).contiguous()
     return exchange(parts).view(each * ranks, part, columns)[:number, :mine]

@@ -56,8 +56,6 @@ def build_optimizer(
             "peak_lr": rate,
             "weight_decay": config.weight_decay,
             "momentum": config.momentum,
-            "nesterov": config.nesterov,
-            "ns_steps": config.ns_steps,
         }
         for rate, matrices in matrices_with_rate.items()
     ]
@@ -73,7 +71,7 @@ def matrices_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 def state_keys(group: dict) -> set[str]:
     """Returns the keys of the optimizer state of each parameter in a group."""
-    return STATE["muon" if "ns_steps" in group else "adamw"]
+    return STATE["muon" if "momentum" in group else "adamw"]
 
 
 def learning_rate(

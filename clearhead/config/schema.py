@@ -214,8 +214,6 @@ class OptimizerConfig(Settings):
     matrix_lr: AboveZero | None
     out_proj_lr_ratio: AboveZero
     momentum: Fractional
-    nesterov: bool
-    ns_steps: Annotated[Positive, Field(le=20)]
 
 
 @rule
@@ -321,15 +319,8 @@ class WandbConfig(Settings):
     name: Label | None
     id: RunId | None
     group: Label | None
-    job_type: Annotated[Name, Field(max_length=64)]
     tags: Annotated[list[Annotated[Sentence, Field(max_length=64)]], BeforeValidator(_tags)]
-    notes: Name | None
     log_model: Literal[False, "best", "last"]
-    save_code: bool
-    console: Annotated[
-        Literal["off", "auto", "wrap", "redirect", "wrap_raw", "wrap_emu"],
-        BeforeValidator(_off),
-    ]
 
     def wanted(self) -> str:
         """Returns the mode; for auto, that of WANDB_MODE, if it is set."""
@@ -337,10 +328,8 @@ class WandbConfig(Settings):
 
     def ignored(self) -> list[str]:
         """Returns a line for each setting that has no effect because W&B is off."""
-        if self.wanted() != "disabled":
-            return []
-        asked = [key for key in ("log_model", "save_code") if getattr(self, key)]
-        return [f"wandb.{key}: no effect, because W&B is disabled" for key in asked]
+        has_none = self.log_model and self.wanted() == "disabled"
+        return ["wandb.log_model: no effect, because W&B is disabled"] if has_none else []
 
 
 @rule

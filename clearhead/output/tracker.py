@@ -36,7 +36,6 @@ from clearhead.output.wandb_process import (
     say,
     start_run,
     teardown,
-    upload_code,
 )
 
 if TYPE_CHECKING:
@@ -78,7 +77,6 @@ class Tracker:
         except Exception as error:
             self._stop_logging(error)
         self._call(define_metrics)
-        self._call(lambda run: upload_code(run) if config.save_code else None)
         if self.run and (run_id or config.id):  # it may have been started before
             try:
                 seconds = wandb_process.CALL_SECONDS

@@ -19,7 +19,6 @@ from clearhead.config.schema import WandbConfig
 from clearhead.config.yaml_files import environment_variable
 from clearhead.errors import sanitize
 from clearhead.files import REPOSITORY
-from clearhead.output.machine import git
 
 START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
 CALL_SECONDS = 30  # for the W&B process to answer
@@ -28,7 +27,7 @@ FLUSH_SECONDS = 0.1  # between two writes to the record of a W&B run
 MODEL_SECONDS = 600  # for the upload of the model, 0.5 GB for GPT-2 small
 TEARDOWN_SECONDS = 5  # for the W&B process to end
 X_AXIS = "train/tokens"  # of all curves, so that runs with other batch sizes can be compared
-OF_WANDB_INIT = ("entity", "project", "group", "job_type", "tags", "notes")
+OF_WANDB_INIT = ("entity", "project", "group", "tags")
 
 
 def define_metrics(run) -> None:
@@ -43,14 +42,6 @@ def define_metrics(run) -> None:
     for key in ("val/loss", "val/perplexity", "val/bits_per_byte"):
         run.define_metric(key, step_metric=X_AXIS, summary="min,last")
     run.define_metric("val/accuracy", step_metric=X_AXIS, summary="max,last")
-
-
-def upload_code(run) -> None:
-    """Uploads the Python and YAML files that git tracks; W&B adds the uncommitted changes."""
-    names = git(REPOSITORY, "ls-files", "*.py", "*.yaml").splitlines()
-    tracked = {str(REPOSITORY / name) for name in names}
-    name = f"source-{run.project}-train.py"
-    run.log_code(str(REPOSITORY), name, include_fn=lambda path: path in tracked)
 
 
 @contextlib.contextmanager
@@ -83,11 +74,10 @@ def start_run(
     """
     wandb_settings = wandb.Settings(
         reinit="create_new",
-        console=config.console,
+        console=os.environ.get("WANDB_CONSOLE") or "off",  # pyrefly: ignore
         quiet=True,
         show_info=False,
         git_root=str(REPOSITORY),
-        save_code=config.save_code,
         init_timeout=START_SECONDS,
         finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
         finish_timeout_raises=True,

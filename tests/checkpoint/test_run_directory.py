@@ -18,6 +18,7 @@ from helpers.runs import change_state, copy_run, rows, train_in, write_checksums
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing, tensors
 from clearhead.checkpoint import run_directory as directory
+from clearhead.config import compose
 from clearhead.errors import CheckpointError, DamagedCheckpointError, RunFileError
 from clearhead.models.pretrained import load_pretrained
 from train import fit
@@ -225,6 +226,16 @@ def test_invalid_states_are_refused_by_name(trained, tmp_path):
             with refused(CheckpointError, "checkpoint", exit_code=3) as caught:
                 read(copy)
             assert len(str(caught.value)) < 2000, text[:20]
+
+
+def test_settings_that_this_version_does_not_have_are_ignored(run, newest, resumed):
+    older = {"optimizer.ns_steps": 3, "wandb.notes": "a"}
+    change_state(newest, **{f"settings.{key}": value for key, value in older.items()})
+    settings = json.loads((run / "run.json").read_text())
+    settings["settings"]["optimizer"]["ns_steps"] = 3
+    (run / "run.json").write_text(json.dumps(settings))
+    assert compose([f"trainer.resume={run}"]).name == "run"
+    assert resumed(LONGER).state.step == 4
 
 
 def test_settings_that_are_nested_deeply_are_refused(newest, resumed):

@@ -68,15 +68,14 @@ def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_steps_equal_the_formula_of_muon(nesterov, monkeypatch):
+def test_steps_equal_the_formula_of_muon(monkeypatch):
     """Jordan's rule with Liu's scale, arXiv:2502.16982 equation 4, and the EMA of torch's; with
     matrices of one shape together and one by one."""
     for together in (1, muon.MAX_ELEMENTS):
         monkeypatch.setattr(muon, "MAX_ELEMENTS", together)
         model = tiny()
         rates = {"lr": 1e-3, "matrix_lr": 0.02, "weight_decay": 0.3}
-        optimizer = built(model, momentum=0.9, nesterov=nesterov, **rates)
+        optimizer = built(model, momentum=0.9, **rates)
         matrices = matrices_of(model).values()
         expected = [p.detach().double() for p in matrices]
         average = [torch.zeros_like(p) for p in expected]
@@ -86,7 +85,7 @@ def test_steps_equal_the_formula_of_muon(nesterov, monkeypatch):
             for n, p in enumerate(matrices):
                 g = p.grad.double() / scale
                 average[n] = 0.9 * average[n] + 0.1 * g
-                update = 0.9 * average[n] + 0.1 * g if nesterov else average[n]
+                update = 0.9 * average[n] + 0.1 * g
                 expected[n] = expected[n] * (1 - 0.02 * 0.3)
                 rate = 0.02 * 0.2 * math.sqrt(max(p.shape))
                 expected[n] -= rate * orthogonalized(update, 5)
@@ -207,11 +206,11 @@ def test_another_optimizer_cannot_resume_a_run(make_run):
 
 
 def test_settings_reach_the_optimizer_or_are_refused():
-    config = settings("optimizer=muon", "optimizer.momentum=0.8", "optimizer.ns_steps=3").optimizer
+    config = settings("optimizer=muon", "optimizer.momentum=0.8").optimizer
     assert (config.name, config.matrix_lr) == ("muon", None)
     group = build_optimizer(tiny(), config).param_groups[-1]
-    assert (group["momentum"], group["ns_steps"], group["nesterov"]) == (0.8, 3, True)
-    for key, value in {"name": "sgd", "matrix_lr": 0.0, "momentum": 1.0, "ns_steps": 0}.items():
+    assert group["momentum"] == 0.8
+    for key, value in {"name": "sgd", "matrix_lr": 0.0, "momentum": 1.0}.items():
         with refused(ConfigError, f"optimizer.{key}", value):
             settings(f"optimizer.{key}={value}")
 

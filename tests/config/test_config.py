@@ -295,9 +295,9 @@ def test_directories_and_callbacks_of_hydra(in_process, tmp_path, monkeypatch):
     (tmp_path / "note").unlink()
     seen = []
     run = hydra_main(lambda config: seen.append(config))
-    given += ["+hydra.job.env_set.SEEN=here", "wandb.notes=${oc.env:SEEN,unset}"]
+    given += ["+hydra.job.env_set.SEEN=here", "wandb.group=${oc.env:SEEN,unset}"]
     code, *_ = in_process(run, tmp_path, *given)
-    assert (code, seen[0].name, seen[0].wandb.notes) == (0, "a", "here")
+    assert (code, seen[0].name, seen[0].wandb.group) == (0, "a", "here")
 
 
 def chosen(on_gpu=False, **values):
@@ -335,15 +335,14 @@ def test_a_run_records_the_arguments_of_the_user(in_process, tmp_path):
 
 def test_environment_variables_of_wandb(monkeypatch):
     """They are defaults. An empty variable counts as unset; an invalid one is reported."""
-    empty = ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "JOB_TYPE", "CONSOLE", "RUN_ID", "MODE")
-    for name in empty:
+    for name in ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "RUN_ID", "MODE"):
         monkeypatch.setenv(f"WANDB_{name}", "")
     unset = compose(["data.path=any"]).wandb
-    assert (unset.project, unset.job_type, unset.tags) == ("clearhead", "train", [])
-    for name, value in {"PROJECT": "heads", "TAGS": "a,b", "CONSOLE": "wrap"}.items():
+    assert (unset.project, unset.tags) == ("clearhead", [])
+    for name, value in {"PROJECT": "heads", "TAGS": "a,b"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     found = compose(["data.path=any", "wandb.tags=[c]"]).wandb
-    assert (found.project, found.tags, found.name, found.console) == ("heads", ["c"], None, "wrap")
+    assert (found.project, found.tags, found.name) == ("heads", ["c"], None)
     assert compose(["data.path=any"]).wandb.tags == ["a", "b"]
     monkeypatch.setenv("WANDB_MODE", "online")
     assert compose(["data.path=any"]).wandb.wanted() == "online"
@@ -362,7 +361,7 @@ def test_a_choice_of_wandb_changes_the_mode_of_a_resumed_run(tmp_path, monkeypat
     stored["wandb"] |= {"mode": "offline", "project": "heads", "tags": ["a"]}
     (tmp_path / "runs/a").mkdir(parents=True)
     (tmp_path / "runs/a/run.json").write_text(json.dumps({"settings": stored}))
-    kept, changed = ("wandb.save_code=true", "heads"), ("wandb.project=clearhead", "clearhead")
+    kept, changed = ("wandb.log_model=best", "heads"), ("wandb.project=clearhead", "clearhead")
     for given, project in (kept, changed):
         config = compose(["trainer.resume=runs/a", "wandb=online", given])
         assert (config.name, config.runs_dir) == ("a", "runs")

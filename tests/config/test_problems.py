@@ -56,11 +56,11 @@ def check_each(function, mistakes, keys=()) -> None:
 # Types; ranges; choices; empty text and names; rules between settings.
 VALUES = """
 optimizer.lr=abc optimizer.lr=[1] optimizer.betas=0.9 model.num_layers=1.5 model.qkv_bias=1
-model.emb_dim=null seed=x seed={a:1} seed= wandb.save_code=often
+model.emb_dim=null seed=x seed={a:1} seed= wandb.log_model=often
 optimizer.weight_decay=-1 optimizer.min_lr_ratio=2 optimizer.decay_fraction=0 optimizer.eps=0
 optimizer.out_proj_lr_ratio=0
 optimizer.betas=[0.9] model.num_layers=0 model.dropout=1.5 data.val_fraction=1 data.stride=0
-name=2026 wandb.project=null wandb.notes=${seed} lens.prompts=[a,1]
+name=2026 wandb.project=null wandb.name=${seed} lens.prompts=[a,1]
 trainer.max_minutes=0 trainer.max_minutes=five
 trainer.max_steps=0 trainer.warmup_steps=-1 trainer.batch_size=1e9 trainer.sample_tokens=1e9
 trainer.threads=0 trainer.threads=1025

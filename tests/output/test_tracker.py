@@ -96,6 +96,7 @@ def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
         tracker = Tracker(WandbConfig.with_defaults(), tmp_path, {}, run_id)
         options = recorded.init.call_args.kwargs
         assert [options[key] for key in ("mode", "id", "resume")] == ["offline", run_id, resume]
+        assert options["settings"].console == "off"
         tracker.finish(4)
     recorded.finish.assert_called_with(exit_code=4)
     assert recorded.summary["exit_code"] == 4
@@ -134,12 +135,15 @@ def test_after_an_error_of_wandb_the_rows_are_on_disk(tmp_path, recorded, capsys
     assert [row["step"] for row in rows(tmp_path)] == [*range(1, 7)]
 
 
-# The settings of the fixture below override the last one.
+# The settings of the fixture below override the last one. W&B itself reads
+# WANDB_JOB_TYPE, WANDB_CONSOLE and WANDB_NOTES.
 ENVIRONMENT = {
     "WANDB_PROJECT": "heads",
     "WANDB_NAME": "a first try",
     "WANDB_TAGS": "a,b",
     "WANDB_JOB_TYPE": "test",
+    "WANDB_CONSOLE": "wrap",
+    "WANDB_NOTES": "What is new, [here]: nothing",
     "WANDB_ENTITY": "team",
     "WANDB_RUN_ID": "my-id",
     "WANDB_RUN_GROUP": "another",
@@ -163,9 +167,7 @@ WATCHED = ("name=watched", "lens=default", "lens.every=2")
 def watched(tmp_path_factory):
     """A complete offline run without an account: (run directory, and from W&B's files: rows, all
     records, folder of media files)."""
-    named = ("wandb.notes='What is new, [here]: nothing'", "wandb.group=first tries")
-    named += ("wandb.mode=offline", "wandb.log_model=best")
-    named += ("wandb.console=wrap", "wandb.save_code=true")
+    named = ("wandb.group=first tries", "wandb.mode=offline", "wandb.log_model=best")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         for name, value in ENVIRONMENT.items():
@@ -273,7 +275,6 @@ def test_rows_configuration_and_summary(watched):
     assert start.items() >= ({"step": 0} | config.pop("environment")).items()
     assert config.pop("tokenizer") == "byte"
     assert config == yaml.safe_load((folder / "config.yaml").read_text())
-    assert config["wandb"]["job_type"] == "test"
     summary = {}
     for record in records:
         if record["type"] == "summary":
@@ -299,7 +300,7 @@ def test_rows_configuration_and_summary(watched):
 
 
 def test_commit_command_and_environment(watched):
-    """In starts.jsonl and, with wandb.save_code and wandb.console, the code and the output."""
+    """In starts.jsonl and, with WANDB_CONSOLE, the output."""
     folder, _, records, files = watched
     if not (REPOSITORY / ".git").exists():
         pytest.skip("the repository was copied without git")
@@ -314,10 +315,6 @@ def test_commit_command_and_environment(watched):
     assert (start["device"], start["ranks"], start["threads"]) == ("cpu", 1, 1)
     (run,) = (record["run"] for record in records if record["type"] == "run")
     assert run["git"]["commit"] == commit
-    artifacts = [record["artifact"] for record in records if record["type"] == "artifact"]
-    (code,) = (one for one in artifacts if one["type"] == "code")
-    saved = {Path(file["path"]) for file in code["manifest"]["contents"]}
-    assert {Path("train.py"), Path("configs/config.yaml")} <= saved
     assert "validation loss" in (files / "output.log").read_text()
 
 

@@ -52,7 +52,7 @@ COMPILER = os.environ.get("CAMPAIGN_COMPILER", "aot_eager")
 RECOMPUTED, COMPILED = "trainer.activation_checkpointing=true", "trainer.compile=true"
 UNSHARDED, PROFILED = "parallel.reshard_after_forward=false", "trainer.profile=true"
 # Hydra sets it in each rank; ranks with different settings are refused.
-OF_THE_JOB = ("+hydra.job.env_set.NOTES=here", "wandb.notes=${oc.env:NOTES,unset}")
+OF_THE_JOB = ("+hydra.job.env_set.GROUP=here", "wandb.group=${oc.env:GROUP,unset}")
 # Equivalent computations: number of ranks, strategy, settings.
 VARIANTS = [
     (2, "ddp", RECOMPUTED, PROFILED, "trainer.micro_batch_size=3", *OF_THE_JOB),
