@@ -17,7 +17,7 @@ import train
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.errors import ConfigError
 from clearhead.output.comparison import read
-from clearhead.run import time_limit
+from clearhead.run import stop, time_limit
 from scripts import plan
 from train import fit
 
@@ -84,6 +84,25 @@ def test_the_decay_always_ends_in_time(simulated, speed, schedule):
     highest = found.index(max(found))
     assert found[:highest] == sorted(found[:highest])
     assert found[highest:] == sorted(found[highest:], reverse=True)
+
+
+def test_a_run_whose_steps_become_fast_at_the_end_uses_its_time(simulated):
+    """After step 127, there is time for 0.8 steps at the mean speed, and for 10 at the last one."""
+    run, _ = simulated(lambda step: 142 if step < 40 else 3.3, *LIMITED, "lens=off")
+    assert 130 < run.state.step < 140
+    schedule = run.config.optimizer
+    assert rates(run)[-1] == pytest.approx(schedule.min_lr_ratio * schedule.lr)
+
+
+@pytest.mark.parametrize("finished", [8, 20])
+def test_a_run_that_was_limited_by_steps_trains_on_with_a_time_limit(
+    simulated, monkeypatch, finished
+):
+    """Also if it has more steps than are expected before the first one of a run with a limit."""
+    monkeypatch.setattr(stop, "EXPECTED_STEPS", 8)
+    simulated(lambda step: 1.0, f"trainer.max_steps={finished}", "name=a")
+    run, _ = simulated(lambda step: 40.0, *LIMITED, "name=a", "lens=off")
+    assert 140 < run.state.step - finished < 151
 
 
 def test_validations_and_snapshots_are_about_as_often_as_with_steps(simulated):
