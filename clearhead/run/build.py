@@ -201,7 +201,7 @@ def build_limit(begin: Start, started: float) -> TimeLimit:
     """Builds the time limit. Raises ConfigError if a new run has no time for a step."""
     trainer, state = begin.config.trainer, begin.found.state
     used = state.used_time(trainer) if state else 0.0
-    limit = TimeLimit(begin.config, begin.strategy.device, started, used)
+    limit = TimeLimit(begin.config, begin.strategy.device, started, used, begin.is_compiled)
 
     def check() -> None:
         if state is None and not limit.has_time():

@@ -3,6 +3,7 @@
 tests/ranks/test_ranks.py has a run of two ranks that is out of time."""
 
 import json
+import re
 import time
 from types import SimpleNamespace
 
@@ -150,6 +151,15 @@ def test_steps_and_time_limit_a_run_together(simulated, tmp_path):
     assert rates(slow)[-1] == pytest.approx(schedule.min_lr_ratio * schedule.lr)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "changed"), [(60, "trainer.max_steps=20"), (1200, "trainer.max_minutes=200")]
+)
+def test_the_printed_command_extends_what_has_ended_the_run(simulated, capsys, seconds, changed):
+    limits = ("trainer.max_steps=10", "trainer.max_minutes=100", "lens=default")
+    simulated(lambda step: seconds, *limits)
+    assert changed in re.findall(r"resume with: .*(trainer\.max_\w+=\d+)", capsys.readouterr().out)
+
+
 def test_a_given_interval_and_warm_up_are_in_steps(simulated):
     given = ("trainer.warmup_steps=50", "trainer.eval_every=70", "lens=off")
     run, _ = simulated(lambda step: 40.0, *LIMITED, *given)
@@ -268,6 +278,18 @@ def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
     while limit.start_step() < 1:
         now += 1
     assert 60 < now < 120 - 1.2 * limit.end_of_run  # it reserves more time than on an idle machine
+
+
+def test_compiling_the_model_does_not_end_a_run(monkeypatch):
+    """The first step takes half of the time, and the others 0.1 s."""
+    now = 0.0
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
+    limit = time_limit.TimeLimit(TWO_MINUTES, CPU, 0.0, is_compiled=True)
+    limit.start_step()
+    now = 60.0
+    while limit.start_step() < 1:
+        now += 0.1
+    assert limit.end - 1 < now <= limit.end
 
 
 def test_a_plan_with_a_time_limit_needs_the_number_of_tokens():
