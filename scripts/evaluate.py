@@ -7,7 +7,7 @@
 `data.path` is the same as in training: text files, or a folder of token files.
 
 An end-of-text token precedes each text, as in training. Each token is scored once, in sliding
-windows (inference/perplexity.py). A smaller stride gives each token more context and takes more
+windows (models/perplexity.py). A smaller stride gives each token more context and takes more
 time. With stride=max_length, the windows are those of the validation in training and of the rolling
 perplexity of lm-eval (docs/checkpoints.md).
 """

@@ -1,12 +1,12 @@
 """Everything that rewrites a GPT for a device. model.py and attention.py are the plain versions.
 
-    specialize                  for training and evaluation: ops/cross_entropy.py, ops/cpu.py, and
+    specialize                  for training and evaluation: cross_entropy.py, cpu.py, and
                                 compiled blocks. The model can still be trained, saved and sharded.
-    specialize_for_generation   for fast generation: reduced precision, ops/packed_weights.py.
+    specialize_for_generation   for fast generation: reduced precision, packed_weights.py.
 
 Results equal those of model.py up to rounding. Two rewrites are elsewhere because they do not
-change the model: DDP and the compilation of the complete model (distributed/strategy.py), and the
-compiled decoding step (inference/cache.py).
+change the model: DDP and the compilation of the complete model (parallel/strategy.py), and the
+compiled decoding step (models/cache.py).
 """
 
 import torch

@@ -58,7 +58,7 @@ def ablate_heads(
 
 
 class EditedModel:
-    """A GPT in eval mode on fixed windows. A call is the function `run` of lens/ablation.py.
+    """A GPT in eval mode on fixed windows. A call is the function `run` of headlens/ablation.py.
 
     input_ids and target_ids (B, T); negative targets are ignored. accuracy: whether a call also
     returns which targets have the largest logit. The first call stores the input of each block, so

@@ -4,8 +4,8 @@
         ...  # a list with one token id for each prompt; None for a text that has ended
 
 The model computes all positions of a prompt once, and then one position for each new token
-(inference/cache.py). When a text is longer than the window, its oldest tokens are dropped from the
-context (`context_start`). Needs torch, model.py and inference/cache.py.
+(models/cache.py). When a text is longer than the window, its oldest tokens are dropped from the
+context (`context_start`). Needs torch, model.py and models/cache.py.
 
 Shapes: B batch, V vocabulary.
 """

@@ -7,7 +7,7 @@
 
 Only files that have changed are read again, and of metrics.jsonl only the rows that were appended.
 Nothing is written. Only directories in this folder are runs, and links are not followed.
-reporting/live_server.py sends the results to a browser.
+output/live_server.py sends the results to a browser.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Device of a process: selection, precision and compilation.
 
 All commands that run a model use it. Communication between processes is in
-distributed/strategy.py.
+parallel/strategy.py.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ def best_dtype(device: torch.device) -> torch.dtype:
     """Returns the fastest precision of matrix products: bf16 if the hardware has them in bf16; fp16
     on GPUs that have them in fp16 only (V100, T4: capability 7.0 to 7.5); else fp32.
 
-    Training in fp16 scales the loss (distributed/strategy.py). On MPS, fp32: PyTorch's causal
+    Training in fp16 scales the loss (parallel/strategy.py). On MPS, fp32: PyTorch's causal
     attention may attend to later tokens in half precision (issue 195910).
     """
     if (wide := best_wide_dtype(device)) == torch.bfloat16 or device.type != "cuda":
@@ -158,7 +158,7 @@ def should_compile(device: torch.device, training_flops: float) -> bool:
 
 
 def compiled_step(choice: str | bool, device: torch.device, steps: int) -> Callable | None:
-    """Returns the function that compiles a decoding step (inference/decoding.py), or None.
+    """Returns the function that compiles a decoding step (models/decoding.py), or None.
 
     auto: on a GPU with enough steps, because small models wait for kernel launches there."""
     worth = device.type == "cuda" and steps >= STEPS_WORTH_COMPILING and can_compile(device)

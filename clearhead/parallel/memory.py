@@ -22,7 +22,7 @@ from model import GPT, ModelConfig, model_without_values
 
 USABLE = 0.92  # fraction of the memory; the rest is for fragmentation and other programs
 # Memory that the allocator holds without use, as a fraction of the allocated memory. On a CPU,
-# training keeps freed memory (distributed/device.py): 10 to 28 % in measured runs, 20 % on
+# training keeps freed memory (parallel/device.py): 10 to 28 % in measured runs, 20 % on
 # average (docs/results.md). The 5 % of the caching GPU allocator are assumed, not measured.
 SLACK = {"cpu": 0.20, "cuda": 0.05}
 # Memory of a process without a model. CPU: libraries and a small text file, measured with a torch
@@ -187,7 +187,7 @@ def block_activations(job: Job, windows: int) -> float:
     A kernel that stores the attention weights (B H T T elements) saves the softmax in fp32, the
     dropout mask and, with dropout or reduced precision, the copy of the softmax that is multiplied
     by the values. On a CPU, sdpa saves the weights with dropout and for short sequences in bf16,
-    and with dropout also the weights after dropout (ops/cpu.py).
+    and with dropout also the weights after dropout (compute/cpu.py).
     """
     model, c, length = job.config.model, job.c, job.config.data.max_length
     has_dropout = model.dropout > 0
@@ -221,7 +221,7 @@ def activations(job: Job, windows: int) -> float:
 def head(job: Job, positions: int) -> int:
     """Returns the bytes of logits and gradients of the head during the computation of the loss.
 
-    The loss is computed in chunks of n positions (ops/cross_entropy.py). The logits, c n V bytes,
+    The loss is computed in chunks of n positions (compute/cross_entropy.py). Logits, c n V bytes,
     are overwritten by their gradient. After that, the gradient of the matrix needs c V C, and with
     several chunks their sum needs 4 V C. The input of the head, its cast and its gradient, which is
     joined from the chunks, exist during the whole computation.

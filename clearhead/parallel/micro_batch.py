@@ -1,5 +1,5 @@
 """Micro-batch size and memory: check before a run, search for the largest size that fits, and the
-error when a step runs out of memory. Estimates: planning/memory.py.
+error when a step runs out of memory. Estimates: parallel/memory.py.
 """
 
 from collections.abc import Callable

@@ -120,7 +120,7 @@ def build_parts(begin: Start, signals: StopSignals, started: float) -> Run:
     return run
 
 
-# ---------------------------------------------------------------- model, optimizer and batches
+# ----------------------------------------------------------------------------- model and optimizer
 
 
 def build_model(begin: Start) -> tuple[GPT, torch.nn.Module, torch.optim.Optimizer]:
@@ -170,38 +170,14 @@ def restore(begin: Start, model: GPT, optimizer: torch.optim.Optimizer) -> State
     return state
 
 
-def build_batches(
-    begin: Start, first_step: int
-) -> Iterator[list[tuple[Sequence[torch.Tensor], int]]]:
-    """Yields the micro-batches of each step: ((input_ids, target_ids), number of targets)."""
-    trainer, strategy = begin.config.trainer, begin.strategy
-    batches = training_batches(
-        begin.data.train,
-        trainer.batch_size,
-        begin.config.seed,
-        first_step,
-        strategy.rank,
-        strategy.world_size,
-        pin_memory=strategy.device.type == "cuda",
-    )
-    return (split_batch(batch, trainer.micro_batch_size) for batch in batches)
-
-
-def micro_batch_size(begin: Start) -> int:
-    """Returns the number of windows that a rank computes at once."""
-    trainer = begin.config.trainer
-    per_rank = trainer.batch_size // begin.strategy.world_size
-    return min(per_rank, trainer.micro_batch_size or per_rank)
-
-
-# ------------------------------------------------------------------------------- the last step
+# ----------------------------------------------------------- the time limit and the run directory
 
 
 def build_limit(begin: Start, started: float) -> TimeLimit:
     """Builds the time limit. Raises ConfigError if a new run has no time for a step."""
     trainer, state = begin.config.trainer, begin.found.state
     used = state.used_time(trainer) if state else 0.0
-    limit = TimeLimit(begin.config, begin.strategy.device, started, used)
+    limit = TimeLimit(begin.config, begin.strategy.device, started, used, begin.is_compiled)
 
     def check() -> None:
         if state is None and not limit.has_time():
@@ -210,17 +186,6 @@ def build_limit(begin: Start, started: float) -> TimeLimit:
 
     begin.strategy.on_rank_0(check)
     return limit
-
-
-def build_stop(begin: Start, signals: StopSignals, limit: TimeLimit, state: State) -> Stop:
-    strategy, trainer = begin.strategy, begin.config.trainer
-    targets = begin.data.train.num_targets(trainer.batch_size)
-    on_gpu, epoch = strategy.device.type != "cpu", epoch_of(begin.config, begin.data)
-    intervals = functools.partial(automatic_intervals, on_gpu=on_gpu, epoch=epoch)
-    return Stop(strategy, signals, limit, state, trainer, targets, intervals)
-
-
-# --------------------------------------------------------------------------- the run directory
 
 
 def open_log(
@@ -287,7 +252,24 @@ def open_tracker(begin: Start, directory: Path, state: State, parameters: int) -
     return tracker
 
 
-# ---------------------------------------------------------------------- metrics and evaluation
+# --------------------------------------------------------------- batches, metrics, evaluation, stop
+
+
+def build_batches(
+    begin: Start, first_step: int
+) -> Iterator[list[tuple[Sequence[torch.Tensor], int]]]:
+    """Yields the micro-batches of each step: ((input_ids, target_ids), number of targets)."""
+    trainer, strategy = begin.config.trainer, begin.strategy
+    batches = training_batches(
+        begin.data.train,
+        trainer.batch_size,
+        begin.config.seed,
+        first_step,
+        strategy.rank,
+        strategy.world_size,
+        pin_memory=strategy.device.type == "cuda",
+    )
+    return (split_batch(batch, trainer.micro_batch_size) for batch in batches)
 
 
 def build_metrics(begin: Start, state: State, model: GPT, log: RunLog) -> Metrics:
@@ -319,3 +301,18 @@ def build_evaluator(begin: Start) -> Evaluator:
             size, lengths = min(size, max(1, LOGITS_AT_ONCE // per_window)), None
         validation = Validation(val, lengths, strategy, size)
     return Evaluator(config, strategy, validation, tokenizer, batch_size)
+
+
+def micro_batch_size(begin: Start) -> int:
+    """Returns the number of windows that a rank computes at once."""
+    trainer = begin.config.trainer
+    per_rank = trainer.batch_size // begin.strategy.world_size
+    return min(per_rank, trainer.micro_batch_size or per_rank)
+
+
+def build_stop(begin: Start, signals: StopSignals, limit: TimeLimit, state: State) -> Stop:
+    strategy, trainer = begin.strategy, begin.config.trainer
+    targets = begin.data.train.num_targets(trainer.batch_size)
+    on_gpu, epoch = strategy.device.type != "cpu", epoch_of(begin.config, begin.data)
+    intervals = functools.partial(automatic_intervals, on_gpu=on_gpu, epoch=epoch)
+    return Stop(strategy, signals, limit, state, trainer, targets, intervals)

@@ -107,7 +107,8 @@ class LensRunner:
         if is_in_sweep():
             return ""
         trainer = (settings_of(self.directory) or {}).get("trainer", {})
-        if (minutes := trainer.get("max_minutes")) and not trainer.get("max_steps"):
+        minutes, steps = trainer.get("max_minutes"), trainer.get("max_steps")
+        if minutes and not (steps and self.lens.last.step >= steps):  # the time has ended the run
             changes = [f"trainer.max_minutes={2 * minutes:g}"]
         else:
             changes = [f"trainer.max_steps={2 * self.lens.last.step}"]

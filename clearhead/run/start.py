@@ -225,6 +225,21 @@ def load_data(
     return data
 
 
+def should_compile(config: Config, strategy: Strategy, notes: list[str]) -> bool:
+    """Returns whether the trained model is compiled."""
+    trainer, length = config.trainer, config.data.max_length
+    if trainer.compile != "auto" or trainer.max_steps is None:  # the length is not known
+        return trainer.compile is True
+    tokens = trainer.batch_size * length * trainer.max_steps
+    flops = meta_model(config.model).flops_per_token(length) * tokens / strategy.world_size
+    if device.should_compile(strategy.device, flops):
+        return True
+    if strategy.device.type == "cuda" and not device.can_compile(strategy.device):
+        needs = "Triton, a C compiler and the headers of Python (gcc, python3-dev)"
+        notes.append(f"trainer.compile=auto: not compiled, which needs {needs}")
+    return False
+
+
 def complete(
     config: Config, strategy: Strategy, tokenizer: Tokenizer, data: LoadedData, is_compiled: bool
 ) -> Config:
@@ -249,21 +264,6 @@ def epoch_of(config: Config, data: LoadedData) -> int | None:
     the run: a small text overfits within a few epochs. Otherwise None."""
     epoch = math.ceil(len(data.train) / config.trainer.batch_size)
     return epoch if config.trainer.patience else None
-
-
-def should_compile(config: Config, strategy: Strategy, notes: list[str]) -> bool:
-    """Returns whether the trained model is compiled."""
-    trainer, length = config.trainer, config.data.max_length
-    if trainer.compile != "auto" or trainer.max_steps is None:  # the length is not known
-        return trainer.compile is True
-    tokens = trainer.batch_size * length * trainer.max_steps
-    flops = meta_model(config.model).flops_per_token(length) * tokens / strategy.world_size
-    if device.should_compile(strategy.device, flops):
-        return True
-    if strategy.device.type == "cuda" and not device.can_compile(strategy.device):
-        needs = "Triton, a C compiler and the headers of Python (gcc, python3-dev)"
-        notes.append(f"trainer.compile=auto: not compiled, which needs {needs}")
-    return False
 
 
 def long_warmup(config: Config) -> list[str]:

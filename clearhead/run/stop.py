@@ -78,9 +78,10 @@ class Stop:
         return False
 
     def _expected_steps(self, step: int) -> int:
-        """Returns a power of two above `step`."""
+        """Returns a power of two above step + 1, so that the next step is not the last one."""
         used = self.used_time()
-        return 1 << int(step / used).bit_length() if step and used else EXPECTED_STEPS
+        expected = step / used if step and used else EXPECTED_STEPS - 1
+        return 1 << int(max(expected, step + 1)).bit_length()
 
     def is_stopped(self) -> bool:
         """Returns whether a signal stops all ranks after this step; signals.received is then the

@@ -31,13 +31,20 @@ class TimeLimit:
     `started` (time.monotonic()).
 
     used: the fraction of the limit that earlier starts of the run have used. Without a limit, the
-    used fraction is always 0.
+    used fraction is always 0. is_compiled: the first step compiles the model.
     """
 
-    def __init__(self, config: Config, device: torch.device, started: float, used: float = 0.0):
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        started: float,
+        used: float = 0.0,
+        is_compiled: bool = False,
+    ):
         self.started = STARTED if is_single_run() else started
         self.seconds = 60 * (config.trainer.max_minutes or math.inf)
-        self.device, self.used = device, used
+        self.device, self.used, self.is_compiled = device, used, is_compiled
         # Seconds for everything after the last validation, whose duration is measured.
         checkpoint_bytes = 12 * meta_model(config.model).num_parameters()
         self.end_of_run = EXIT_SECONDS + checkpoint_bytes / BYTES_PER_SECOND
@@ -92,9 +99,9 @@ class TimeLimit:
         return self.used
 
     def _seconds_per_step(self) -> float:
-        """Returns the mean duration of the last steps. The oldest does not count, because the first
-        step may compile the model."""
-        starts = list(self._starts)[1 if len(self._starts) > 2 else 0 :]
+        """Returns the mean duration of the last steps. The first step, which may be slow, counts
+        until there is another one, but not if it compiles the model: then the result is 0."""
+        starts = list(self._starts)[1 if len(self._starts) > 2 or self.is_compiled else 0 :]
         if len(starts) > 1:
             self._step = (starts[-1] - starts[0]) / (len(starts) - 1)
         return self._step

@@ -1,4 +1,4 @@
-"""lens/fonts.py: the fonts of texts in images, and codes for characters that no font has."""
+"""headlens/fonts.py: the fonts of texts in images, and codes for characters that no font has."""
 
 import matplotlib
 import numpy as np

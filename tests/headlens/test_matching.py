@@ -1,4 +1,4 @@
-"""lens/matching.py: similarity of heads, optimal assignment, groups of matched heads."""
+"""headlens/matching.py: similarity of heads, optimal assignment, groups of matched heads."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""lens/passages.py: passages in which a word occurs again, in several scripts."""
+"""headlens/passages.py: passages in which a word occurs again, in several scripts."""
 
 import itertools
 import unicodedata

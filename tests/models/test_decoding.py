@@ -1,4 +1,4 @@
-"""inference/decoding.py and the cache, compared with generation without a cache, with transformers,
+"""models/decoding.py and the cache, compared with generation without a cache, with transformers,
 and with the definitions of temperature, top-k and top-p."""
 
 import dataclasses

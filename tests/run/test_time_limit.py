@@ -3,6 +3,7 @@
 tests/ranks/test_ranks.py has a run of two ranks that is out of time."""
 
 import json
+import re
 import time
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ import train
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.errors import ConfigError
 from clearhead.output.comparison import read
-from clearhead.run import time_limit
+from clearhead.run import stop, time_limit
 from scripts import plan
 from train import fit
 
@@ -86,6 +87,25 @@ def test_the_decay_always_ends_in_time(simulated, speed, schedule):
     assert found[highest:] == sorted(found[highest:], reverse=True)
 
 
+def test_a_run_whose_steps_become_fast_at_the_end_uses_its_time(simulated):
+    """After step 127, there is time for 0.8 steps at the mean speed, and for 10 at the last one."""
+    run, _ = simulated(lambda step: 142 if step < 40 else 3.3, *LIMITED, "lens=off")
+    assert 130 < run.state.step < 140
+    schedule = run.config.optimizer
+    assert rates(run)[-1] == pytest.approx(schedule.min_lr_ratio * schedule.lr)
+
+
+@pytest.mark.parametrize("finished", [8, 20])
+def test_a_run_that_was_limited_by_steps_trains_on_with_a_time_limit(
+    simulated, monkeypatch, finished
+):
+    """Also if it has more steps than are expected before the first one of a run with a limit."""
+    monkeypatch.setattr(stop, "EXPECTED_STEPS", 8)
+    simulated(lambda step: 1.0, f"trainer.max_steps={finished}", "name=a")
+    run, _ = simulated(lambda step: 40.0, *LIMITED, "name=a", "lens=off")
+    assert 140 < run.state.step - finished < 151
+
+
 def test_validations_and_snapshots_are_about_as_often_as_with_steps(simulated):
     run, _ = simulated(lambda step: 20.0, *LIMITED)
     log, steps = rows(run.directory), run.state.step
@@ -129,6 +149,15 @@ def test_steps_and_time_limit_a_run_together(simulated, tmp_path):
     assert (45 < slow.state.step < 50, seconds <= 6000) == (True, True)
     schedule = slow.config.optimizer
     assert rates(slow)[-1] == pytest.approx(schedule.min_lr_ratio * schedule.lr)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "changed"), [(60, "trainer.max_steps=20"), (1200, "trainer.max_minutes=200")]
+)
+def test_the_printed_command_extends_what_has_ended_the_run(simulated, capsys, seconds, changed):
+    limits = ("trainer.max_steps=10", "trainer.max_minutes=100", "lens=default")
+    simulated(lambda step: seconds, *limits)
+    assert changed in re.findall(r"resume with: .*(trainer\.max_\w+=\d+)", capsys.readouterr().out)
 
 
 def test_a_given_interval_and_warm_up_are_in_steps(simulated):
@@ -249,6 +278,18 @@ def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
     while limit.start_step() < 1:
         now += 1
     assert 60 < now < 120 - 1.2 * limit.end_of_run  # it reserves more time than on an idle machine
+
+
+def test_compiling_the_model_does_not_end_a_run(monkeypatch):
+    """The first step takes half of the time, and the others 0.1 s."""
+    now = 0.0
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
+    limit = time_limit.TimeLimit(TWO_MINUTES, CPU, 0.0, is_compiled=True)
+    limit.start_step()
+    now = 60.0
+    while limit.start_step() < 1:
+        now += 0.1
+    assert limit.end - 1 < now <= limit.end
 
 
 def test_a_plan_with_a_time_limit_needs_the_number_of_tokens():
