@@ -19,7 +19,7 @@ from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.saver import Saver
 from clearhead.checkpoint.tensors import collect
 from clearhead.errors import NotSavedError
-from clearhead.parallel.device_memory import available_memory
+from clearhead.parallel.memory import available_memory
 from clearhead.parallel.strategy import Strategy
 from model import GPT
 

@@ -18,7 +18,7 @@ from clearhead.config.yaml_files import default_values, flat
 from clearhead.errors import as_yaml
 from clearhead.files import REPOSITORY, as_json, atomic_write, last_values, read_rows
 from clearhead.parallel import launch
-from clearhead.parallel.device_memory import peak_memory
+from clearhead.parallel.memory import peak_memory
 
 
 def write_summary(

@@ -33,8 +33,8 @@ from clearhead.output.run_lines import describe, introduce
 from clearhead.output.run_log import RunLog
 from clearhead.output.tracker import NoTracker, Tracker
 from clearhead.parallel import device, launch
-from clearhead.parallel.build import build_strategy
-from clearhead.parallel.device_memory import free_pinned_memory, use_expandable_segments
+from clearhead.parallel.device import build_strategy
+from clearhead.parallel.memory import free_pinned_memory, use_expandable_segments
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator, Validation
 from clearhead.run.init_from import initial_weights
