@@ -1,4 +1,4 @@
-"""Compares ops/cross_entropy_kernel.py with PyTorch in fp64; run with TRITON_INTERPRET=1.
+"""Compares compute/cross_entropy_kernel.py with PyTorch in fp64; run with TRITON_INTERPRET=1.
 
 47 columns after the vocabulary, a third of the targets ignored, and large logits.
 """
