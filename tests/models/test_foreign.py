@@ -1,4 +1,4 @@
-"""interop/foreign.py: models of any architecture, without pickle and without code of others; the
+"""models/foreign.py: models of any architecture, without pickle and without code of others; the
 checkpoints of a training in the order of their steps."""
 
 import json

@@ -1,4 +1,4 @@
-"""interop/huggingface.py compared with the transformers library, with a tiny random GPT-2 and
+"""models/huggingface.py compared with the transformers library, with a tiny random GPT-2 and
 without a network."""
 
 import json
