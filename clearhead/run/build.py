@@ -15,9 +15,8 @@ import torch
 
 from attention import computes_its_scores
 from clearhead.checkpoint import run_directory
-from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.checkpoint.format import MODEL, OPTIMIZER, State
-from clearhead.checkpoint.saver import Saver
+from clearhead.checkpoint.saving import Checkpointer, Saver
 from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors, read_tensors
 from clearhead.compute.cross_entropy import LOGITS_AT_ONCE
 from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.checkpoint.format import State
 from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.run_directory import (
@@ -20,6 +19,7 @@ from clearhead.checkpoint.run_directory import (
     VALIDATION_JSON,
     final_validation,
 )
+from clearhead.checkpoint.saving import Checkpointer
 from clearhead.compute.optimizers import learning_rate
 from clearhead.config.schema import Config
 from clearhead.errors import RunError, best_effort
