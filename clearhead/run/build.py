@@ -23,13 +23,13 @@ from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer
 from clearhead.config.automatic import automatic_intervals
 from clearhead.config.schema import Config
 from clearhead.errors import exit_code_of, refuse, shorten
+from clearhead.files import RowFile, drop_rows_after
 from clearhead.output.console import Console
-from clearhead.output.jsonl import RowFile, drop_rows_after
 from clearhead.output.machine import environment
 from clearhead.output.metrics import Metrics
 from clearhead.output.profiler import Profiler
-from clearhead.output.run_lines import describe, introduce
 from clearhead.output.run_log import RunLog
+from clearhead.output.summary import describe, introduce
 from clearhead.output.tracker import NoTracker, Tracker
 from clearhead.parallel import device, launch
 from clearhead.parallel.device import build_strategy
