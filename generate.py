@@ -37,7 +37,7 @@ from clearhead.config.schema import (
     Threads,
 )
 from clearhead.errors import CheckpointError, refuse, sanitize
-from clearhead.models.prompts import prompt_of, read_prompts
+from clearhead.models.prompt_files import prompt_of, read_prompts
 
 if typing.TYPE_CHECKING:
     from clearhead.models.pretrained import PretrainedModel
@@ -87,7 +87,7 @@ class GenerateConfig(ScriptConfig):
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
     from clearhead.compute.specialize import specialize_for_generation
-    from clearhead.models import cache, decoding
+    from clearhead.models import decoding
     from clearhead.models.pretrained import load_pretrained
     from clearhead.parallel import device
 
@@ -111,7 +111,7 @@ def main(settings: GenerateConfig) -> None:
         functools.partial(decoding.generate, pretrained.model, window=pretrained.window),
         pretrained,
         batch_size,
-        cache=cache.KVCache(pretrained.window, compiler) if compiler else None,
+        cache=decoding.KVCache(pretrained.window, compiler) if compiler else None,
         max_new_tokens=settings.max_new_tokens,
         sampling=decoding.Sampling(
             settings.temperature, settings.top_k, settings.top_p, settings.seed

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from clearhead.config.application import hydra_main
-from clearhead.output.terminal import never_fail
+from clearhead.errors import never_fail
 from clearhead.run.signals import StopSignals, exit_on_stop_signals
 
 if TYPE_CHECKING:  # at run time, torch is imported only after the settings were checked

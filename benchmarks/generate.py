@@ -28,8 +28,7 @@ from clearhead.config import compose
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Device, Name, Positive
 from clearhead.errors import NO_VALUE, refuse
-from clearhead.models.cache import KVCache
-from clearhead.models.decoding import Sampling, generate
+from clearhead.models.decoding import KVCache, Sampling, generate
 from clearhead.parallel import device as devices
 from model import GPT, ModelConfig
 

@@ -44,7 +44,7 @@ from clearhead.config.command_line import (
 from clearhead.config.schema import Device, Name, ParallelConfig, Positive
 from clearhead.errors import refuse
 from clearhead.parallel import device as devices
-from clearhead.parallel.build import build_strategy
+from clearhead.parallel.device import build_strategy
 from clearhead.parallel.strategy import Strategy
 from model import GPT, ModelConfig
 

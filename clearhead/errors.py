@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 NO_VALUE = ...  # Problem.value if there is none; `...` is the same object in every process
 DEBUG_HINT = "rerun with debug=true to see the traceback"  # for errors that are not ClearheadError
@@ -265,3 +265,29 @@ def best_effort(what: str, debug: bool = False, prefix: str = "") -> Iterator[No
         if debug:
             raise
         print(f"{prefix}{what} ({format_error(error)})", file=sys.stderr)
+
+
+class NeverFailing:
+    """A text stream that discards what it cannot write: the terminal was closed, the reader of a
+    pipe has ended, or the disk of a redirected output is full."""
+
+    def __init__(self, stream: IO[str] | None):
+        """stream: None if the shell has closed it."""
+        self.stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.flush()
+
+
+def never_fail() -> None:
+    """Keeps errors of stdout and stderr from ending the training, for the rest of the process."""
+    sys.stdout, sys.stderr = NeverFailing(sys.stdout), NeverFailing(sys.stderr)

@@ -99,7 +99,7 @@ def main(settings: EvaluateConfig) -> None:
     from clearhead.models.perplexity import ScoredWindows, evaluate
     from clearhead.models.pretrained import load_pretrained
     from clearhead.output.console import progress
-    from clearhead.parallel import build, device
+    from clearhead.parallel import device
 
     refuse(device.check(settings.device, settings.precision))
     pretrained = load_pretrained(settings.checkpoint)
@@ -111,7 +111,7 @@ def main(settings: EvaluateConfig) -> None:
         raise DataError("data.path", settings.data.path, reason, "use a longer text")
     single = ParallelConfig.with_defaults(strategy="single")
     chosen = settings.device, settings.precision, 0, settings.threads
-    strategy = build.build_strategy(single, *chosen)
+    strategy = device.build_strategy(single, *chosen)
     model = pretrained.model.to(strategy.device)
     specialize(model, strategy.device)
     lengths = pretrained.tokenizer.byte_lengths

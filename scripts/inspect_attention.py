@@ -173,7 +173,7 @@ def inspect(
     device: "torch.device",
 ) -> "SnapshotData":
     """Returns the data of one model. Prints its most significant heads."""
-    from clearhead.models.ablation import ablate_heads
+    from clearhead.models.head_removal import ablate_heads
     from clearhead.output.console import progress
 
     model = trained.model.to(device)

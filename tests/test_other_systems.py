@@ -17,7 +17,7 @@ import generate
 from attention import sdpa
 from clearhead.checkpoint.run_directory import lock_directory
 from clearhead.errors import ConfigError, RunDirectoryError
-from clearhead.models.cache import KVCache
+from clearhead.models.decoding import KVCache
 from clearhead.parallel import device
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.build import build_run

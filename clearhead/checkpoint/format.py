@@ -20,7 +20,7 @@ are functions of seed, step and rank. No file is a pickle.
 `remove_optimizer` removes optimizer.safetensors and its line of SHA256SUMS from a checkpoint. All
 commands can then use it, except that no run can resume from it.
 
-saver.py writes the files to step_00000100.part, flushes them to disk (fsync) and renames the
+saving.py writes the files to step_00000100.part, flushes them to disk (fsync) and renames the
 directory, so a checkpoint is complete or absent. Only rank 0 reads and writes. The files do not
 depend on the number of ranks or on the parallel strategy, so a run can resume with another number
 of ranks or another strategy. Values are checked when they are read, because anybody may have edited

@@ -8,7 +8,7 @@ their copy in fp32 and their gradient. This version processes a chunk of positio
 gradient of a row of logits depends on that row only, so it overwrites the logits and is multiplied
 immediately. All gradients are computed in forward; backward only scales them (Hsu et al. 2024,
 Liger Kernel). On a CPU this is also faster, because chunks stay in the cache (docs/results.md). On
-a GPU, one kernel reads a row of logits and overwrites it (compute/cross_entropy_kernel.py).
+a GPU, one kernel reads a row of logits and overwrites it (cross_entropy_kernel.py).
 
 Shapes: N positions (B T), n positions per chunk, C emb_dim, V vocabulary, W the number of columns
 of the logits: V, on a GPU rounded up to a multiple of 64.

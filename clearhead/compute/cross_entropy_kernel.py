@@ -1,4 +1,4 @@
-"""Cross-entropy and its gradient in one Triton kernel, for compute/cross_entropy.py on a GPU.
+"""Cross-entropy and its gradient in one Triton kernel, for cross_entropy.py on a GPU.
 
 Without it, softmax and gradient of a chunk of logits read and write each value up to eight times,
 compiled three times. The kernel reads a row twice and writes it once. Like log_softmax in fp32, it

@@ -1,6 +1,6 @@
 """The optimizer, its learning-rate schedule, and the check for non-finite gradients.
 
-The optimizer is AdamW, or Muon with AdamW (compute/muon.py). The learning rate is a function
+The optimizer is AdamW, or Muon with AdamW (muon.py). The learning rate is a function
 of the step without state, so a checkpoint does not contain it.
 """
 

@@ -1,6 +1,6 @@
 """Exports a trained model to a folder that transformers loads without this repository.
 
-    config.json, model.safetensors    written by models/huggingface.py
+    config.json, model.safetensors    written by huggingface.py
     generation_config.json            ids of the start, end and padding tokens
     tokenizer.json, tokenizer_config.json    the tokenizer
     README.md                         the model card: size, training and loss of the model

@@ -25,8 +25,8 @@ import numpy as np
 
 from clearhead.checkpoint.run_directory import CONFIG_YAML
 from clearhead.config.schema import WandbConfig
+from clearhead.files import RowFile
 from clearhead.output import wandb_process
-from clearhead.output.jsonl import RowFile
 from clearhead.output.report import sample_page
 from clearhead.output.wandb_process import (
     call_with_timeout,

@@ -1,8 +1,4 @@
-"""Device of a process: selection, precision and compilation.
-
-All commands that run a model use it. Communication between processes is in
-parallel/strategy.py.
-"""
+"""Device of a process: its checks, selection, strategy, precision and compilation."""
 
 import contextlib
 import ctypes
@@ -19,11 +15,13 @@ from collections.abc import Callable
 import torch
 
 from clearhead.compute.cross_entropy import has_triton
+from clearhead.config.schema import ParallelConfig
+from clearhead.errors import refuse
 from clearhead.parallel import launch
 from clearhead.parallel.hardware import WORTH_COMPILING, peak_named
+from clearhead.parallel.strategy import DTYPES, Strategy
 
 STEPS_WORTH_COMPILING = 2_000  # decoding steps; compiling takes as long as thousands of them
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check(
@@ -116,6 +114,49 @@ def prepare(device: str, seed: int, threads: int | None = None) -> torch.device:
     return torch.device(chosen)
 
 
+def build_strategy(
+    config: ParallelConfig, device: str, precision: str, seed: int, threads: int | None = None
+) -> Strategy:
+    """Chooses device, precision and strategy, and joins the process group.
+
+    device: auto | cpu | cuda | mps. precision: auto | fp32 | bf16 | fp16. threads: of the CPU.
+    Call `check` and that of launch.py first.
+    """
+    name = config.strategy
+    if name == "auto":
+        name = "ddp" if launch.rank_count() > 1 else "single"
+    if name != "single" and device == "auto" and best_device() == "mps":
+        device = "cpu"
+    chosen = prepare(device, seed, threads)
+    dtype = DTYPES.get(precision) or best_dtype(chosen)
+    if name == "single":
+        return Strategy(chosen, dtype)
+    # A single process saves the 0.6 s that these imports take.
+    from clearhead.parallel.ddp import DDP
+    from clearhead.parallel.fsdp import FSDP
+
+    if name == "ddp":
+        strategy = DDP(chosen, dtype, timeout=config.timeout)
+    else:
+        reshard = config.reshard_after_forward
+        strategy = FSDP(chosen, dtype, timeout=config.timeout, reshard_after_forward=reshard)
+    if chosen.type == "cuda":
+        refuse(shared_gpus(strategy, gpu_id(chosen)))
+    return strategy
+
+
+def shared_gpus(strategy: Strategy, gpu: int) -> list[tuple]:
+    """Returns a problem (key, value, reason, hint), on all ranks, if two ranks have the same GPU.
+    NCCL would fail later. gpu: a number below 2^53 of the GPU of this rank."""
+    ranks = range(strategy.world_size)
+    gpus = strategy.all_reduce_sum(*(gpu * (rank == strategy.rank) for rank in ranks))
+    if len(set(gpus)) == len(gpus):
+        return []
+    reason = f"{strategy.world_size} ranks have {len(set(gpus))} GPUs"
+    hint = "start one process for each GPU; its launcher has to set LOCAL_RANK"
+    return [("LOCAL_RANK", os.environ.get("LOCAL_RANK"), reason, hint)]
+
+
 def best_device() -> str:
     if torch.cuda.is_available():
         return "cuda"
@@ -126,7 +167,7 @@ def best_dtype(device: torch.device) -> torch.dtype:
     """Returns the fastest precision of matrix products: bf16 if the hardware has them in bf16; fp16
     on GPUs that have them in fp16 only (V100, T4: capability 7.0 to 7.5); else fp32.
 
-    Training in fp16 scales the loss (parallel/strategy.py). On MPS, fp32: PyTorch's causal
+    Training in fp16 scales the loss (strategy.py). On MPS, fp32: PyTorch's causal
     attention may attend to later tokens in half precision (issue 195910).
     """
     if (wide := best_wide_dtype(device)) == torch.bfloat16 or device.type != "cuda":

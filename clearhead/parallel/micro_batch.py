@@ -1,5 +1,5 @@
 """Micro-batch size and memory: check before a run, search for the largest size that fits, and the
-error when a step runs out of memory. Estimates: parallel/memory.py.
+error when a step runs out of memory. Estimates: memory.py.
 """
 
 from collections.abc import Callable
@@ -8,13 +8,14 @@ import torch
 
 from clearhead.config.schema import Config
 from clearhead.errors import OutOfMemoryError
-from clearhead.parallel.device_memory import available_memory, memory_of
 from clearhead.parallel.memory import (
     LIBRARIES,
     Job,
+    available_memory,
     estimate,
     fits,
     largest_micro_batch,
+    memory_of,
 )
 from clearhead.parallel.strategy import Strategy
 

@@ -25,8 +25,9 @@ from torch import Tensor
 from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.compute.specialize import specialize
 from clearhead.errors import NO_VALUE, refuse
-from clearhead.parallel import device as devices
 from model import GPT, ModelConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Strategy:
     @property
     def precision(self) -> str:
         """The value of trainer.precision for `dtype`."""
-        return next(name for name, dtype in devices.DTYPES.items() if dtype == self.dtype)
+        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
     @property
     def label(self) -> str:

@@ -15,26 +15,25 @@ import torch
 
 from attention import computes_its_scores
 from clearhead.checkpoint import run_directory
-from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.checkpoint.format import MODEL, OPTIMIZER, State
-from clearhead.checkpoint.saver import Saver
+from clearhead.checkpoint.saving import Checkpointer, Saver
 from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors, read_tensors
 from clearhead.compute.cross_entropy import LOGITS_AT_ONCE
 from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer
 from clearhead.config.automatic import automatic_intervals
 from clearhead.config.schema import Config
 from clearhead.errors import exit_code_of, refuse, shorten
+from clearhead.files import RowFile, drop_rows_after
 from clearhead.output.console import Console
-from clearhead.output.jsonl import RowFile, drop_rows_after
 from clearhead.output.machine import environment
 from clearhead.output.metrics import Metrics
 from clearhead.output.profiler import Profiler
-from clearhead.output.run_lines import describe, introduce
 from clearhead.output.run_log import RunLog
+from clearhead.output.summary import describe, introduce
 from clearhead.output.tracker import NoTracker, Tracker
 from clearhead.parallel import device, launch
-from clearhead.parallel.build import build_strategy
-from clearhead.parallel.device_memory import free_pinned_memory, use_expandable_segments
+from clearhead.parallel.device import build_strategy
+from clearhead.parallel.memory import free_pinned_memory, use_expandable_segments
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator, Validation
 from clearhead.run.init_from import initial_weights

@@ -15,7 +15,7 @@ from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
 from clearhead.errors import MAX_FAILURES, Failures, best_effort
 from clearhead.files import read_rows
-from clearhead.models.ablation import ablate_heads
+from clearhead.models.head_removal import ablate_heads
 from clearhead.output.charts import CURVES, curves
 from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizer import Tokenizer
@@ -39,8 +39,8 @@ class LensRunner:
     strategy: Strategy
     directory: Path  # the run directory
     debug: bool  # whether an error ends the run
-    # (model, heads by name, trained steps) -> the loss without each head, see models/ablation.py;
-    # None: off
+    # (model, heads by name, trained steps) -> the loss without each head, see
+    # models/head_removal.py; None: off
     ablate: Callable[[GPT, dict[str, list[tuple[int, int]]], int], dict] | None
     failures: Failures = field(default_factory=Failures)  # of snapshots, on any rank
 

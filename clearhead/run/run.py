@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from clearhead.checkpoint.checkpointer import Checkpointer
 from clearhead.checkpoint.format import State
 from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.run_directory import (
@@ -20,14 +19,14 @@ from clearhead.checkpoint.run_directory import (
     VALIDATION_JSON,
     final_validation,
 )
+from clearhead.checkpoint.saving import Checkpointer
 from clearhead.compute.optimizers import learning_rate
 from clearhead.config.schema import Config
 from clearhead.errors import RunError, best_effort
 from clearhead.files import as_json, atomic_write, last_values, read_object
 from clearhead.output.metrics import Metrics
-from clearhead.output.run_lines import results, stopped, times, where_to_look
 from clearhead.output.run_log import RunLog
-from clearhead.output.summary import write_summary
+from clearhead.output.summary import results, stopped, times, where_to_look, write_summary
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator
 from clearhead.run.lens_runner import LensRunner

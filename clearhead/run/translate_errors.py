@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from clearhead.checkpoint.checkpointer import Checkpointer
+from clearhead.checkpoint.saving import Checkpointer
 from clearhead.config.schema import Config
 from clearhead.errors import DivergedError, NotSavedError, RankLostError
 from clearhead.parallel.micro_batch import is_out_of_memory, out_of_memory_error

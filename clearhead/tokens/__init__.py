@@ -3,7 +3,7 @@
     tokenizer.py           byte-level BPE: GPT-2's tokenizer, bytes
     tokenizer_json.py      stored tokenizers: tokenizer.json
     tokenizer_training.py  trains a tokenizer on a text
-    encoding.py            tokenizes texts of any length; gigatoken_engine.py: its fast engine
+    encoding.py            tokenizes texts of any length
     paths.py               finds the files of data.path
     readers.py             reads documents from text, JSON lines, Parquet and Hugging Face datasets
     token_stream.py        token ids of many files as one long array

@@ -23,7 +23,7 @@ from benchmarks.implementations import NanoGPT, Ours, Variant
 from benchmarks.timing import interleave, origin, speedup
 from clearhead.config import compose
 from clearhead.config.schema import OptimizerConfig, ParallelConfig
-from clearhead.parallel.build import build_strategy
+from clearhead.parallel.device import build_strategy
 from clearhead.tokens.windows import window_order
 from data import load_datasets
 from train import train_step

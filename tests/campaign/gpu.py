@@ -21,7 +21,7 @@ from clearhead.compute import cross_entropy
 from clearhead.compute.optimizers import build_optimizer
 from clearhead.compute.specialize import specialize_for_generation
 from clearhead.config.schema import OptimizerConfig
-from clearhead.models.cache import KVCache
+from clearhead.models.decoding import KVCache
 from clearhead.parallel import device
 from model import head_loss as plain_loss
 from train import fit, train_step

@@ -28,9 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 import train
 from clearhead import files
-from clearhead.checkpoint import checkpointer, listing
 from clearhead.checkpoint import format as checkpoint
-from clearhead.checkpoint import saver as saving
+from clearhead.checkpoint import listing, saving
 from clearhead.checkpoint.tensors import all_finite, collect, load_model
 from clearhead.errors import (
     CheckpointError,
@@ -250,8 +249,8 @@ def test_copies_are_pinned_on_a_gpu_if_there_is_memory(make_run, monkeypatch, de
         pins.append(pin)
         return collect(model, optimizer, strategy, copy)
 
-    monkeypatch.setattr(checkpointer, "collect", collecting)
-    monkeypatch.setattr(checkpointer, "available_memory", lambda: left.pop(0))
+    monkeypatch.setattr(saving, "collect", collecting)
+    monkeypatch.setattr(saving, "available_memory", lambda: left.pop(0))
     run.strategy.device = torch.device(device)
     for _ in range(2):
         run.checkpointer.save(run.state, is_last=False)

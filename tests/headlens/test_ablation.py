@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.models import random_ids, tiny_model
 
-from clearhead.models.ablation import ablate_heads
+from clearhead.models.head_removal import ablate_heads
 from clearhead.tokens.windows import IGNORED, WindowDataset
 from headlens.ablation import COLUMNS, most_important, removal_lines, within_noise
 from headlens.snapshot_data import read_snapshot

@@ -3,7 +3,7 @@
     {"crash": {"at": 7}, "infinite_loss": {"steps": [3]}}
 
 Each key is a function in FAULTS; its value has the arguments. "The saver" is the thread that writes
-checkpoints (clearhead/checkpoint/saver.py).
+checkpoints (clearhead/checkpoint/saving.py).
 """
 
 import contextlib
@@ -24,9 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import train
-from clearhead.checkpoint import checkpointer
 from clearhead.checkpoint import format as checkpoint
-from clearhead.checkpoint import saver as saving
+from clearhead.checkpoint import saving
 from clearhead.run import time_limit
 from clearhead.run.run import Run
 
@@ -91,7 +90,7 @@ class Operations:
         self.on_disk: dict[int, int] = {}  # by inode: the size at the last fsync
         self.unsynced: list[dict] = []  # changes of names that may not be on disk yet
         self.lock = threading.RLock()
-        on_call("clearhead.checkpoint.saver.Saver.save", self._count_saves)
+        on_call("clearhead.checkpoint.saving.Saver.save", self._count_saves)
         replace(checkpoint, "save_file", self._save_file)
         replace(os, "fsync", self._fsync)
         sys.addaudithook(self._watch)
@@ -188,7 +187,7 @@ def failing(what: str, code: str, steps: list[int], times: int | None, only: str
             raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
 
     on_call(
-        "clearhead.checkpoint.saver.Saver.save", lambda _, __, state: now.update(step=state.step)
+        "clearhead.checkpoint.saving.Saver.save", lambda _, __, state: now.update(step=state.step)
     )
     on_call(what if "." in what else f"clearhead.checkpoint.format.{what}", fail)
     saving.RETRY_AFTER = 0
@@ -354,7 +353,7 @@ def compiler(backend: str) -> None:
 
 def no_memory() -> None:
     """Simulates that this rank has no memory for the copy of a checkpoint."""
-    replace(checkpointer, "available_memory", lambda _: lambda: 0)
+    replace(saving, "available_memory", lambda _: lambda: 0)
 
 
 def frozen(modules: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""models/decoding.py and the cache, compared with generation without a cache, with transformers,
+"""models/decoding.py, compared with generation without a cache, with transformers,
 and with the definitions of temperature, top-k and top-p."""
 
 import dataclasses
@@ -14,8 +14,14 @@ from helpers.kernels import add_window
 from helpers.models import tiny_model as tiny
 
 from clearhead.compute.specialize import specialize_for_generation
-from clearhead.models.cache import KVCache
-from clearhead.models.decoding import DROPPED_PART, Sampling, context_start, generate, sample
+from clearhead.models.decoding import (
+    DROPPED_PART,
+    KVCache,
+    Sampling,
+    context_start,
+    generate,
+    sample,
+)
 from clearhead.models.huggingface import to_hf
 
 CAMPAIGN_COMPILER = os.environ.get("CAMPAIGN_COMPILER")

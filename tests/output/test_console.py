@@ -135,8 +135,8 @@ def test_the_last_sample_is_printed_once(make_run, capsys):
 TWO_STEPS = """
 import sys
 from clearhead.output import console
-from clearhead.output import terminal
-terminal.never_fail()
+from clearhead.errors import never_fail
+never_fail()
 shown = console.Console(True, 0, 2)
 for step in (1, 2):
     shown.step(step, 2.0, 1e-3, 10.0)

@@ -10,8 +10,7 @@ from unittest.mock import Mock
 from helpers import REPOSITORY, TIMEOUT
 from helpers.tally import tally
 
-from clearhead.files import last_values, read_rows
-from clearhead.output.jsonl import RowFile, drop_rows_after
+from clearhead.files import RowFile, drop_rows_after, last_values, read_rows
 
 FAULT = "disk full or failing below a log"
 
@@ -20,7 +19,7 @@ ON_A_FULL_DISK = """
 import resource, signal
 from pathlib import Path
 from clearhead.errors import RunError
-from clearhead.output.jsonl import RowFile
+from clearhead.files import RowFile
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 rows = RowFile(Path("run/log.jsonl"))

@@ -14,7 +14,7 @@ import train
 from clearhead.config.schema import ParallelConfig
 from clearhead.errors import ConfigError
 from clearhead.parallel import ddp, device, fsdp
-from clearhead.parallel.build import build_strategy
+from clearhead.parallel.device import build_strategy
 from clearhead.parallel.strategy import Strategy
 
 GPU = torch.device("cuda", 0)

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 import train
 from clearhead.errors import ConfigError, RunDirectoryError
-from clearhead.parallel import device, device_memory
+from clearhead.parallel import device, memory
 from clearhead.parallel.ddp import DDP
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.build import build_run
@@ -82,14 +82,14 @@ def test_one_rank_and_a_job_of_several_tasks(launched, in_process, tmp_path, tex
 def test_a_launcher_may_not_tell_the_ranks_of_this_machine(launched, monkeypatch):
     """Then one rank per machine is assumed, and GPUs and memory are not divided by all ranks."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    alone = device_memory.memory_of(torch.device("cpu"))
+    alone = memory.memory_of(torch.device("cpu"))
     launched(16)
     pretend_gpus(monkeypatch, count=8)
     assert device.check("cuda") == []
-    assert device_memory.memory_of(torch.device("cpu")) == alone
+    assert memory.memory_of(torch.device("cpu")) == alone
     launched(16, LOCAL_WORLD_SIZE=16)
     assert [key for key, *_ in device.check("cuda")] == ["device"]
-    assert device_memory.memory_of(torch.device("cpu")) == alone / 16
+    assert memory.memory_of(torch.device("cpu")) == alone / 16
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     for local_rank, keys in ((7, []), (8, ["device"])):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
@@ -104,8 +104,8 @@ def test_the_page_cache_of_a_container_is_available_memory(monkeypatch, tmp_path
         "memory.stat": "inactive_anon 1\nactive_file 300000\ninactive_file 200000\nfile 9",
     }.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(device_memory, "CGROUP", tmp_path)
-    assert device_memory.available_memory() == (600_000 if sys.platform == "linux" else 0)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert memory.available_memory() == (600_000 if sys.platform == "linux" else 0)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_gpu_allocator_is_configured_before_cuda_is_initialized(
     monkeypatch, strategy, system, given, expected
 ):
     """expected: None: as given by the user."""
-    for name in device_memory.ALLOC_CONF:
+    for name in memory.ALLOC_CONF:
         monkeypatch.setenv(name, "")  # restored at the end
         monkeypatch.delenv(name)
     for name, value in given.items():
@@ -132,7 +132,7 @@ def test_the_gpu_allocator_is_configured_before_cuda_is_initialized(
     found = {}
 
     def check(*_):
-        found.update({n: os.environ[n] for n in device_memory.ALLOC_CONF if n in os.environ})
+        found.update({n: os.environ[n] for n in memory.ALLOC_CONF if n in os.environ})
         raise InterruptedError
 
     monkeypatch.setattr("clearhead.parallel.launch.check", check)

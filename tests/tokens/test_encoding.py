@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens import encoding as module
-from clearhead.tokens.encoding import BOUNDARY, StreamEncoder, find_boundary, utf8_blocks
-from clearhead.tokens.gigatoken_engine import Gigatoken
+from clearhead.tokens.encoding import BOUNDARY, Gigatoken, StreamEncoder, find_boundary, utf8_blocks
 from clearhead.tokens.tokenizer import PATTERNS, get_tokenizer
 
 some = trials(15, 400)
