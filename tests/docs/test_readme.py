@@ -94,7 +94,8 @@ def test_the_lens_with_another_model(tmp_path, monkeypatch):
     wandb.init(mode="offline", dir=tmp_path)
     names = {"model": model, "tokenizer": tokenizer, "validation_text": WORDS * 8, "wandb": wandb}
     names |= {"trainer": trainer, "train_step": train_step}
-    for code in blocks("headlens/docs/your-model.md", "python") + blocks("README.md", "python"):
+    pages = ("headlens/docs/your-model.md", "headlens/README.md", "README.md")
+    for code in itertools.chain(*(blocks(page, "python") for page in pages)):
         if "def attention(" in code:  # of a model that returns its weights
             exec(code, names | {"model": foreign_model("gpt2", "eager", vocab_size=320)})
             continue

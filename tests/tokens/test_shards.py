@@ -347,7 +347,7 @@ SIZE = 7024 + 1026 + 2448  # bytes of the files below
 )
 def test_verify_reads_all_bytes(verify, most, is_read, with_manifest, tmp_path, monkeypatch):
     """An id outside the vocabulary is found; with a manifest, any other damage too."""
-    assert module.MAX_VERIFIED == 2**30  # as docs/data.md says
+    assert module.MAX_VERIFIED == 2**30  # as --help says
     monkeypatch.setattr(module, "BLOCK", 2000)
     monkeypatch.setattr(module, "MAX_VERIFIED", most)
     write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5], "val.bin": ids_of(712)})
