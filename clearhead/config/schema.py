@@ -18,7 +18,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from clearhead.config.declared import KERNEL_NAMES, NO_DROPOUT, ModelConfig
 from clearhead.config.validation import (
     FOLDER_NAME,
     NO_SEPARATORS,
@@ -27,7 +26,13 @@ from clearhead.config.validation import (
     groups_of,
     validate,
 )
-from clearhead.config.yaml_files import default_values, nested
+from clearhead.config.yaml_files import (
+    KERNEL_NAMES,
+    NO_DROPOUT,
+    ModelConfig,
+    default_values,
+    nested,
+)
 from clearhead.errors import refuse
 from clearhead.tokens import MAX_VOCABULARY, MIXTURE_BLOCK, TRAINED, VOCABULARIES
 from headlens import LensConfig

@@ -1,21 +1,41 @@
-"""Reads configs/: the default value of each setting, and its meaning from the comment after it."""
+"""Reads configs/: the default value of each setting, and its meaning from the comment after it; and
+what attention.py and model.py declare."""
 
+import ast
 import functools
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import omegaconf
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from clearhead.config.declared import KERNEL_NAMES
 from clearhead.errors import as_yaml
 from clearhead.files import REPOSITORY
 
 CONFIGS = REPOSITORY / "configs"
 REGISTER = "register_new_resolver" if omegaconf.__version__ < "2.4" else "register_resolver"
 SETTING = re.compile(r"(\w+):(?:.*? # (.*))?")  # key: value # meaning
+
+
+def _declarations(file: str) -> dict[str, Any]:
+    """Returns the classes and the annotated values of a file as syntax trees, by name. To
+    import the file would import torch, which takes a second."""
+    tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
+    values = {node.target.id: node.value for node in tree.body if isinstance(node, ast.AnnAssign)}
+    return values | {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+_attention = _declarations("attention.py")
+KERNEL_NAMES = tuple(key.value for key in _attention["KERNELS"].keys)
+NO_DROPOUT = ast.literal_eval(_attention["NO_DROPOUT"])
+_model_config = ast.Module([_declarations("model.py")["ModelConfig"]], [])
+_names = {"dataclass": dataclass}
+exec(compile(_model_config, "model.py", "exec"), _names)
+ModelConfig: Any = _names["ModelConfig"]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The results of a sweep (python train.py -m optimizer.lr=1e-3,3e-4 seed=1,2,3).
 
-Each job writes result.json (config/job.py). At the end Hydra calls `SweepResults`
+Each job writes result.json (config/application.py). At the end Hydra calls `SweepResults`
 (hydra.callbacks in configs/config.yaml). It prints a table, writes it as results.md and
 results.json to hydra.sweep.dir, and the process ends with the exit code of the first failed job.
 """
@@ -13,8 +13,8 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from clearhead.config.application import results_in, sweep_directory
 from clearhead.config.command_line import errors_in_one_line
-from clearhead.config.job import results_in, sweep_directory
 from clearhead.errors import best_effort, refuse, sanitize
 from clearhead.files import REPOSITORY, as_json, atomic_write, last_values
 from clearhead.output.comparison import read_all, summarize, tables

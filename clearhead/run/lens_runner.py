@@ -10,8 +10,8 @@ import torch
 
 from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.run_directory import settings_of
+from clearhead.config.application import is_in_sweep
 from clearhead.config.automatic import EXPECTED_STEPS
-from clearhead.config.job import is_in_sweep
 from clearhead.config.schema import Config
 from clearhead.errors import MAX_FAILURES, Failures, best_effort
 from clearhead.files import read_rows

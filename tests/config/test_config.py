@@ -25,11 +25,16 @@ from clearhead.config.application import hydra_main
 from clearhead.config.automatic import automatic_values
 from clearhead.config.command_line import parse
 from clearhead.config.compose import override
-from clearhead.config.declared import KERNEL_NAMES
 from clearhead.config.schema import GROUPS, known_settings
 from clearhead.config.stored import settings_of
 from clearhead.config.validation import flat_fields, unknown_key, validate
-from clearhead.config.yaml_files import CONFIGS, default_values, defaults_and_meanings, flat
+from clearhead.config.yaml_files import (
+    CONFIGS,
+    KERNEL_NAMES,
+    default_values,
+    defaults_and_meanings,
+    flat,
+)
 from clearhead.errors import CheckpointError, ConfigError
 from generate import GenerateConfig
 from headlens import LensConfig

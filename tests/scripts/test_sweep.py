@@ -22,7 +22,6 @@ import train
 from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config import application, compose
-from clearhead.config import job as job_of_sweep
 from clearhead.config.application import hydra_main
 from clearhead.errors import ConfigError
 from clearhead.output import sweep
@@ -276,7 +275,7 @@ def test_files_of_others_are_left_alone(tmp_path):
 
 def test_a_result_that_cannot_be_written_is_a_failure(tmp_path, monkeypatch):
     """The other jobs continue. The sweeper gets inf for it, and the result of run(config)."""
-    losses, full, write = [], [], job_of_sweep.atomic_write
+    losses, full, write, real = [], [], application.atomic_write, application.run_job
 
     def run(config):
         log(config)
@@ -289,8 +288,8 @@ def test_a_result_that_cannot_be_written_is_a_failure(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device", str(path))
         write(path, content)
 
-    monkeypatch.setattr(job_of_sweep, "atomic_write", atomic_write)
-    run_job = lambda *arguments: losses.append(job_of_sweep.run_job(*arguments))  # noqa: E731
+    monkeypatch.setattr(application, "atomic_write", atomic_write)
+    run_job = lambda *arguments: losses.append(real(*arguments))  # noqa: E731
     monkeypatch.setattr(application, "run_job", run_job)
     code, out, _ = sweep_in(tmp_path, run, "seed=1,2")
     jobs = results_of(tmp_path)[1]["jobs"]
