@@ -33,7 +33,7 @@ def longer(config: Config, state: State) -> str:
     if trainer.max_steps and state.step >= trainer.max_steps:
         changes.append(f"trainer.max_steps above {state.step}")
     if state.used_time(trainer) >= 1:
-        changes.append(f"trainer.max_minutes above {trainer.max_minutes:g}")
+        changes.append(f"trainer.max_minutes above {state.minutes:g}")
     if state.should_stop_early(trainer):
         changes.append("a larger trainer.patience, or trainer.patience=null")
     return " and ".join(changes)

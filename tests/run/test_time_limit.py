@@ -151,6 +151,13 @@ def test_steps_and_time_limit_a_run_together(simulated, tmp_path):
     assert rates(slow)[-1] == pytest.approx(schedule.min_lr_ratio * schedule.lr)
 
 
+def test_with_a_shorter_limit_a_finished_run_names_the_time_that_it_has_used(simulated, capsys):
+    limited = ("trainer.max_steps=null", "name=a")
+    simulated(lambda step: 1000.0, *limited, "trainer.max_minutes=100")
+    simulated(lambda step: 1000.0, *limited, "trainer.max_minutes=50")
+    assert re.findall(r"trainer\.max_minutes above (\d+)", capsys.readouterr().out) == ["100"]
+
+
 @pytest.mark.parametrize(
     ("seconds", "changed"), [(60, "trainer.max_steps=20"), (1200, "trainer.max_minutes=200")]
 )
