@@ -67,7 +67,7 @@ KINDS = {
         "Each token attends to the token that followed its earlier occurrence. So the model can"
         " continue a sequence that it has seen before.",
         "the tokens that followed earlier occurrences of the query token",
-        "{key}, which followed this token earlier: such a head copies",
+        "{key}, which followed an earlier occurrence of this token",
     ),
     "duplicate_token": Kind(
         "D",

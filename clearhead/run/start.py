@@ -152,6 +152,8 @@ def is_resumed(run: Path | None, config: Config) -> bool:
         refuse([Problem("name", config.name, f"{run} already contains a run", hint)])
     if not has_any and resume not in ("auto", False):
         hint = "set name= to a run with a checkpoint, or use trainer.resume=auto"
+        if names_run(resume):
+            hint = "rerun the command that started it, without trainer.resume"
         reason = f"{run} has no checkpoint" if run else "name is not set"
         refuse([Problem("trainer.resume", resume, reason, hint)])
     if run and not has_any:

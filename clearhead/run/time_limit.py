@@ -1,8 +1,8 @@
 """trainer.max_minutes: how much of the time limit of a run is used.
 
-The limit holds for everything from the start of the process to its end. Nothing is measured before
-the first step, and no number of steps is planned: the learning rate and the automatic intervals
-follow from the fraction of the time that is used. A checkpoint stores it, so that a resumed run
+The limit holds for everything from the start of the process to its end. Nothing is measured or
+planned before the first step: the learning rate and the automatic intervals follow from the
+fraction of the time that is used. A checkpoint stores it, so that a resumed run
 continues with the time that is left.
 """
 
