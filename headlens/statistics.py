@@ -40,7 +40,8 @@ class Attention:
     """Attention of the heads of a layer on B texts of the same length: all that a statistic needs.
 
     weights: (B, H, T, T), fp32. scores: the same before the softmax, -inf where masked, or None if
-    they are unknown. token_ids: (B, T). tokens: the text of each token, B lists of T.
+    they are unknown. token_ids: (B, T). tokens: the text of each token, B lists of T; bytes of
+    incomplete UTF-8 as <0xE2> (prompts.bytes_of).
     """
 
     weights: Tensor

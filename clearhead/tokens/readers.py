@@ -379,7 +379,8 @@ class Format:
     is_text: bool = False  # one document per file, in data.encoding; `read` yields blocks of UTF-8
     # (bytes, position) -> the first position from this one on where a new part may start, or None.
     # In a text, it must be between two tokens (tokens/encoding.py), such as after a single line
-    # break. Without this function, a file has one part.
+    # break, and `read` must find text before it: the end-of-text token precedes that of the first
+    # part. Without this function, a file has one part.
     boundary: Callable[[mmap.mmap, int], int | None] | None = None
     split: Callable[[FilePart, int], Iterator[FilePart]] = _split_bytes
     errors: tuple[type[Exception], ...] = READ_ERRORS  # of files that cannot be read

@@ -209,7 +209,7 @@ def test_number_of_files_is_limited(snapshots, every, rest, prompts, repeat_leng
 
 def test_files_and_numbers_of_a_snapshot(tmp_path):
     folder = tmp_path / "attention"
-    lens = lens_on("the bank", "<b>$x$ & \u202e\x00 ß 漢字</b>", every=7, max_tokens=9)
+    lens = lens_on("the bank", "<b>\n$x$ & \u202e\x00 ß 漢字</b>", every=7, max_tokens=9)
     snapshot = taken(lens, model_at(7), 7, 100, folder)
     slugs = ["1-the-bank", "2-b-x-b", "3-repeated"]
     assert taken(lens, model_at(7), 7, 100, tmp_path / "other", write=False) is None

@@ -36,7 +36,7 @@ def capturing(model, logit_lens=False):
     return lambda ids, visit: capture(model, ids, visit, logit_lens=logit_lens)
 
 
-def text_prompt(text="The ferry bell rang twice, and nobody came.", limit=64):
+def text_prompt(text="The ferry bell rang twice,\nand nobody came.", limit=64):
     return make_prompt(1, text, BYTE.encode_ordinary, BYTE.decode_single_token_bytes, limit)
 
 

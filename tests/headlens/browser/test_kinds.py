@@ -12,7 +12,7 @@ from headlens import Lens, LensConfig, write_page
 from headlens.heads import KINDS, NAMES, title_of
 
 BYTE = get_tokenizer("byte")
-TEXT = "The bell rang. Tam, who heard the bell, ran."
+TEXT = "The bell rang.\nTam, who heard the bell, ran."  # has targets of all kinds
 
 
 def planted(token_ids, kind, share=0.9):
