@@ -6,13 +6,12 @@
 Launchers, sweepers, callbacks and all options of Hydra work as Hydra documents them. Errors are
 printed as one line per problem. Exit codes: errors.py.
 
-A job of a sweep (python train.py -m) is a run, named <sweep>_<number>. Its result.json is in the
-job directory (hydra.sweep.dir/hydra.sweep.subdir). A failed job reports an infinite loss, so that
-every launcher and sweeper continues. output/sweep.py reads the results.
+A job of a sweep (python train.py -m) is a run, named <name or sweep>_<number>. Its result.json is
+in the job directory (hydra.sweep.dir/hydra.sweep.subdir). A failed job reports an infinite loss, so
+that every launcher and sweeper continues. output/sweep.py reads the results.
 """
 
 import argparse
-import filecmp
 import functools
 import gc
 import math
@@ -20,7 +19,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import hydra
@@ -33,15 +32,7 @@ from clearhead.config.command_line import errors_in_one_line
 from clearhead.config.compose import VERSION, checked, one_line_each
 from clearhead.config.schema import Config
 from clearhead.config.yaml_files import CONFIGS
-from clearhead.errors import (
-    DEBUG_HINT,
-    NO_VALUE,
-    Problem,
-    best_effort,
-    exit_code_of,
-    format_error,
-    refuse,
-)
+from clearhead.errors import DEBUG_HINT, best_effort, exit_code_of, format_error
 from clearhead.files import as_json, atomic_write, make_folder, read_object
 
 # Hydra 1.4 can restrict which callbacks and launchers it creates. The user's own settings name
@@ -51,7 +42,6 @@ if sys.version_info >= (3, 14) and VERSION:
     # Python 3.14 checks the help text of each option when it is added, and raises for the object
     # that Hydra 1.3 uses in place of a text (hydra issue 3121). Hydra 1.4 does not have it.
     setattr(argparse.ArgumentParser, "_check_help", lambda parser, action: None)  # noqa: B010
-OURS = ("hydra", "main", "schema")  # providers of settings
 MAX_NAME_CHARS = 64  # characters of the sweep's directory name in the names of its runs
 
 
@@ -73,7 +63,6 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
         job = HydraConfig.get()
 
         def make_config() -> Config:
-            refuse(unread_files(job.runtime.config_sources))
             # As plain texts: OmegaConf would look for the settings of ${...} among those of Hydra.
             config = checked(values, OmegaConf.to_container(job.overrides.task))
             if job.job.chdir:  # printed paths are for the user's folder
@@ -94,20 +83,6 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
                 hydra.main(str(CONFIGS), "config", **OPTIONS)(task)()
 
     return main
-
-
-def unread_files(sources: Iterable[DictConfig]) -> list[Problem]:
-    """Returns a problem for each file in the user's folders of settings that Hydra does not read,
-    because another file of this name in configs/ has priority."""
-    folders = [Path(source.path) for source in sources if source.provider not in OURS]
-    pairs = [(f / p.relative_to(CONFIGS), p) for f in folders for p in CONFIGS.rglob("*.yaml")]
-    reason = "not read, because a file of this name in configs/ has priority"
-    hint = "rename it; to repeat a run: from=RUN"
-    return [
-        Problem(os.path.relpath(mine), NO_VALUE, reason, hint)
-        for mine, ours in pairs
-        if mine.is_file() and not filecmp.cmp(mine, ours, shallow=False)
-    ]
 
 
 # -------------------------------------------------------------------------- jobs of a sweep
@@ -131,7 +106,6 @@ def run_job(job: DictConfig, make_config: Callable[[], Config], run: Callable) -
     try:
         config = config_of_job(make_config(), job)
         debug, result["run"] = config.debug, str(Path(config.runs_dir) / config.name)
-        check_own_name(config, result)
         atomic_write(path, as_json(result))
         value = run(config)
         result |= {"exit_code": 0, "error": ""}
@@ -146,7 +120,9 @@ def run_job(job: DictConfig, make_config: Callable[[], Config], run: Callable) -
         print(f"job {number} failed: {result['error']}", file=sys.stderr, flush=True)
         if debug:
             traceback.print_exception(error)
-    free_memory()
+    gc.collect()  # frees the model
+    if "torch._dynamo" in sys.modules:  # the compiler gives up after some compilations in a process
+        sys.modules["torch"].compiler.reset()
     with best_effort(f"job {number} counts as failed: cannot write {path}"):  # such as a full disk
         atomic_write(path, as_json(result))
         return value
@@ -159,25 +135,16 @@ def sweep_directory(job: DictConfig) -> str:
 
 
 def config_of_job(config: Config, job: DictConfig) -> Config:
-    """Returns the config with the name <sweep>_<number>, which is the same when the sweep is
-    resumed, and with the W&B group of the sweep's runs, unless they are set."""
+    """Returns the config with the name <name or sweep>_<number>, which is the same when the sweep
+    is resumed, and with the W&B group of the sweep's runs, unless it is set."""
     name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(sweep_directory(job)).name)
     sweep = name[:MAX_NAME_CHARS].strip("-.+") or "sweep"
     return config.with_values(
         {
-            "name": f"{sweep}_{job.job.num}" if config.name is None else config.name,
+            "name": f"{config.name or sweep}_{job.job.num}",
             "wandb.group": sweep if config.wandb.group is None else config.wandb.group,
         }
     )
-
-
-def check_own_name(config: Config, result: dict) -> None:
-    """Raises ConfigError if another job of the sweep has the same run directory, which this job
-    would resume."""
-    others = [job for _, job in results_in(result["sweep"]) if job["job"] != result["job"]]
-    if any(job["run"] == result["run"] for job in others):
-        hint = "remove it, or write a name with each swept setting, as in name='lr${optimizer.lr}'"
-        refuse([("name", config.name, "another job of this sweep has the same name", hint)])
 
 
 def results_in(sweep: str) -> list[tuple[Path, dict]]:
@@ -185,12 +152,3 @@ def results_in(sweep: str) -> list[tuple[Path, dict]]:
     found = [(path, read_object(path)) for path in Path(sweep).rglob("result.json")]
     found = [(path, result) for path, result in found if result.get("sweep") == sweep]
     return sorted(found, key=lambda each: each[1]["job"])
-
-
-def free_memory() -> None:
-    """Frees the model and the compiled code of a job before the next job starts."""
-    gc.collect()
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch"].compiler.reset()
-    if "torch" in sys.modules:
-        sys.modules["torch"].cuda.empty_cache()

@@ -4,6 +4,7 @@ There is one pydantic model per group of configs/. The YAML files have the defau
 descriptions. config/validation.py checks values with this schema.
 """
 
+import ast
 import os
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
@@ -25,14 +26,9 @@ from clearhead.config.validation import (
     groups_of,
     validate,
 )
-from clearhead.config.yaml_files import (
-    KERNEL_NAMES,
-    NO_DROPOUT,
-    ModelConfig,
-    default_values,
-    nested,
-)
+from clearhead.config.yaml_files import default_values, nested
 from clearhead.errors import refuse
+from clearhead.files import REPOSITORY
 from clearhead.tokens import MAX_VOCABULARY, MIXTURE_BLOCK, TRAINED, VOCABULARIES
 from headlens import LensConfig
 
@@ -100,6 +96,19 @@ class Settings(BaseModel):
         return made
 
 
+def _attention_constants() -> dict[str, ast.expr]:
+    """Returns the constants of attention.py, which declares the attention kernels, as syntax trees:
+    to import it would import torch, which takes a second."""
+    tree = ast.parse((REPOSITORY / "attention.py").read_text(encoding="utf-8"))
+    return {node.target.id: node.value for node in tree.body if isinstance(node, ast.AnnAssign)}
+
+
+_constants = _attention_constants()
+KERNEL_NAMES = tuple(key.value for key in _constants["KERNELS"].keys)
+NO_DROPOUT = ast.literal_eval(_constants["NO_DROPOUT"])
+KernelName = Literal[KERNEL_NAMES]  # pyrefly: ignore
+
+
 @rule
 def _divides_width(heads: int, others: dict) -> None:
     width = others.get("emb_dim", heads)
@@ -114,11 +123,8 @@ def _has_dropout(kernel: str, others: dict) -> None:
         raise rejected("does not support dropout on attention weights", hint)
 
 
-KernelName = Literal[KERNEL_NAMES]  # pyrefly: ignore
-
-
-class ModelSettings(Settings, ModelConfig):
-    """Architecture of the model: model.ModelConfig with limits."""
+class ModelSettings(Settings):
+    """Architecture of the model: the fields of model.ModelConfig, with limits."""
 
     vocab_size: Positive | None
     context_length: Positive
@@ -126,6 +132,7 @@ class ModelSettings(Settings, ModelConfig):
     num_heads: Annotated[Positive, _divides_width]
     num_layers: Positive
     dropout: Fractional
+    qkv_bias: bool
     attention: Annotated[KernelName, _has_dropout]
 
 

@@ -82,9 +82,6 @@ def with_settings_of(path: Path, config: Config, given: list[str], is_new: bool)
     if broken := sorted(GROUPS.keys() & known.keys()):
         reason = f"its stored {broken[0]} must be a group of settings"
         raise CheckpointError(key, path, reason, "use another run")
-    if is_new and config.name and Path(config.runs_dir, config.name).resolve() == run.resolve():
-        reason, hint = f"is the run {path} itself", "give another name, or none"
-        refuse([Problem("name", config.name, reason, hint)])
     composed = flat(config.model_dump())
     merged = composed | {
         name: value

@@ -183,7 +183,6 @@ CONTENTS = {
     "trainer.max_steps: 5": "trainer.max_steps",
     "optimizer: {lr: .nan}": "optimizer.lr",
     "model:\n  num_heads: 7": "model.num_heads",
-    b"\xef\xbb\xbf# @package _global_\nseed: 1": "experiment",  # a byte order mark
     b"trainer: {keep: 1}": "experiment",  # without the line "# @package _global_"
     "model: {_target_: os.mkdir}": "model._target_",
     "seed: 1\nmodel: gpt2-nano": "model",

@@ -209,7 +209,7 @@ def test_a_swept_group_is_a_column_and_each_run_counts_once(tmp_path):
     rows = results_of(tmp_path)[1]["rows"]
     assert code == 2
     found = sorted((row["settings"]["optimizer.name"], row["runs"]) for row in rows)
-    assert found == [("adamw", ["adamw-1"]), ("muon", ["muon-1"])]
+    assert found == [("adamw", ["adamw-1_0"]), ("muon", ["muon-1_2"])]
 
 
 def test_jobs_may_have_their_own_working_directory(tmp_path):
@@ -228,21 +228,7 @@ def test_runs_are_named_after_the_sweeps_folder_and_grouped(tmp_path):
         config = configs.pop()
         assert (config.name, config.wandb.group) == (f"{name}_0", name)
     sweep_in(tmp_path, configs.append, "seed=1", "name=mine", "wandb.group=ours")
-    assert (configs[0].name, configs[0].wandb.group) == ("mine", "ours")
-
-
-def test_jobs_with_the_same_name_are_refused(tmp_path):
-    """Otherwise the second job would resume the run of the first one."""
-    names = []
-
-    def run(config):
-        names.append(config.name)
-        return 0.0
-
-    code, *_ = sweep_in(tmp_path, run, "seed=1,2", "name=mine-${lens.every}")
-    jobs = results_of(tmp_path)[1]["jobs"]
-    assert (code, [job["exit_code"] for job in jobs]) == (2, [0, 2])
-    assert names == ["mine-None"]
+    assert (configs[0].name, configs[0].wandb.group) == ("mine_0", "ours")
 
 
 def test_a_sweep_without_jobs_or_on_several_ranks_is_refused(tmp_path, monkeypatch):
