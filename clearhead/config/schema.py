@@ -274,6 +274,10 @@ def _has_a_prompt(prompts: list[str] | None, others: dict) -> None:
         raise rejected("attention snapshots need a prompt", "give a prompt, or use lens=off")
 
 
+MaxTokens = Annotated[Positive, Field(ge=2, le=1024)]
+RepeatLength = Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
+
+
 def _off(value: object) -> object:
     return "off" if value is False else value  # YAML reads off as false
 
@@ -282,8 +286,8 @@ class LensSettings(Settings, LensConfig):
     """Attention snapshots: LensConfig with limits."""
 
     every: Count | None
-    max_tokens: Annotated[Positive, Field(ge=2, le=1024)]
-    repeat_length: Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
+    max_tokens: MaxTokens
+    repeat_length: RepeatLength
     prompts: Annotated[
         Annotated[list[Sentence], Field(max_length=MAX_PROMPTS)] | None, _has_a_prompt
     ]
