@@ -32,7 +32,7 @@ from clearhead.config.command_line import errors_in_one_line
 from clearhead.config.compose import VERSION, checked, one_line_each
 from clearhead.config.schema import Config
 from clearhead.config.yaml_files import CONFIGS
-from clearhead.errors import DEBUG_HINT, best_effort, exit_code_of, format_error
+from clearhead.errors import DEBUG_HINT, exit_code_of, format_error
 from clearhead.files import as_json, atomic_write, make_folder, read_object
 
 # Hydra 1.4 can restrict which callbacks and launchers it creates. The user's own settings name
@@ -93,8 +93,7 @@ def run_job(job: DictConfig, make_config: Callable[[], Config], run: Callable) -
     the job failed.
 
     job: its hydra config. make_config: returns the config or raises ConfigError. Raises OSError if
-    result.json cannot be written before the job starts: Hydra then runs the other jobs and ends
-    with this error.
+    result.json cannot be written: Hydra then runs the other jobs and ends with this error.
     """
     number, overrides, value = job.job.num, list(job.overrides.task), math.inf
     result = {"sweep": sweep_directory(job), "job": number, "overrides": overrides, "run": None}
@@ -123,10 +122,8 @@ def run_job(job: DictConfig, make_config: Callable[[], Config], run: Callable) -
     gc.collect()  # frees the model
     if "torch._dynamo" in sys.modules:  # the compiler gives up after some compilations in a process
         sys.modules["torch"].compiler.reset()
-    with best_effort(f"job {number} counts as failed: cannot write {path}"):  # such as a full disk
-        atomic_write(path, as_json(result))
-        return value
-    return math.inf
+    atomic_write(path, as_json(result))
+    return value
 
 
 def sweep_directory(job: DictConfig) -> str:

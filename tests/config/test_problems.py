@@ -22,7 +22,7 @@ from clearhead.config import Config, compose
 from clearhead.config.command_line import parse
 from clearhead.config.validation import validate
 from clearhead.config.yaml_files import default_values, defaults_and_meanings
-from clearhead.errors import ConfigError, DataError
+from clearhead.errors import ConfigError
 from generate import GenerateConfig
 from scripts import inspect_attention, prepare_data
 
@@ -101,13 +101,10 @@ NAMES = {
     "data=mine.txt": "data",
     "hydra/launcher=none": "hydra/launcher",
     "wandb=null": "hydra",
-    "lens=false": "hydra",
-    "+lens=off": "hydra",
     "+seed=1": "hydra",
     "=1": "hydra",
     "seed=1,2": "hydra",
     "seed=${sead}": "hydra",
-    "seed=${nope:1}": "hydra",
     "name=${model}": "name",
     **{text: text for text in ("foo", "", "name=a\0b", "name=a\nb", "wandb.tags=[a,", "seed=a(b")},
 }
@@ -129,13 +126,10 @@ def test_unknown_choices_list_the_existing_ones():
 # Arguments: key; None: Hydra prints its own usage.
 OPTIONS = {
     "--seed=5": None,
-    "--model X": None,
-    "-seed=5": None,
     "--config-name=none": "hydra",
     "--config-dir=nowhere": "hydra",
     "--experimental-rerun=x.pickle": "hydra",
     "--cfg job -m": "hydra",
-    "--resolve": "hydra",
     "-m seed=1,2 hydra.launcher.n_jobs=2": "hydra.launcher.n_jobs",
     "trainer.resume=must": "trainer.resume",
 }
@@ -179,31 +173,22 @@ def test_numeric_settings_reject_invalid_numbers():
 CONTENTS = {
     "traner:\n  max_steps: 1": "traner",
     "seed: 1\ntrainer:\n  keep: 1\n  max_step: 3": "trainer.max_step",
-    "trainer: {keep: 1,\n  max_steps: many}": "trainer.max_steps",
     "trainer.max_steps: 5": "trainer.max_steps",
     "optimizer: {lr: .nan}": "optimizer.lr",
     "model:\n  num_heads: 7": "model.num_heads",
     b"trainer: {keep: 1}": "experiment",  # without the line "# @package _global_"
     "model: {_target_: os.mkdir}": "model._target_",
     "seed: 1\nmodel: gpt2-nano": "model",
-    "seed: 1\nwandb: off": "wandb",
     "defaults:\n  - override /model: mine": "model.num_head",  # in mine.yaml of this group
-    "defaults:\n  - override /model: gpt3": "model",
     "seed: 1\nseed: 2": "hydra",
     "name: a\nseed: ${sead}": "hydra",
     "model: [1, 2\nseed: 1": "hydra",
     "seed: !!python/object/apply:os.mkdir [made]": "hydra",
     "name: a\nseed: ${sead": "hydra",
-    "- 1\n- 2": "hydra",
     b"seed: 1\nname: \xe9": "hydra",
-    "seed: 1\nname: a\0": "hydra",
     "name: \ud83d": "hydra",  # half of a character
-    f"name: {'[' * 300}{']' * 300}": "hydra",
-    "trainer: &a\n  keep: *a": "hydra",
     "defaults:\n  - override /modle: gpt2-nano": "hydra",
-    "defaults: other": "hydra",
     "defaults:\n  - override /wandb: off": "hydra",  # a boolean
-    "seed: 1\ndefaults:\n  - /model: gpt2-nano": "hydra",  # without override
 }
 
 
@@ -220,41 +205,11 @@ def test_files_of_settings(tmp_path, monkeypatch):
 
 
 def put(folder, name, content):
-    """Writes a file. If the content is a number, the file has that many zero bytes."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    if callable(content):
-        content(path)
-    elif isinstance(content, bytes):
-        path.write_bytes(content)
-    elif isinstance(content, int):
-        path.touch()
-        os.truncate(path, content)
-    else:
-        content = f"# @package _global_\n{content}"
-        path.write_text(content, encoding="utf-8", errors="surrogatepass")
-
-
-TEXTS = [
-    ("no.txt", lambda path: None),
-    ("folder", lambda path: path.mkdir()),
-    ("empty.txt", b""),
-    ("one_token.txt", b"a"),
-    ("latin-1.txt", b"caf\xe9 " * 99),
-    ("fifo.txt", os.mkfifo),
-    ("zeros.txt", 9 * 10**8),
-]
-
-
-@pytest.mark.parametrize("setting", ["data.path", "data.val_path"])
-def test_texts(make_run, tmp_path, setting):
-    for name, content in TEXTS:
-        tally(FAULT)
-        put(tmp_path, name, content)
-        with refused(DataError, setting, tmp_path / name, exit_code=3):
-            make_run(f"{setting}={tmp_path / name}")
-    assert not (tmp_path / "runs").exists()
+    if not isinstance(content, bytes):
+        content = f"# @package _global_\n{content}".encode("utf-8", "surrogatepass")
+    path.write_bytes(content)
 
 
 GENERATION = """

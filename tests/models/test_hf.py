@@ -217,20 +217,10 @@ def test_the_usual_tokenizer_files_are_accepted(with_tokenizer, tmp_path):
         assert load_pretrained(new).tokenizer.name == "gpt2"
 
 
-def swap(content, a, b):
-    content[a], content[b] = content[b], content[a]
-
-
 # (file, change of its JSON). tiktoken could not have the ids that transformers has for some text.
 OTHER_TOKENIZERS = [
-    ("tokenizer.json", lambda content: swap(content["model"]["merges"], 5, 6)),
     ("tokenizer.json", lambda c: c["added_tokens"].append({"id": 50257, "content": "<mine>"})),
-    ("tokenizer.json", lambda content: content.update(model=[])),
     ("added_tokens.json", lambda ids: ids.update({"<mine>": 50257})),
-    (
-        "tokenizer_config.json",
-        lambda c: c.update(added_tokens_decoder={"50257": {"content": "<mine>"}}),
-    ),
     ("merges.txt", None),
 ]
 
