@@ -66,14 +66,10 @@ def load_any(
         return load_pretrained(path, key)
     except DamagedCheckpointError:
         raise
-    except CheckpointError as error:
+    except CheckpointError:
         if config:  # another architecture or tokenizer than ours
             return _load(path, key, tokenizer, config)
-        if not any(map(_is_model, glob.glob(f"{glob.escape(path)}/checkpoint-*"))):
-            raise
-        several = f", or checkpoints='{path}/checkpoint-*'" * (key == "checkpoint")
-        hint = f"give one of them{several}"
-        raise CheckpointError(key, path, "is a folder of checkpoints", hint) from error
+        raise
 
 
 def _load(path: str, key: str, tokenizer: str | None, config: Path) -> ForeignModel:

@@ -8,9 +8,7 @@ import math
 import os
 
 import pytest
-import torch
 from helpers import TINY
-from helpers.gpus import pretend_gpus
 from helpers.refusals import printed_keys, refused, time_limit
 from helpers.runs import train_in
 from helpers.settings import settings
@@ -262,22 +260,6 @@ def test_unusual_prompts_are_continued(in_process, a_run, tmp_path):
         assert code == 0, prompt
         assert out.startswith(prompt), prompt
         assert printed_keys(err) == (["prompt"] if prompt.startswith("word") else []), prompt
-
-
-def test_unavailable_devices_and_precisions(make_run, monkeypatch):
-    with refused(ConfigError, "trainer.precision", "fp16"):
-        make_run("trainer.precision=fp16")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with refused(ConfigError, "trainer.device", "cuda"):
-        make_run("trainer.device=cuda")
-    pretend_gpus(monkeypatch, capability=(7, 5), count=2)
-    with refused(ConfigError, "trainer.precision", "bf16"):
-        make_run("trainer.device=cuda", "trainer.precision=bf16")
-    numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}
-    for name, value in {**numbers, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
-        monkeypatch.setenv(name, str(value))
-    with refused(ConfigError, "trainer.device", "cuda"):
-        make_run("trainer.device=cuda")
 
 
 def test_bytes_that_are_not_utf8_as_a_shell_passes_them(command):

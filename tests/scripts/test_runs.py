@@ -173,15 +173,3 @@ def test_links_are_not_followed(command):
     assert (code, {row["run"] for row in table(out)}) == (0, {"mid", "new"})
     assert command("remove=optimizer")[0] == 0
     assert contents(Path("precious")) == before
-
-
-def test_other_settings_are_refused(command):
-    before = contents(Path("runs"))
-    for key, *arguments in (
-        ("remove", "remove=everything"),
-        ("runs_dir", "runs_dir=runs/multirun"),
-        ("runs_dir", "runs_dir=nowhere"),
-    ):
-        code, out, err = command(*arguments)
-        assert (code, out, printed_keys(err)) == (2, "", [key]), arguments
-    assert contents(Path("runs")) == before
