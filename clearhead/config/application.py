@@ -1,7 +1,9 @@
-"""train.py as a Hydra application: hydra.main composes the settings, `config_from` checks them.
+"""Hydra composes configs/ and the command line, `config_from` checks the values.
+
+    config = compose(["model=gpt2-nano"])  # in Python
 
     @hydra_main
-    def main(config: Config) -> float: ...  # returns the value that a sweep minimises
+    def main(config: Config) -> float: ...  # train.py; returns the value that a sweep minimises
 
 Launchers, sweepers, callbacks and all options of Hydra work as Hydra documents them. Errors are
 printed as one line per problem. Exit codes: errors.py.
@@ -12,6 +14,7 @@ that every launcher and sweeper continues. output/sweep.py reads the results.
 """
 
 import argparse
+import contextlib
 import functools
 import gc
 import math
@@ -19,22 +22,36 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hydra
 import hydra.utils
+import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from clearhead.config.command_line import errors_in_one_line
-from clearhead.config.compose import VERSION, checked, one_line_each
-from clearhead.config.schema import Config
+from clearhead.config.schema import GROUPS, Config, known_settings
+from clearhead.config.stored import config_from
+from clearhead.config.validation import unknown_key
 from clearhead.config.yaml_files import CONFIGS
-from clearhead.errors import DEBUG_HINT, exit_code_of, format_error
+from clearhead.errors import (
+    DEBUG_HINT,
+    NO_VALUE,
+    ClearheadError,
+    ConfigError,
+    Problem,
+    exit_code_of,
+    format_error,
+)
 from clearhead.files import as_json, atomic_write, make_folder, read_object
 
+VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4: only its own
 # Hydra 1.4 can restrict which callbacks and launchers it creates. The user's own settings name
 # them, so there is no restriction, as in Hydra 1.3.
 OPTIONS = VERSION or {"execution_whitelist": hydra.utils.UNSAFE_DISABLE_EXECUTION_CHECKS}
@@ -43,6 +60,70 @@ if sys.version_info >= (3, 14) and VERSION:
     # that Hydra 1.3 uses in place of a text (hydra issue 3121). Hydra 1.4 does not have it.
     setattr(argparse.ArgumentParser, "_check_help", lambda parser, action: None)  # noqa: B010
 MAX_NAME_CHARS = 64  # characters of the sweep's directory name in the names of its runs
+# Hydra raises these for settings; the last three for files, folders and combinations of options.
+ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
+ERRORS += (RecursionError,)
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """Returns the checked config for overrides, written as on the command line of train.py.
+
+    Raises ConfigError with all problems.
+    """
+    with one_line_each(overrides), hydra.initialize_config_dir(str(CONFIGS), **VERSION):
+        return checked(hydra.compose("config", list(overrides)), overrides)
+
+
+def checked(values: DictConfig, overrides: Sequence[str]) -> Config:
+    """Returns the config for values that Hydra has composed. Raises ConfigError."""
+    with one_line_each(overrides):
+        plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+        return config_from(plain, overrides)
+
+
+@contextlib.contextmanager
+def one_line_each(overrides: Sequence[str]) -> Iterator[None]:
+    """Raises errors of Hydra and OmegaConf as ConfigError."""
+    try:
+        yield
+    except ClearheadError:
+        raise
+    except ERRORS as error:
+        raise ConfigError(problems_of(error, overrides)) from error
+
+
+def problems_of(error: Exception, overrides: Sequence[str]) -> list[Problem]:
+    """Returns all unknown settings, an unknown choice, or what Hydra says. Hydra stops at the first
+    error."""
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return [Problem(group, name, f"no such {group}", f"use one of {', '.join(error.options)}")]
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        known = known_settings()
+        given = [text.partition("=") for text in overrides]
+        unknown = [
+            unknown_key(key, value, known)
+            for key, _, value in given
+            if key == cause.full_key or (key.partition(".")[0] in GROUPS and key not in known)
+        ]
+        if unknown:
+            return unknown
+    said = f"{error}\n\n".partition("\n\n")[0]  # the rest is a list of folders or choices
+    if isinstance(cause, OmegaConfBaseException):
+        said += f": {cause}"
+    key, said = getattr(error, "override", "hydra"), " ".join(said.split())
+    return [Problem(key, NO_VALUE, said or type(error).__name__, "see --help")]
+
+
+def override(key: str, text: object) -> str:
+    """Returns KEY=TEXT for Hydra, with quotes if the text is not a plain path with a slash."""
+    if re.fullmatch(r"[\w.+-]*/[\w./+ -]*", str(text), re.ASCII):
+        return f"{key}={text}"
+    return f"{key}={QuotedString(str(text), Quote.double).with_quotes()}"
+
+
+# ------------------------------------------------------------------------- the command train.py
 
 
 def is_single_run() -> bool:

@@ -14,8 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from clearhead.checkpoint.format import State
 from clearhead.checkpoint.resume import longer, resume_command
 from clearhead.checkpoint.run_directory import SUMMARY_JSON, final_validation
-from clearhead.config.application import is_single_run
-from clearhead.config.compose import override
+from clearhead.config.application import is_single_run, override
 from clearhead.config.schema import Config
 from clearhead.config.stored import OF_THE_MACHINE, is_of
 from clearhead.config.yaml_files import default_values, flat

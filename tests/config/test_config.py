@@ -21,10 +21,9 @@ from helpers.settings import settings
 import attention
 import train
 from clearhead.config import Config, compose
-from clearhead.config.application import hydra_main
+from clearhead.config.application import hydra_main, override
 from clearhead.config.automatic import automatic_values
 from clearhead.config.command_line import parse
-from clearhead.config.compose import override
 from clearhead.config.schema import GROUPS, known_settings
 from clearhead.config.stored import settings_of
 from clearhead.config.validation import flat_fields, unknown_key, validate
