@@ -100,12 +100,12 @@ def problems_of(error: Exception, overrides: Sequence[str]) -> list[Problem]:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return [Problem(group, name, f"no such {group}", f"use one of {', '.join(error.options)}")]
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        known = known_settings()
+        known, groups = known_settings(), {*GROUPS, cause.full_key.partition(".")[0]}
         given = [text.partition("=") for text in overrides]
         unknown = [
             unknown_key(key, value, known)
             for key, _, value in given
-            if key == cause.full_key or (key.partition(".")[0] in GROUPS and key not in known)
+            if key not in known and key.partition(".")[0] in groups
         ]
         if unknown:
             return unknown

@@ -23,10 +23,10 @@ from clearhead.config.schema import ModelSettings
 from clearhead.config.validation import validate
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
 from clearhead.files import read_json
-from clearhead.models.hub import CONFIG
 from clearhead.tokens.tokenizer import Tokenizer
 from model import GPT, ModelConfig
 
+CONFIG = "config.json"
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CLEARHEAD = "clearhead"  # key in config.json of our settings: tokenizer, window, qkv_bias
 

@@ -1,4 +1,5 @@
-"""models/hub.py against a server of this machine that answers as the hub does. No other network.
+"""hub:NAME (models/pretrained.py) against a server of this machine that answers as the hub does.
+No other network.
 
 huggingface_hub reads its environment once, when it is imported: what it has read is replaced.
 """
