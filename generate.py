@@ -10,15 +10,16 @@ decoding is in clearhead/models/decoding.py.
 """
 
 import codecs
-import functools
 import itertools
 import json
+import math
 import os
 import signal
 import sys
-import typing
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -36,12 +37,14 @@ from clearhead.config.schema import (
     Text,
     Threads,
 )
-from clearhead.errors import CheckpointError, refuse, sanitize
-from clearhead.models.prompt_files import prompt_of, read_prompts
+from clearhead.errors import CheckpointError, ConfigError, message_of, refuse, sanitize
+from clearhead.files import read_bounded
 
-if typing.TYPE_CHECKING:
+if TYPE_CHECKING:
+    from clearhead.models.decoding import KVCache, Sampling
     from clearhead.models.pretrained import PretrainedModel
 
+MAX_PROMPT_BYTES = 2**28  # of a file
 MAX_COUNT = 1_000_000  # of tokens, samples, texts in a batch
 PositiveCount = Annotated[Positive, Field(le=MAX_COUNT)]
 SEPARATOR = "\n---\n"  # printed between samples
@@ -86,54 +89,28 @@ class GenerateConfig(ScriptConfig):
 
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
-    from clearhead.compute.specialize import specialize_for_generation
-    from clearhead.models import decoding
-    from clearhead.models.pretrained import load_pretrained
     from clearhead.parallel import device
 
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")  # replaces bytes that the encoding does not have
     refuse(device.check(settings.device, settings.precision))
-    prompts = all_prompts(settings)
-    torch_device = device.prepare(settings.device, settings.seed, settings.threads)
-    pretrained = load_pretrained(settings.checkpoint)
-    num_texts = settings.num_samples * len(prompts)
-    batch_size = min(settings.batch_size, num_texts)
-    steps = settings.max_new_tokens * -(-num_texts // batch_size)
-    steps = MAX_COUNT if settings.interactive else steps
-    compiler = device.compiled_step(settings.compile, torch_device, steps)
-    auto = settings.precision == "auto"
-    dtype = device.best_dtype(torch_device) if auto else device.DTYPES[settings.precision]
-    model = pretrained.model.to(torch_device)
-    specialize_for_generation(model, dtype, batch_size, to_compile=compiler is not None)
-    complete = functools.partial(
-        completions,
-        functools.partial(decoding.generate, pretrained.model, window=pretrained.window),
-        pretrained,
-        batch_size,
-        cache=decoding.KVCache(pretrained.window, compiler) if compiler else None,
-        max_new_tokens=settings.max_new_tokens,
-        sampling=decoding.Sampling(
-            settings.temperature, settings.top_k, settings.top_p, settings.seed
-        ),
-        end_token=None if settings.ignore_end else pretrained.tokenizer.eot_token,
-    )
+    check_combinations(settings)
+    texts = [prompt for prompt in read_prompts(settings) for _ in range(settings.num_samples)]
+    generator = load_generator(settings, len(texts))
     try:
         if settings.interactive:
-            run_interactive(functools.partial(write_texts, complete), settings.num_samples)
+            run_interactive(generator, settings.num_samples)
+        elif settings.out:
+            write_rows(generator, texts, settings)
         else:
-            texts = [prompt for prompt in prompts for _ in range(settings.num_samples)]
-            if settings.out:
-                write_rows(complete, texts, settings, pretrained.state and pretrained.state.step)
-            else:
-                write_texts(complete, texts)
+            write_texts(generator, texts)
     except FloatingPointError as error:
         hint = "use another checkpoint, or precision=fp32"
         raise CheckpointError("checkpoint", settings.checkpoint, str(error), hint) from error
 
 
-def all_prompts(settings: GenerateConfig) -> list[str]:
-    """Returns the texts to continue. Raises ConfigError, also if `out` must not be written."""
+def check_combinations(settings: GenerateConfig) -> None:
+    """Raises ConfigError for settings that exclude each other, and if `out` must not be written."""
     if settings.interactive and (settings.prompts or settings.out):
         reason = "cannot be combined with prompts or out"
         refuse([("interactive", "true", reason, "use one of them")])
@@ -144,65 +121,159 @@ def all_prompts(settings: GenerateConfig) -> list[str]:
         if is_read or not settings.overwrite:
             hint = "give another path" + ", or overwrite=true" * (not is_read)
             refuse([("out", settings.out, "already exists", hint)])
-    if settings.prompts:
-        return read_prompts(settings.prompts)
+
+
+# ------------------------------------------------------------------------------------- prompts
+
+
+def read_prompts(settings: GenerateConfig) -> list[str]:
+    """Returns the texts to continue. Raises ConfigError."""
+    if path := settings.prompts:
+        lines = [line.removesuffix("\r") for line in read_text("prompts", path, path).split("\n")]
+        is_json = path.lower().endswith(".jsonl")
+        found = [prompt_of_json(line, path) if is_json else line for line in lines if line.strip()]
+        refuse([("prompts", path, "contains no prompt", "write one in each line")] * (not found))
+        return found
     given = [settings.prompt] if isinstance(settings.prompt, str) else settings.prompt
-    return [prompt_of(text) for text in given]
+    return [prompt_of_argument(text) for text in given]
 
 
-def completions(
-    generate: Callable,
-    pretrained: "PretrainedModel",
-    batch_size: int,
-    prompts: list[str],
-    first_row: int = 0,
-    show: Callable[[str], None] = lambda piece: None,
-    **options,
-) -> Iterator[str]:
-    """Yields the generated text of each prompt, without the prompt, one batch after the other.
+def prompt_of_json(line: str, path: str) -> str:
+    """Returns the value of the key prompt. Raises ConfigError."""
+    try:
+        prompt = json.loads(line)["prompt"]
+        prompt.encode()  # a text, without half of a character
+        return prompt
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason, hint = f"no text with the key prompt in {line:.40}", 'write {"prompt": "TEXT"}'
+        raise ConfigError([("prompts", path, reason, hint)]) from error
 
-    generate: the function in clearhead/models/decoding.py; options: its keyword arguments.
-    first_row: the row number of the first text, which selects its random numbers. show: called with
-    the pieces of the first text of each batch, token by token.
-    """
-    tokenizer, window, end = pretrained.tokenizer, pretrained.window, options["end_token"]
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
+
+def prompt_of_argument(text: str) -> str:
+    """Returns the prompt for a text of the command line: @FILE is the file's content without its
+    last line break, @@ a literal @."""
+    if not text.startswith("@"):
+        return text
+    if text.startswith("@@"):
+        return text[1:]
+    return read_text("prompt", text, text[1:]).removesuffix("\n").removesuffix("\r")
+
+
+def read_text(key: str, value: str, path: str) -> str:
+    """Returns the content of a UTF-8 file. Raises ConfigError with this key and value."""
+    try:
+        content = read_bounded(Path(os.path.expanduser(path)), MAX_PROMPT_BYTES)
+        return content.decode("utf-8-sig")
+    except (OSError, ValueError) as error:  # ValueError: not in UTF-8, or no path
+        reason = f"cannot be read ({getattr(error, 'strerror', None) or message_of(error)})"
+        hint = "give a text file in UTF-8; a prompt that starts with @ is written @@..."
+        raise ConfigError([(key, value, reason, hint)]) from error
+
+
+# ------------------------------------------------------------------------------------- texts
+
+
+@dataclass
+class TextGenerator:
+    """A pretrained model that continues texts, `batch_size` of them at a time."""
+
+    pretrained: "PretrainedModel"
+    batch_size: int
+    max_new_tokens: int
+    sampling: "Sampling"
+    end_token: int | None  # ends a text
+    cache: "KVCache | None"  # of a compiled step
+
+    def completions(
+        self,
+        prompts: list[str],
+        first_row: int = 0,
+        show: Callable[[str], None] = lambda piece: None,
+    ) -> Iterator[str]:
+        """Yields the generated text of each prompt, without the prompt.
+
+        first_row: the row number of the first text, which selects its random numbers. show: called
+        with the pieces of the first text of each batch, token by token.
+        """
+        for start in range(0, len(prompts), self.batch_size):
+            batch = prompts[start : start + self.batch_size]
+            # A character that consists of several tokens is shown after its last token.
+            decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in batch]
+            texts = [""] * len(batch)
+            for tokens in self._generate(batch, first_row + start):
+                for row, (token, decoder) in enumerate(zip(tokens, decoders, strict=False)):
+                    if token not in (None, self.end_token):
+                        raw = self.pretrained.tokenizer.decode_single_token_bytes(token)
+                        texts[row] += (piece := decoder.decode(raw))
+                        if row == 0:
+                            show(piece)
+            rest = [decoder.decode(b"", final=True) for decoder in decoders]
+            show(rest[0])
+            yield from (text + ending for text, ending in zip(texts, rest, strict=True))
+
+    def _generate(self, batch: list[str], first_row: int) -> Iterator[list[int | None]]:
+        """Yields the new token of each text of a batch; with padding for a compiled step, which
+        needs a full batch."""
+        from clearhead.models import decoding
+
+        tokenizer, window = self.pretrained.tokenizer, self.pretrained.window
         # An empty prompt becomes the end-of-text token, which starts every document.
         ids = [tokenizer.encode(p, allowed_special="all") or [tokenizer.eot_token] for p in batch]
         if (longest := max(map(len, ids))) > window:
             reason = f"{longest:,} tokens, but a training window has {window:,}"
             print(f"prompt: {reason}; only the last tokens are used", file=sys.stderr)
-        if options["cache"]:  # compiled code needs a constant batch size
-            ids += ids[:1] * (batch_size - len(ids))
-        # A character that consists of several tokens is shown after its last token.
-        decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in batch]
-        texts = [""] * len(batch)
-        options |= {"vocab_size": tokenizer.n_vocab, "first_row": first_row + start}
-        for tokens in generate(ids, **options):
-            for row, (token, decoder) in enumerate(zip(tokens, decoders, strict=False)):
-                if token not in (None, end):
-                    piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
-                    texts[row] += piece
-                    if row == 0:
-                        show(piece)
-        rest = [decoder.decode(b"", final=True) for decoder in decoders]
-        show(rest[0])
-        yield from (text + ending for text, ending in zip(texts, rest, strict=True))
+        if self.cache:
+            ids += ids[:1] * (self.batch_size - len(ids))
+        return decoding.generate(
+            self.pretrained.model,
+            ids,
+            self.max_new_tokens,
+            self.sampling,
+            window=window,
+            end_token=self.end_token,
+            vocab_size=tokenizer.n_vocab,
+            first_row=first_row,
+            cache=self.cache,
+        )
 
 
-def write_texts(complete: Callable, prompts: list[str], first_row: int = 0) -> None:
-    """Prints each prompt with its generated text; the first text of a batch token by token.
+def load_generator(settings: GenerateConfig, num_texts: int) -> TextGenerator:
+    """Loads the model on its device. num_texts: the number of texts that it will continue."""
+    from clearhead.compute.specialize import specialize_for_generation
+    from clearhead.models.decoding import KVCache, Sampling
+    from clearhead.models.pretrained import load_pretrained
+    from clearhead.parallel import device
 
-    complete: the function `completions`, without its last three arguments.
-    """
+    torch_device = device.prepare(settings.device, settings.seed, settings.threads)
+    pretrained = load_pretrained(settings.checkpoint)
+    batch_size = min(settings.batch_size, num_texts)
+    steps = settings.max_new_tokens * math.ceil(num_texts / batch_size)
+    if settings.interactive:
+        steps = MAX_COUNT
+    compiler = device.compiled_step(settings.compile, torch_device, steps)
+    is_auto = settings.precision == "auto"
+    dtype = device.best_dtype(torch_device) if is_auto else device.DTYPES[settings.precision]
+    model = pretrained.model.to(torch_device)
+    specialize_for_generation(model, dtype, batch_size, to_compile=compiler is not None)
+    return TextGenerator(
+        pretrained,
+        batch_size,
+        settings.max_new_tokens,
+        Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed),
+        end_token=None if settings.ignore_end else pretrained.tokenizer.eot_token,
+        cache=KVCache(pretrained.window, compiler) if compiler else None,
+    )
+
+
+def write_texts(generator: TextGenerator, prompts: list[str], first_row: int = 0) -> None:
+    """Prints each prompt with its generated text; the first text of a batch token by token."""
     shown: list[str] = []  # the pieces of the current text that are printed already
 
     def show(piece: str) -> None:
         shown.append(piece)
         print_piece(piece)
 
-    texts = complete(prompts, first_row=first_row, show=show)
+    texts = generator.completions(prompts, first_row, show)
     for number, prompt in enumerate(prompts):
         print_piece((SEPARATOR if number else "") + prompt)
         shown.clear()
@@ -210,20 +281,19 @@ def write_texts(complete: Callable, prompts: list[str], first_row: int = 0) -> N
         print_piece(text.removeprefix("".join(shown)) + "\n")
 
 
-def write_rows(
-    complete: Callable, prompts: list[str], settings: GenerateConfig, step: int | None
-) -> None:
+def write_rows(generator: TextGenerator, prompts: list[str], settings: GenerateConfig) -> None:
     """Writes a row with prompt, generated text and settings for each prompt to settings.out, when
-    all are generated. step: of the checkpoint."""
+    all are generated."""
     from clearhead.output.console import progress
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # to remove the temporary file
-    of_all = {"checkpoint": settings.checkpoint, "step": step}
+    state = generator.pretrained.state
+    of_all = {"checkpoint": settings.checkpoint, "step": state and state.step}
     of_all |= settings.model_dump(include=set(SETTINGS_OF_A_ROW))
     with progress("generated texts") as report:
 
         def lines() -> Iterator[bytes]:
-            texts = complete(prompts)
+            texts = generator.completions(prompts)
             for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
                 row = {"prompt": prompt, "completion": text}
                 row |= {"sample": number % settings.num_samples} | of_all
@@ -234,7 +304,7 @@ def write_rows(
     print(sanitize(f"wrote {len(prompts):,} texts to {settings.out}"))
 
 
-def run_interactive(write: Callable, num_samples: int) -> None:
+def run_interactive(generator: TextGenerator, num_samples: int) -> None:
     """Reads prompts from stdin, one per line, until end of file. Ctrl-C stops the current text; at
     the prompt, it ends the program."""
     if is_terminal := sys.stdin.isatty():
@@ -246,7 +316,7 @@ def run_interactive(write: Callable, num_samples: int) -> None:
             return
         try:
             if prompt := line.rstrip("\r\n"):
-                write([prompt] * num_samples, first_row=number * num_samples)
+                write_texts(generator, [prompt] * num_samples, number * num_samples)
         except KeyboardInterrupt:
             print_piece("\n")
 

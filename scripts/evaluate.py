@@ -120,33 +120,32 @@ def main(settings: EvaluateConfig) -> None:
     if not math.isfinite(results["loss"]):
         hint = "use another checkpoint, or precision=fp32"
         raise CheckpointError("checkpoint", settings.checkpoint, "the loss is NaN or inf", hint)
-    step = pretrained.state.step if pretrained.state else None
-    print(sanitize(f"{settings.checkpoint}, step {step}, in {strategy.precision}, on {what}"))
-    print(f"windows of {max_length:,} tokens, {stride:,} apart\n")
+    within_documents = settings.data.within_documents
+    about = {
+        "checkpoint": settings.checkpoint,
+        "step": pretrained.state.step if pretrained.state else None,
+        "parameters": model.num_parameters(),
+        "tokenizer": pretrained.tokenizer.name,
+        "path": settings.data.path,
+        "part": what,
+        "rule": {"max_length": max_length, "stride": stride, "within_documents": within_documents},
+        "precision": strategy.precision,
+        "device": str(strategy.device),
+    }
+    print_results(about, results, pretrained.tokenizer.n_vocab)
+    if settings.out:
+        write_out(settings.out, about | results | machine(("numpy", "tiktoken")))
+
+
+def print_results(about: dict, results: dict, vocab_size: int) -> None:
+    where = "{checkpoint}, step {step}, in {precision}, on {part}".format(**about)
+    print(sanitize(where))
+    print("windows of {max_length:,} tokens, {stride:,} apart\n".format(**about["rule"]))
     for name, value in results.items():
         shown = f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if value else value
         print(f"{name:<14} {shown}")
-    named = f"{pretrained.tokenizer.name}, {pretrained.tokenizer.n_vocab:,} ids"
-    print(f"\nOnly bits_per_byte can be compared with models of another tokenizer ({named}).")
-    if settings.out:
-        report = {
-            "checkpoint": settings.checkpoint,
-            "step": step,
-            "parameters": model.num_parameters(),
-            "tokenizer": pretrained.tokenizer.name,
-            "path": settings.data.path,
-            "part": what,
-            "rule": {
-                "max_length": max_length,
-                "stride": stride,
-                "within_documents": settings.data.within_documents,
-            },
-            **results,
-            "precision": strategy.precision,
-            "device": str(strategy.device),
-            **machine(("numpy", "tiktoken")),
-        }
-        write_out(settings.out, report)
+    tokenizer = f"{about['tokenizer']}, {vocab_size:,} ids"
+    print(f"\nOnly bits_per_byte can be compared with models of another tokenizer ({tokenizer}).")
 
 
 def window_sizes(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple[int, int]:

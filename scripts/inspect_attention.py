@@ -26,14 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 from clearhead.config.command_line import settings_command, write_out
 from clearhead.errors import CheckpointError, Problem, refuse, sanitize
-from scripts.inspection.measured_on import (
+from scripts._inspection import (
+    InspectConfig,
     check_prompts,
+    conflicts,
     is_synthetic,
     lens_of,
     load_data,
     prompts_of,
 )
-from scripts.inspection.settings import InspectConfig, conflicts
 
 if TYPE_CHECKING:
     import torch
@@ -58,13 +59,13 @@ def main(settings: InspectConfig) -> None:
     if settings.checkpoints:
         write_page(out, [timelapse(settings, device)], settings)
         return
-    runs, settled = [], None
+    runs, prompts = [], None
     for key in ("checkpoint", "compare"):
         if path := getattr(settings, key):
             trained = load_any(path, key, settings.tokenizer)
             loaded = load_data(trained, settings)
-            settled = settled or prompts_of(trained, settings, loaded)
-            lens, dataset = lens_of(trained, settings, loaded, settled)
+            prompts = prompts or prompts_of(trained, settings, loaded)
+            lens, dataset = lens_of(trained, settings, loaded, prompts)
             lens.run_name = Path(path).resolve().name
             if not runs:
                 check_prompts(settings, lens)
@@ -93,8 +94,8 @@ def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[Snapsho
             trained = load_any(path, key, settings.tokenizer)
             if lens is None:
                 loaded = load_data(trained, settings)
-                settled = prompts_of(trained, settings, loaded)
-                lens, _ = lens_of(trained, settings, loaded, settled)
+                prompts = prompts_of(trained, settings, loaded)
+                lens, _ = lens_of(trained, settings, loaded, prompts)
                 lens.run_name = series_name(pattern)
                 check_prompts(settings, lens)
                 count = min(len(found), lens.config.frames)
@@ -178,18 +179,16 @@ def inspect(
 
     model = trained.model.to(device)
     step = trained.state.step if trained.state else 0
-    ablate = None
-    if settings.ablation:
+    with progress("passes without heads") as report:
         ablate = functools.partial(
             ablate_heads,
             model,
             dataset=dataset,
             is_synthetic=is_synthetic(trained, settings),
             max_tokens=math.inf if settings.ablation == "exact" else 0,
+            report=report,
         )
-    with progress("passes without heads") as report:
-        ablate = ablate and functools.partial(ablate, report=report)
-        data, lines = inspected(key, path, lens, model, step, ablate)
+        data, lines = inspected(key, path, lens, model, step, ablate if settings.ablation else None)
     print_heads(path, lines)
     if settings.ablation:
         print("largest increases of the loss:")

@@ -9,8 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from attention import SCORES
 from clearhead.checkpoint.format import State
-from clearhead.config.application import is_in_sweep
-from clearhead.config.compose import override
+from clearhead.config.application import is_in_sweep, override
 from clearhead.config.schema import Config
 from clearhead.config.stored import OF_THE_LAUNCH, OF_THE_MACHINE, is_of
 from clearhead.config.yaml_files import flat

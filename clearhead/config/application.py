@@ -1,18 +1,20 @@
-"""train.py as a Hydra application: hydra.main composes the settings, `config_from` checks them.
+"""Hydra composes configs/ and the command line, `config_from` checks the values.
+
+    config = compose(["model=gpt2-nano"])  # in Python
 
     @hydra_main
-    def main(config: Config) -> float: ...  # returns the value that a sweep minimises
+    def main(config: Config) -> float: ...  # train.py; returns the value that a sweep minimises
 
 Launchers, sweepers, callbacks and all options of Hydra work as Hydra documents them. Errors are
 printed as one line per problem. Exit codes: errors.py.
 
-A job of a sweep (python train.py -m) is a run, named <sweep>_<number>. Its result.json is in the
-job directory (hydra.sweep.dir/hydra.sweep.subdir). A failed job reports an infinite loss, so that
-every launcher and sweeper continues. output/sweep.py reads the results.
+A job of a sweep (python train.py -m) is a run, named <name or sweep>_<number>. Its result.json is
+in the job directory (hydra.sweep.dir/hydra.sweep.subdir). A failed job reports an infinite loss, so
+that every launcher and sweeper continues. output/sweep.py reads the results.
 """
 
 import argparse
-import filecmp
+import contextlib
 import functools
 import gc
 import math
@@ -20,30 +22,36 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hydra
 import hydra.utils
+import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from clearhead.config.command_line import errors_in_one_line
-from clearhead.config.compose import VERSION, checked, one_line_each
-from clearhead.config.schema import Config
+from clearhead.config.schema import GROUPS, Config, known_settings
+from clearhead.config.stored import config_from
+from clearhead.config.validation import unknown_key
 from clearhead.config.yaml_files import CONFIGS
 from clearhead.errors import (
     DEBUG_HINT,
     NO_VALUE,
+    ClearheadError,
+    ConfigError,
     Problem,
-    best_effort,
     exit_code_of,
     format_error,
-    refuse,
 )
 from clearhead.files import as_json, atomic_write, make_folder, read_object
 
+VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4: only its own
 # Hydra 1.4 can restrict which callbacks and launchers it creates. The user's own settings name
 # them, so there is no restriction, as in Hydra 1.3.
 OPTIONS = VERSION or {"execution_whitelist": hydra.utils.UNSAFE_DISABLE_EXECUTION_CHECKS}
@@ -51,8 +59,71 @@ if sys.version_info >= (3, 14) and VERSION:
     # Python 3.14 checks the help text of each option when it is added, and raises for the object
     # that Hydra 1.3 uses in place of a text (hydra issue 3121). Hydra 1.4 does not have it.
     setattr(argparse.ArgumentParser, "_check_help", lambda parser, action: None)  # noqa: B010
-OURS = ("hydra", "main", "schema")  # providers of settings
 MAX_NAME_CHARS = 64  # characters of the sweep's directory name in the names of its runs
+# Hydra raises these for settings; the last three for files, folders and combinations of options.
+ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
+ERRORS += (RecursionError,)
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """Returns the checked config for overrides, written as on the command line of train.py.
+
+    Raises ConfigError with all problems.
+    """
+    with one_line_each(overrides), hydra.initialize_config_dir(str(CONFIGS), **VERSION):
+        return checked(hydra.compose("config", list(overrides)), overrides)
+
+
+def checked(values: DictConfig, overrides: Sequence[str]) -> Config:
+    """Returns the config for values that Hydra has composed. Raises ConfigError."""
+    with one_line_each(overrides):
+        plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+        return config_from(plain, overrides)
+
+
+@contextlib.contextmanager
+def one_line_each(overrides: Sequence[str]) -> Iterator[None]:
+    """Raises errors of Hydra and OmegaConf as ConfigError."""
+    try:
+        yield
+    except ClearheadError:
+        raise
+    except ERRORS as error:
+        raise ConfigError(problems_of(error, overrides)) from error
+
+
+def problems_of(error: Exception, overrides: Sequence[str]) -> list[Problem]:
+    """Returns all unknown settings, an unknown choice, or what Hydra says. Hydra stops at the first
+    error."""
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return [Problem(group, name, f"no such {group}", f"use one of {', '.join(error.options)}")]
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        known, groups = known_settings(), {*GROUPS, cause.full_key.partition(".")[0]}
+        given = [text.partition("=") for text in overrides]
+        unknown = [
+            unknown_key(key, value, known)
+            for key, _, value in given
+            if key not in known and key.partition(".")[0] in groups
+        ]
+        if unknown:
+            return unknown
+    said = f"{error}\n\n".partition("\n\n")[0]  # the rest is a list of folders or choices
+    if isinstance(cause, OmegaConfBaseException):
+        said += f": {cause}"
+    key, said = getattr(error, "override", "hydra"), " ".join(said.split())
+    return [Problem(key, NO_VALUE, said or type(error).__name__, "see --help")]
+
+
+def override(key: str, text: object) -> str:
+    """Returns KEY=TEXT for Hydra, with quotes if the text is not a plain path with a slash."""
+    if re.fullmatch(r"[\w.+-]*/[\w./+ -]*", str(text), re.ASCII):
+        return f"{key}={text}"
+    return f"{key}={QuotedString(str(text), Quote.double).with_quotes()}"
+
+
+# ------------------------------------------------------------------------- the command train.py
 
 
 def is_single_run() -> bool:
@@ -73,7 +144,6 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
         job = HydraConfig.get()
 
         def make_config() -> Config:
-            refuse(unread_files(job.runtime.config_sources))
             # As plain texts: OmegaConf would look for the settings of ${...} among those of Hydra.
             config = checked(values, OmegaConf.to_container(job.overrides.task))
             if job.job.chdir:  # printed paths are for the user's folder
@@ -96,20 +166,6 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
     return main
 
 
-def unread_files(sources: Iterable[DictConfig]) -> list[Problem]:
-    """Returns a problem for each file in the user's folders of settings that Hydra does not read,
-    because another file of this name in configs/ has priority."""
-    folders = [Path(source.path) for source in sources if source.provider not in OURS]
-    pairs = [(f / p.relative_to(CONFIGS), p) for f in folders for p in CONFIGS.rglob("*.yaml")]
-    reason = "not read, because a file of this name in configs/ has priority"
-    hint = "rename it; to repeat a run: from=RUN"
-    return [
-        Problem(os.path.relpath(mine), NO_VALUE, reason, hint)
-        for mine, ours in pairs
-        if mine.is_file() and not filecmp.cmp(mine, ours, shallow=False)
-    ]
-
-
 # -------------------------------------------------------------------------- jobs of a sweep
 
 
@@ -118,8 +174,7 @@ def run_job(job: DictConfig, make_config: Callable[[], Config], run: Callable) -
     the job failed.
 
     job: its hydra config. make_config: returns the config or raises ConfigError. Raises OSError if
-    result.json cannot be written before the job starts: Hydra then runs the other jobs and ends
-    with this error.
+    result.json cannot be written: Hydra then runs the other jobs and ends with this error.
     """
     number, overrides, value = job.job.num, list(job.overrides.task), math.inf
     result = {"sweep": sweep_directory(job), "job": number, "overrides": overrides, "run": None}
@@ -131,7 +186,6 @@ def run_job(job: DictConfig, make_config: Callable[[], Config], run: Callable) -
     try:
         config = config_of_job(make_config(), job)
         debug, result["run"] = config.debug, str(Path(config.runs_dir) / config.name)
-        check_own_name(config, result)
         atomic_write(path, as_json(result))
         value = run(config)
         result |= {"exit_code": 0, "error": ""}
@@ -146,11 +200,11 @@ def run_job(job: DictConfig, make_config: Callable[[], Config], run: Callable) -
         print(f"job {number} failed: {result['error']}", file=sys.stderr, flush=True)
         if debug:
             traceback.print_exception(error)
-    free_memory()
-    with best_effort(f"job {number} counts as failed: cannot write {path}"):  # such as a full disk
-        atomic_write(path, as_json(result))
-        return value
-    return math.inf
+    gc.collect()  # frees the model
+    if "torch._dynamo" in sys.modules:  # the compiler gives up after some compilations in a process
+        sys.modules["torch"].compiler.reset()
+    atomic_write(path, as_json(result))
+    return value
 
 
 def sweep_directory(job: DictConfig) -> str:
@@ -159,26 +213,16 @@ def sweep_directory(job: DictConfig) -> str:
 
 
 def config_of_job(config: Config, job: DictConfig) -> Config:
-    """Returns the config with the name <sweep>_<number>, which is the same when the sweep is
-    resumed, and with the W&B group of the sweep's runs, unless they are set."""
+    """Returns the config with the name <name or sweep>_<number>, which is the same when the sweep
+    is resumed, and with the W&B group of the sweep's runs, unless it is set."""
     name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(sweep_directory(job)).name)
     sweep = name[:MAX_NAME_CHARS].strip("-.+") or "sweep"
     return config.with_values(
         {
-            "name": f"{sweep}_{job.job.num}" if config.name is None else config.name,
+            "name": f"{config.name or sweep}_{job.job.num}",
             "wandb.group": sweep if config.wandb.group is None else config.wandb.group,
-            "wandb.id": None,  # WANDB_RUN_ID would make all jobs one run
         }
     )
-
-
-def check_own_name(config: Config, result: dict) -> None:
-    """Raises ConfigError if another job of the sweep has the same run directory, which this job
-    would resume."""
-    others = [job for _, job in results_in(result["sweep"]) if job["job"] != result["job"]]
-    if any(job["run"] == result["run"] for job in others):
-        hint = "remove it, or write a name with each swept setting, as in name='lr${optimizer.lr}'"
-        refuse([("name", config.name, "another job of this sweep has the same name", hint)])
 
 
 def results_in(sweep: str) -> list[tuple[Path, dict]]:
@@ -186,12 +230,3 @@ def results_in(sweep: str) -> list[tuple[Path, dict]]:
     found = [(path, read_object(path)) for path in Path(sweep).rglob("result.json")]
     found = [(path, result) for path, result in found if result.get("sweep") == sweep]
     return sorted(found, key=lambda each: each[1]["job"])
-
-
-def free_memory() -> None:
-    """Frees the model and the compiled code of a job before the next job starts."""
-    gc.collect()
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch"].compiler.reset()
-    if "torch" in sys.modules:
-        sys.modules["torch"].cuda.empty_cache()

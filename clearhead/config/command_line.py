@@ -21,7 +21,7 @@ from typing import Annotated, ClassVar, TypeVar
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import AfterValidator, BaseModel, DirectoryPath, Field, FilePath
+from pydantic import AfterValidator, BaseModel, DirectoryPath, Field
 
 from clearhead.config.schema import Name, Settings, rejected
 from clearhead.config.validation import flat_fields, groups_of, unknown_key, validate
@@ -89,9 +89,7 @@ def new_folder(out: str) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-# strict=False: from a text.
-InFile = Annotated[FilePath, Field(strict=False)]
-InFolder = Annotated[DirectoryPath, Field(strict=False)]
+InFolder = Annotated[DirectoryPath, Field(strict=False)]  # strict=False: from a text
 OutFile = Annotated[str, AfterValidator(_writable_file)]  # "": no file
 OutFolder = Annotated[
     Name, AfterValidator(_new_folder), Field(description="folder to write; must not exist")

@@ -4,6 +4,7 @@ There is one pydantic model per group of configs/. The YAML files have the defau
 descriptions. config/validation.py checks values with this schema.
 """
 
+import ast
 import os
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
@@ -21,19 +22,13 @@ from pydantic_core import PydanticCustomError
 from clearhead.config.validation import (
     FOLDER_NAME,
     NO_SEPARATORS,
-    RUN_ID,
     flat_fields,
     groups_of,
     validate,
 )
-from clearhead.config.yaml_files import (
-    KERNEL_NAMES,
-    NO_DROPOUT,
-    ModelConfig,
-    default_values,
-    nested,
-)
+from clearhead.config.yaml_files import default_values, nested
 from clearhead.errors import refuse
+from clearhead.files import REPOSITORY
 from clearhead.tokens import MAX_VOCABULARY, MIXTURE_BLOCK, TRAINED, VOCABULARIES
 from headlens import LensConfig
 
@@ -101,6 +96,19 @@ class Settings(BaseModel):
         return made
 
 
+def _attention_constants() -> dict[str, ast.expr]:
+    """Returns the constants of attention.py, which declares the attention kernels, as syntax trees:
+    to import it would import torch, which takes a second."""
+    tree = ast.parse((REPOSITORY / "attention.py").read_text(encoding="utf-8"))
+    return {node.target.id: node.value for node in tree.body if isinstance(node, ast.AnnAssign)}
+
+
+_constants = _attention_constants()
+KERNEL_NAMES = tuple(key.value for key in _constants["KERNELS"].keys)
+NO_DROPOUT = ast.literal_eval(_constants["NO_DROPOUT"])
+KernelName = Literal[KERNEL_NAMES]  # pyrefly: ignore
+
+
 @rule
 def _divides_width(heads: int, others: dict) -> None:
     width = others.get("emb_dim", heads)
@@ -115,11 +123,8 @@ def _has_dropout(kernel: str, others: dict) -> None:
         raise rejected("does not support dropout on attention weights", hint)
 
 
-KernelName = Literal[KERNEL_NAMES]  # pyrefly: ignore
-
-
-class ModelSettings(Settings, ModelConfig):
-    """Architecture of the model: model.ModelConfig with limits."""
+class ModelSettings(Settings):
+    """Architecture of the model: the fields of model.ModelConfig, with limits."""
 
     vocab_size: Positive | None
     context_length: Positive
@@ -127,6 +132,7 @@ class ModelSettings(Settings, ModelConfig):
     num_heads: Annotated[Positive, _divides_width]
     num_layers: Positive
     dropout: Fractional
+    qkv_bias: bool
     attention: Annotated[KernelName, _has_dropout]
 
 
@@ -253,7 +259,6 @@ class TrainerConfig(Settings):
     compile: AutoOrBool
     device: Device
     threads: Threads
-    profile: bool
     max_skips: Positive
     resume: Literal[False] | Name
     init_from: Name | None
@@ -269,6 +274,10 @@ def _has_a_prompt(prompts: list[str] | None, others: dict) -> None:
         raise rejected("attention snapshots need a prompt", "give a prompt, or use lens=off")
 
 
+MaxTokens = Annotated[Positive, Field(ge=2, le=1024)]
+RepeatLength = Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
+
+
 def _off(value: object) -> object:
     return "off" if value is False else value  # YAML reads off as false
 
@@ -277,8 +286,8 @@ class LensSettings(Settings, LensConfig):
     """Attention snapshots: LensConfig with limits."""
 
     every: Count | None
-    max_tokens: Annotated[Positive, Field(ge=2, le=1024)]
-    repeat_length: Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
+    max_tokens: MaxTokens
+    repeat_length: RepeatLength
     prompts: Annotated[
         Annotated[list[Sentence], Field(max_length=MAX_PROMPTS)] | None, _has_a_prompt
     ]
@@ -302,39 +311,15 @@ def _tags(value: object) -> object:
     return [tag for tag in value.split(",") if tag] if isinstance(value, str) else value
 
 
-def _mode_of_environment(mode: str) -> str:
-    value = os.environ.get("WANDB_MODE", "")
-    if mode == "auto" and value not in ("", "online", "offline", "disabled"):
-        reason = f"{value} is not one of online, offline, disabled"
-        raise rejected(reason, "correct the environment variable", "WANDB_MODE")
-    return mode
-
-
-RunId = Annotated[Name, Field(pattern=RUN_ID)]
-
-
 class WandbConfig(Settings):
     """Weights & Biases. The maximum lengths are those of W&B."""
 
-    mode: Annotated[
-        Literal["auto", "online", "offline", "disabled"], AfterValidator(_mode_of_environment)
-    ]
+    mode: Literal["auto", "online", "offline", "disabled"]
     entity: Name | None
     project: Annotated[Label, Field(pattern=NO_SEPARATORS)]
-    name: Label | None
-    id: RunId | None
     group: Label | None
     tags: Annotated[list[Annotated[Sentence, Field(max_length=64)]], BeforeValidator(_tags)]
     log_model: Literal[False, "best", "last"]
-
-    def wanted(self) -> str:
-        """Returns the mode; for auto, that of WANDB_MODE, if it is set."""
-        return os.environ.get("WANDB_MODE") or "auto" if self.mode == "auto" else self.mode
-
-    def ignored(self) -> list[str]:
-        """Returns a line for each setting that has no effect because W&B is off."""
-        has_none = self.log_model and self.wanted() == "disabled"
-        return ["wandb.log_model: no effect, because W&B is disabled"] if has_none else []
 
 
 @rule

@@ -1,7 +1,6 @@
 """Checks values with a pydantic model and turns its errors into problems, one line each."""
 
 import difflib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -10,19 +9,17 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from clearhead.config.yaml_files import environment_variable, flat
+from clearhead.config.yaml_files import flat
 from clearhead.errors import NO_VALUE, Problem
 
 MUST_BE = "must be "
 FOLDER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}$"  # of runs/<name>
 NO_SEPARATORS = r"^[^/\\#?%:]+$"  # as W&B requires
-RUN_ID = r"^[A-Za-z0-9_.-]{1,128}$"  # of W&B
 PATTERNS = {
     FOLDER_NAME: "must have 1 to 128 characters: A-Z, a-z, 0-9 and _ ; after the first character "
     "also . = , + -",
     NO_SEPARATORS: r"must not be empty and must not contain / \ # ? % :",
     r"\S": "must not be empty or blank",
-    RUN_ID: "must have 1 to 128 characters: A-Z, a-z, 0-9 and _ . -",
 }
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -54,26 +51,16 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
     # Omits the rest of the path: the index in a list or the type in a union.
     length = 2 if path[0] in groups_of(schema) else 1
     key = context.get("key") or ".".join(map(str, path[:length]))
-    if details["type"] == "extra_forbidden" and key == "experiment":
-        hint = "begin its file with the line # @package _global_ (and no byte order mark)"
-        return Problem(key, NO_VALUE, "sets no settings of other groups", hint)
     if details["type"] == "extra_forbidden":
         return unknown_key(key, details["input"], [*fields, *groups_of(schema)])
     if details["type"] == "missing":
         return Problem(key, NO_VALUE, "is missing", f"set {key}")
     if details["type"] == "model_type":
-        hint = f"choose its file under defaults: - override /{key}: NAME"
-        return Problem(key, details["input"], "is a group of settings", hint)
+        return Problem(key, details["input"], "is a group of settings", "see --help")
     reason = PATTERNS.get(context.get("pattern"), details["msg"])
     reason = re.sub("^(Input|List|String) should", "must", reason).replace("False", "false")
-    hint, variable = "see --help", environment_variable(key)
-    if details["type"] == "string_type" and isinstance(details["input"], int | float):
-        text = '["TEXT"]' if isinstance(details["loc"][-1], int) else '"TEXT"'
-        hint = f"quote a text: '{key}={text}'"
     value = flat(values).get(key, NO_VALUE)
-    if variable and os.environ.get(variable) == value:
-        hint = f"correct the environment variable {variable}"
-    return Problem(key, value, reason, context.get("hint") or hint)
+    return Problem(key, value, reason, context.get("hint") or "see --help")
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:
@@ -92,8 +79,6 @@ def unknown_key(key: str, value: object, known: Sequence[str]) -> Problem:
     """Returns the problem of an unknown key. The hint is the setting with the nearest name."""
     near = nearest(key, known)
     hint = f"did you mean {near}?" if near else "--help lists all settings"
-    if key in known:  # in a YAML file
-        hint = f"write it in a new line below {key.partition('.')[0]}:"
     return Problem(key, value, "no such setting", hint)
 
 

@@ -1,13 +1,9 @@
-"""Reads configs/: the default value of each setting, and its meaning from the comment after it; and
-what attention.py and model.py declare."""
+"""Reads configs/: the default value of each setting, and its meaning from the comment after it."""
 
-import ast
 import functools
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import omegaconf
 import yaml
@@ -19,23 +15,6 @@ from clearhead.files import REPOSITORY
 CONFIGS = REPOSITORY / "configs"
 REGISTER = "register_new_resolver" if omegaconf.__version__ < "2.4" else "register_resolver"
 SETTING = re.compile(r"(\w+):(?:.*? # (.*))?")  # key: value # meaning
-
-
-def _declarations(file: str) -> dict[str, Any]:
-    """Returns the classes and the annotated values of a file as syntax trees, by name. To
-    import the file would import torch, which takes a second."""
-    tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
-    values = {node.target.id: node.value for node in tree.body if isinstance(node, ast.AnnAssign)}
-    return values | {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-_attention = _declarations("attention.py")
-KERNEL_NAMES = tuple(key.value for key in _attention["KERNELS"].keys)
-NO_DROPOUT = ast.literal_eval(_attention["NO_DROPOUT"])
-_model_config = ast.Module([_declarations("model.py")["ModelConfig"]], [])
-_names = {"dataclass": dataclass}
-exec(compile(_model_config, "model.py", "exec"), _names)
-ModelConfig: Any = _names["ModelConfig"]
 
 
 @functools.cache
@@ -54,13 +33,12 @@ def defaults_and_meanings() -> dict[str, tuple[object, str]]:
             match = SETTING.match(line)
             if match and match[1] not in ("defaults", "hydra"):
                 key = f"{group}.{match[1]}" if group else match[1]
-                meaning = (match[2] or "").replace("{kernels}", " | ".join(KERNEL_NAMES))
-                found[key] = values[match[1]], meaning
+                found[key] = values[match[1]], match[2] or ""
     return found
 
 
 def default_values() -> dict:
-    """Returns the default settings as nested plain values, without interpolations and `from`."""
+    """Returns the default settings without `from` as nested plain values, interpolated."""
     values = {key: value for key, (value, _) in defaults_and_meanings().items() if key != "from"}
     return OmegaConf.to_container(OmegaConf.create(nested(values)), resolve=True)
 

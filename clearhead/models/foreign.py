@@ -19,10 +19,16 @@ from clearhead.checkpoint.format import MAX_STATE_BYTES
 from clearhead.checkpoint.listing import is_checkpoint
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
 from clearhead.files import read_json
-from clearhead.models import hub
-from clearhead.models.hub import CONFIG
-from clearhead.models.huggingface import read_config
-from clearhead.models.pretrained import PretrainedModel, load_pretrained
+from clearhead.models.huggingface import CONFIG, read_config
+from clearhead.models.pretrained import (
+    FILES,
+    TOKENIZER_FILES,
+    PretrainedModel,
+    download,
+    load_pretrained,
+    revisions,
+)
+from clearhead.tokens import HUB
 from headlens import lens_tokenizer, trainer_curves
 
 TRAINER_STATE = "trainer_state.json"  # of transformers' Trainer
@@ -58,7 +64,7 @@ def load_any(
     tokenizer: a directory or hub:NAME with the tokenizer, if the model's has none. Raises
     CheckpointError, naming the setting `key` or "tokenizer".
     """
-    is_hugging_face = path.startswith(hub.HUB) or (Path(path) / CONFIG).is_file()
+    is_hugging_face = path.startswith(HUB) or (Path(path) / CONFIG).is_file()
     config = _folder(path, key, [CONFIG]) / CONFIG if is_hugging_face else None
     if config and tokenizer:
         return _load(path, key, tokenizer, config)
@@ -66,14 +72,10 @@ def load_any(
         return load_pretrained(path, key)
     except DamagedCheckpointError:
         raise
-    except CheckpointError as error:
+    except CheckpointError:
         if config:  # another architecture or tokenizer than ours
             return _load(path, key, tokenizer, config)
-        if not any(map(_is_model, glob.glob(f"{glob.escape(path)}/checkpoint-*"))):
-            raise
-        several = f", or checkpoints='{path}/checkpoint-*'" * (key == "checkpoint")
-        hint = f"give one of them{several}"
-        raise CheckpointError(key, path, "is a folder of checkpoints", hint) from error
+        raise
 
 
 def _load(path: str, key: str, tokenizer: str | None, config: Path) -> ForeignModel:
@@ -83,7 +85,7 @@ def _load(path: str, key: str, tokenizer: str | None, config: Path) -> ForeignMo
         kind = read_config(config).get("model_type")
         reason = f"a model of type {kind!s:.40} needs the package transformers"
         raise CheckpointError(key, path, reason, "pip install transformers accelerate") from error
-    folder = _folder(path, key, hub.FILES)
+    folder = _folder(path, key, FILES)
     if (folder / ADAPTER).is_file():
         raise CheckpointError(key, path, "has an adapter (PEFT) next to its weights", MERGE)
     transformers.logging.set_verbosity_error()
@@ -107,7 +109,7 @@ def _tokenizer(given: str | None, model: Path, path: str) -> Any:
     """Returns the tokenizer of a model. Raises CheckpointError, naming the setting "tokenizer"."""
     from transformers import AutoTokenizer
 
-    folder = _folder(given, "tokenizer", [*hub.TOKENIZER_FILES, CONFIG]) if given else model
+    folder = _folder(given, "tokenizer", [*TOKENIZER_FILES, CONFIG]) if given else model
     try:
         if not any(file.is_file() for name in VOCABULARY for file in folder.glob(name)):
             raise OSError("no vocabulary file")  # transformers would return an empty tokenizer
@@ -122,7 +124,7 @@ def _tokenizer(given: str | None, model: Path, path: str) -> Any:
 
 def _folder(path: str, key: str, files: list[str]) -> Path:
     """Returns the folder of a directory or of hub:NAME."""
-    return hub.download(path, key, files) if path.startswith(hub.HUB) else Path(path)
+    return download(path, key, files) if path.startswith(HUB) else Path(path)
 
 
 def _short(error: Exception) -> str:
@@ -137,8 +139,8 @@ def series(pattern: str, key: str = "checkpoints") -> list[tuple[int, str]]:
     one in trainer_state.json, the digits after "step", or those at the end of the name. Raises
     CheckpointError.
     """
-    if pattern.startswith(hub.HUB):
-        paths = hub.revisions(pattern, key)
+    if pattern.startswith(HUB):
+        paths = revisions(pattern, key)
     else:
         paths = [path for path in glob.glob(pattern) if _is_model(path)]
     if not paths:
@@ -149,7 +151,7 @@ def series(pattern: str, key: str = "checkpoints") -> list[tuple[int, str]]:
 
 def series_name(pattern: str) -> str:
     """Returns the name of the training: that of the folder of its checkpoints, or hub:NAME."""
-    if pattern.startswith(hub.HUB):
+    if pattern.startswith(HUB):
         return pattern.partition("@")[0]
     folder = Path(pattern).absolute().parent
     return folder.parent.name if folder.name == "checkpoints" else folder.name
@@ -158,7 +160,7 @@ def series_name(pattern: str) -> str:
 def curves_of(path: str) -> dict[str, list[tuple[int, float]]]:
     """Returns the losses in trainer_state.json, {name: [(step, loss)]}; {} without the file."""
     file = Path(path) / TRAINER_STATE
-    if path.startswith(hub.HUB) or not file.is_file():
+    if path.startswith(HUB) or not file.is_file():
         return {}
     return trainer_curves(_trainer_state(file).get("log_history"))
 

@@ -23,10 +23,10 @@ from clearhead.config.schema import ModelSettings
 from clearhead.config.validation import validate
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
 from clearhead.files import read_json
-from clearhead.models.hub import CONFIG
 from clearhead.tokens.tokenizer import Tokenizer
 from model import GPT, ModelConfig
 
+CONFIG = "config.json"
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CLEARHEAD = "clearhead"  # key in config.json of our settings: tokenizer, window, qkv_bias
 
@@ -51,12 +51,6 @@ SIZES = {  # our name: name in config.json
     "emb_dim": "n_embd",
     "num_heads": "n_head",
     "num_layers": "n_layer",
-}
-OTHER_KEYS = {  # names in config.json that transformers reads too
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
 }
 # Equal up to rounding. model.py and config.json use the first.
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
@@ -208,7 +202,6 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
     theirs = read_config(file)
-    theirs |= {name: theirs[key] for key, name in OTHER_KEYS.items() if key in theirs}
     if theirs.get("activation_function") in TANH_GELUS:
         theirs["activation_function"] = TANH_GELUS[0]
     for key, needed in REQUIRED.items():

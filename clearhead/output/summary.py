@@ -14,8 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from clearhead.checkpoint.format import State
 from clearhead.checkpoint.resume import longer, resume_command
 from clearhead.checkpoint.run_directory import SUMMARY_JSON, final_validation
-from clearhead.config.application import is_single_run
-from clearhead.config.compose import override
+from clearhead.config.application import is_single_run, override
 from clearhead.config.schema import Config
 from clearhead.config.stored import OF_THE_MACHINE, is_of
 from clearhead.config.yaml_files import default_values, flat
@@ -118,8 +117,6 @@ def where_to_look(config: Config, state: State, log: RunLog, uploaded: str | Non
     if (timelapse := folder / "attention" / "timelapse.html").is_file():
         lines.append(f"attention page   {timelapse}")
     lines.append(f"report           {folder / 'report.html'}")
-    if config.trainer.profile:
-        lines.append(f"profile          {folder / 'profile'}")
     given = folder / "checkpoints" / "best" if has_risen(state) else folder
     prompt = re.sub("^@", "@@", config.trainer.sample_prompt or "")  # @FILE: from a file
     command = ["python", script_path("generate.py"), f"checkpoint={given}", f"prompt={prompt}"]

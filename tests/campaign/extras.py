@@ -57,13 +57,3 @@ def test_a_trial_that_fails_does_not_end_the_search(in_process, tmp_path, text_f
     assert code == 4
     assert [job["exit_code"] for job in found["jobs"]] == [4, 0, 4]
     assert f"optimizer.lr: {begun[1]}" in said
-
-
-@pytest.mark.parametrize(
-    "argument",
-    ["optimizer.lr=interval(-1,1e-2)", "hydra.sweeper.n_trials=many", "hydra/sweeper/sampler=best"],
-)
-def test_invalid_search_settings_are_refused(in_process, tmp_path, text_file, argument):
-    code, out, err = in_process(train.main, tmp_path, *OPTUNA, argument)
-    assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert not (tmp_path / "runs").exists()

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import REPOSITORY
-from helpers.greedy import PROMPTS, generated_ids
-from helpers.models import random_ids, tiny_model
+from helpers.models import PROMPTS, generated_ids, random_ids, tiny_model
 from helpers.ranks import COMPARABLE, check_same_losses, check_same_tensors, last, write_texts
 from helpers.runs import assert_same, rows, weights
 

@@ -64,7 +64,7 @@ def test_lm_eval_computes_what_we_do(in_process, tmp_path, tokenizer, window):
     folder = tmp_path / "my-model"
     folder.mkdir()
     encoding = get_tokenizer(tokenizer)
-    export.write(PretrainedModel(model, tokenizer, encoding, window, None, folder), folder)
+    export.write(PretrainedModel(model, encoding, window, None, folder), folder)
     texts = [TEXT[:1000], "x", "naïve “twice”\n\n", TEXT[1000 : 1000 + window]]
     write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     write_lines(tmp_path / "questions.jsonl", QUESTIONS)

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.greedy import PROMPTS, generated_ids
-from helpers.models import random_ids, tiny_model
+from helpers.models import PROMPTS, generated_ids, random_ids, tiny_model
 
 from clearhead.compute.specialize import specialize_for_generation
 

@@ -1,7 +1,8 @@
-"""Small models and their inputs."""
+"""Small models, their inputs, and the ids that they generate."""
 
 import torch
 
+from clearhead.models.decoding import Sampling, generate
 from model import GPT, ModelConfig
 
 TINY_MODEL = {
@@ -33,3 +34,13 @@ def random_ids(
 ) -> torch.Tensor:
     """Returns random token ids (B, T)."""
     return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+GREEDY = Sampling(temperature=0)
+PROMPTS = [random_ids(B=1, T=n, seed=n)[0].tolist() for n in (3, 12, 1, 30, 7)]  # of 12 positions
+
+
+def generated_ids(model, prompts, num_tokens, sampling=GREEDY, **options):
+    """Returns the generated ids of each prompt, greedy by default."""
+    steps = generate(model, prompts, num_tokens, sampling, **options)
+    return [list(row) for row in zip(*steps, strict=True)]

@@ -12,8 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 import train
 from clearhead.config import Config, compose
+from clearhead.config.application import VERSION, checked
 from clearhead.config.command_line import errors_in_one_line
-from clearhead.config.compose import VERSION, checked
 from clearhead.config.schema import GROUPS, known_settings
 from clearhead.config.yaml_files import CONFIGS
 

@@ -9,8 +9,8 @@ import os
 
 import pytest
 import torch
-from helpers.greedy import GREEDY, PROMPTS, generated_ids
 from helpers.kernels import add_window
+from helpers.models import GREEDY, PROMPTS, generated_ids
 from helpers.models import tiny_model as tiny
 
 from clearhead.compute.specialize import specialize_for_generation
@@ -59,22 +59,6 @@ def test_text_with_a_cache_equals_text_without(kernel, monkeypatch):
             texts = generated_ids(model, PROMPTS[few], 60, window=window, cache=cache)
             assert texts == expected[few]
         assert all(len(set(row)) > 2 for row in expected)  # not constant
-
-
-def test_a_step_does_not_use_cudnn(monkeypatch):
-    """cuDNN plans its attention again for every number of keys."""
-    model, allowed = tiny().eval(), []
-    forward = model.forward
-
-    def recording(*args, **kwargs):
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(model, "forward", recording)
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    generated_ids(model, [[1, 2], [3]], 3)
-    assert allowed == [before, False, False]  # the first is of the prompts
-    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -7,13 +7,10 @@ import sys
 import pytest
 import torch
 from helpers.foreign import byte_level_tokenizer, foreign_model, sentencepiece_tokenizer
-from helpers.models import tiny_model
 from helpers.refusals import refused
 
 from clearhead.errors import CheckpointError
 from clearhead.models.foreign import load_any, series, series_name
-from clearhead.models.huggingface import to_hf
-from model import GPT
 
 
 @pytest.fixture
@@ -39,12 +36,6 @@ def test_a_model_and_its_tokenizer(folder, dtype):
         assert torch.equal(ours, theirs.float())
     assert loaded.tokenizer("The fox").input_ids == sentencepiece_tokenizer()("The fox").input_ids
     assert (loaded.window, loaded.state, loaded.folder) == (64, None, folder)
-
-
-def test_gpt2_is_loaded_without_transformers(tmp_path, monkeypatch):
-    to_hf(tiny_model(vocab_size=257), tmp_path)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert isinstance(load_any(str(tmp_path)).model, GPT)
 
 
 def test_a_gpt2_that_model_py_does_not_compute_is_loaded_through_transformers(tmp_path):

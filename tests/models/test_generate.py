@@ -132,21 +132,6 @@ def test_compiled_on_request(written, monkeypatch):
     assert made == [{"dynamic": False}]
 
 
-@torch._dynamo.config.patch(suppress_errors=False)  # and afterwards as it was
-def test_long_texts_on_a_gpu_are_compiled_by_default(monkeypatch):
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    monkeypatch.setattr(device, "can_compile", lambda _: True)
-    assert device.compiled_step("auto", cpu, 10**6) is None
-    assert device.compiled_step("auto", gpu, 100) is None
-    assert device.compiled_step(False, gpu, 10**6) is None
-    seen = {}
-    monkeypatch.setattr(torch, "compile", lambda step, **options: seen.update(options))
-    device.compiled_step("auto", gpu, 10**6)("a step")
-    assert seen["mode"] == "reduce-overhead"
-    monkeypatch.setattr(device, "can_compile", lambda _: False)
-    assert device.compiled_step("auto", gpu, 10**6) is None
-
-
 @torch._dynamo.config.patch(suppress_errors=False)
 def test_a_failing_compiler_is_an_error_only_where_it_was_asked_for(
     in_process, folder, written, monkeypatch

@@ -1,4 +1,5 @@
-"""models/hub.py against a server of this machine that answers as the hub does. No other network.
+"""hub:NAME (models/pretrained.py) against a server of this machine that answers as the hub does.
+No other network.
 
 huggingface_hub reads its environment once, when it is imported: what it has read is replaced.
 """
@@ -8,9 +9,7 @@ import json
 import threading
 
 import pytest
-from helpers.foreign import byte_level_tokenizer, foreign_model
 from helpers.models import tiny_model
-from helpers.pages import read
 from helpers.ranks import free_port
 from helpers.refusals import refused
 from helpers.runs import assert_same
@@ -20,7 +19,6 @@ from clearhead.errors import CheckpointError
 from clearhead.models.foreign import series
 from clearhead.models.huggingface import to_hf
 from clearhead.models.pretrained import load_pretrained
-from scripts import inspect_attention
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -155,20 +153,6 @@ def test_revisions_of_a_list_and_of_a_pattern(server, model, new_process):
     for wrong in (f"{name}@other*", f"{name}@main", name, "hub:no/such@step*"):
         with refused(CheckpointError, "checkpoints"):
             series(wrong)
-
-
-def test_time_lapse_of_revisions(server, tmp_path, new_process, in_process):
-    foreign_model("llama", vocab_size=320).save_pretrained(tmp_path / "llama")
-    byte_level_tokenizer().save_pretrained(tmp_path / "llama")
-    server.models = {"some/llama": tmp_path / "llama"}
-    server.refs = [("branches", "main"), ("branches", "step16"), ("branches", "step4")]
-    new_process()
-    settings = ("checkpoints=hub:some/llama@step*", "text=The bell", "repeat_length=0")
-    code, _, err = in_process(inspect_attention.main, tmp_path, *settings)
-    assert code == 0, err
-    (run,) = read(tmp_path / "attention.html")
-    assert run["name"] == "hub:some/llama"
-    assert [frame["step"] for frame in run["frames"]] == [4, 16]
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])

@@ -72,9 +72,8 @@ def test_settings_that_do_not_fit_the_weights_are_named(make_run, sources):
     problems = caught.value.problems
     assert [problem.key for problem in problems] == [f"model.{key}" for key in fixes]
     assert all(fix in p.hint for fix, p in zip(fixes.values(), problems, strict=True))
-    with refused(CheckpointError, "trainer.init_from", "some/gpt2") as caught:
+    with refused(CheckpointError, "trainer.init_from", "some/gpt2"):
         make_run("trainer.init_from=some/gpt2")
-    assert "hub:some/gpt2" in caught.value.hint
 
 
 def test_finetune_needs_init_from(in_process, tmp_path):

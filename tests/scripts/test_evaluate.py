@@ -13,7 +13,6 @@ from helpers.texts import prepare
 
 from clearhead.models.huggingface import to_hf
 from clearhead.models.perplexity import ScoredWindows
-from clearhead.output import console
 from clearhead.tokens.encoding import encode_text
 from clearhead.tokens.token_stream import TokenStream
 from clearhead.tokens.windows import IGNORED
@@ -145,16 +144,6 @@ def test_loss_of_a_run_is_its_validation_loss(figures, home):
     for split, part in {"val": parts.val, "train": parts.train}.items():
         tokens = figures("checkpoint=runs/one", "data.path=text.txt", f"split={split}")["tokens"]
         assert tokens == len(part.tokens) - 1
-
-
-def test_threads_and_progress(in_process, home, monkeypatch):
-    numbers = []
-    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
-    monkeypatch.setattr(console, "LINE_SECONDS", 0)
-    arguments = ("checkpoint=bytes", "data.path=bell.txt", "batch_size=2", "threads=3")
-    code, _, err = in_process(main, home, *arguments)
-    assert (code, numbers) == (0, [3])
-    assert "2 of 6\n" in err
 
 
 def test_bytes_are_those_of_the_text_with_gpt2_tokens(figures, home):

@@ -28,12 +28,3 @@ def test_pages_of_a_run_are_made_again(in_process, tmp_path, capsys):
     for wrong in ("runs/one", "runs"):
         code, _, err = in_process(main, tmp_path, f"run={wrong}")
         assert (code, printed_keys(err)) == (3, ["run"])
-
-
-def test_a_run_without_attention_has_only_a_report(in_process, tmp_path, capsys):
-    train_in(tmp_path, "name=one")
-    capsys.readouterr()  # the lines of the training have these paths too
-    code, out, err = in_process(main, tmp_path, "run=runs/one")
-    assert (code, err) == (0, "")
-    assert "runs/one/report.html" in out.split()
-    assert "attention/" not in out

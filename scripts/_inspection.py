@@ -1,14 +1,31 @@
-"""What the heads of a model are measured on: prompts, and a text or the data of its run."""
+"""Parts of scripts.inspect_attention: its settings, and on what the heads of a model are measured
+(prompts, and a text or the data of its run)."""
 
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from clearhead.config.schema import DataConfig, LensSettings
-from clearhead.errors import ClearheadError, Problem, refuse
+from pydantic import Field
+
+from clearhead.config.command_line import OutFile, ScriptConfig
+from clearhead.config.schema import (
+    Checkpoint,
+    Count,
+    DataConfig,
+    Device,
+    LensSettings,
+    MaxTokens,
+    Paths,
+    Positive,
+    RepeatLength,
+    Settings,
+    Text,
+    Threads,
+)
+from clearhead.errors import NO_VALUE, ClearheadError, Problem, refuse
 from headlens import LensConfig
-from scripts.inspection.settings import InspectConfig
 
 if TYPE_CHECKING:
     from clearhead.models.foreign import ForeignModel
@@ -20,6 +37,101 @@ if TYPE_CHECKING:
     Model = PretrainedModel | ForeignModel
 
 TEXT_BYTES = 2**20  # of the text on which heads of other models than ours are measured
+
+
+class AblationText(Settings):
+    """The text on which heads are measured."""
+
+    path: Paths | None = Field(
+        None,
+        description="text or token files on which heads are measured and removed; null: the "
+        "validation data of the run",
+    )
+
+
+class InspectConfig(ScriptConfig):
+    """python -m scripts.inspect_attention checkpoint=runs/NAME [text="..."] [KEY=VALUE ...]"""
+
+    free_text = ("text",)
+
+    checkpoint: Checkpoint | None = Field(
+        None, description="run (last checkpoint), checkpoint, Hugging Face directory or hub:NAME"
+    )
+    checkpoints: str = Field(
+        "",
+        description="checkpoints of one training, for a time-lapse: a pattern such as "
+        "'out/checkpoint-*', hub:NAME@REVISION,REVISION or hub:NAME@PATTERN",
+    )
+    tokenizer: str = Field(
+        "",
+        description="directory or hub:NAME of the tokenizer, for a model of transformers without "
+        "one",
+    )
+    text: Text | list[Text] = Field(
+        "",
+        description='prompt; several: \'["one","two"]\'; empty: the prompts of the run, or '
+        "passages of data.path, or three sentences",
+    )
+    out: OutFile | None = Field(
+        None,
+        pattern=r"(?i)(\.html|\.npz|^)$",
+        description="HTML file to write, or .npz for the data alone; null: attention.html, but "
+        "none with figure=",
+    )
+    compare: str = Field("", description="second model, shown next to the first")
+    max_tokens: MaxTokens | None = Field(
+        None,
+        description="longer prompts are truncated, also to the training window; null: as in the "
+        "run, or 64",
+    )
+    repeat_length: RepeatLength | None = Field(
+        None,
+        description="number of random tokens that an extra prompt repeats; 0: none; null: as in "
+        "the run, or 24",
+    )
+    figure: OutFile = Field(
+        "",
+        pattern=r"(?i)(\.pdf|\.svg|\.png|^)$",
+        description="also draw the heatmaps: a .pdf, .svg or .png file",
+    )
+    prompt: Positive | None = Field(
+        None,
+        description="number of the prompt in the figure; null: text=, or the prompt on which the "
+        "head (without layer= and head=, the most significant one) is clearest",
+    )
+    layer: Count | None = Field(None, description="layer of the only head in the figure")
+    head: Count | None = Field(None, description="the only head in the figure; null: all heads")
+    logit_lens: bool = Field(
+        False, description="also record what the output layer predicts from each layer's input"
+    )
+    ablation: Literal["exact", "estimate"] | None = Field(
+        None, description="measure the loss without each head: exact | estimate; null: do not"
+    )
+    data: AblationText = Field(default_factory=AblationText)
+    device: Device = Field("auto", description="auto | cpu | cuda | mps")
+    threads: Threads = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for text in ([self.text] if isinstance(self.text, str) else self.text) if text]
+
+
+def conflicts(settings: InspectConfig) -> list[Problem]:
+    """Returns the problems of settings that exclude each other."""
+    if not settings.checkpoints:
+        hint = "set checkpoint= or checkpoints="
+        needed = [Problem("checkpoint", NO_VALUE, "is missing", hint)]
+        is_data = (settings.out or "").lower().endswith(".npz")
+        one = Problem("compare", settings.compare, "an .npz file has one model", "use .html")
+        return needed * (not settings.checkpoint) + [one] * (is_data and bool(settings.compare))
+    found = []
+    for key in ("checkpoint", "compare", "figure", "ablation"):
+        if value := getattr(settings, key):
+            hint = "use it for a single checkpoint"
+            found.append(Problem(key, value, "not possible with checkpoints=", hint))
+    if (settings.out or "").lower().endswith(".npz"):
+        found.append(Problem("out", settings.out, "an .npz file has one step", "use .html"))
+    return found
 
 
 def load_data(trained: "Model", settings: InspectConfig) -> "LoadedData | None":
@@ -73,11 +185,18 @@ def text_of(path: str | list[str]) -> str:
     return bytes(read[:TEXT_BYTES]).decode("utf-8", "ignore")
 
 
-def prompts_of(
-    trained: "Model", settings: InspectConfig, loaded: "LoadedData | None"
-) -> tuple[LensConfig, Sequence[int] | None, Any]:
-    """Returns the prompts: of text=, of the run, or passages of the data; the tokens of which the
-    repeated sequence consists, the frequent ones of the data; and their tokenizer."""
+@dataclass
+class Prompts:
+    """The prompts of all models that are shown."""
+
+    config: LensConfig
+    vocabulary: Sequence[int] | None  # token ids of the repeated sequence; None: the lens chooses
+    tokenizer: Any  # of the vocabulary
+
+
+def prompts_of(trained: "Model", settings: InspectConfig, loaded: "LoadedData | None") -> Prompts:
+    """Returns the prompts of text=, of the run, or passages of the data. The repeated sequence
+    consists of frequent tokens of the data."""
     stored = dict(trained.state.settings.get("lens", {})) if trained.state else {}
     keys = ("prompts", "max_tokens", "repeat_length")
     known = {key: stored[key] for key in keys if key in stored}
@@ -96,7 +215,7 @@ def prompts_of(
     vocabulary = all_ids(trained)
     if loaded and trained.state:
         vocabulary = loaded.train.common_tokens().tolist()
-    return config, vocabulary, trained.tokenizer
+    return Prompts(config, vocabulary, trained.tokenizer)
 
 
 def all_ids(trained: "Model") -> Sequence[int] | None:
@@ -108,14 +227,14 @@ def lens_of(
     trained: "Model",
     settings: InspectConfig,
     loaded: "LoadedData | None",
-    settled: tuple[LensConfig, Sequence[int] | None, Any],
+    prompts: Prompts,
 ) -> tuple["Lens", "WindowDataset | None"]:
     """Returns the lens of a model, and the windows on which heads are removed."""
     from clearhead.run.lens_runner import MAX_TOKENS, MAX_WINDOWS, some_windows, text_name
     from headlens import Lens
 
-    config, vocabulary, tokenizer = settled
-    if getattr(trained.tokenizer, "name", None) != getattr(tokenizer, "name", None):
+    vocabulary = prompts.vocabulary
+    if getattr(trained.tokenizer, "name", None) != getattr(prompts.tokenizer, "name", None):
         vocabulary = all_ids(trained)
     dataset, text = loaded and (loaded.val or loaded.train), None
     if dataset:
@@ -125,7 +244,7 @@ def lens_of(
     try:
         lens = Lens(
             trained.tokenizer,
-            config,
+            prompts.config,
             context_length=trained.window,
             text=text,
             text_name=text_name(is_synthetic(trained, settings)),
