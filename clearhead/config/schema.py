@@ -291,7 +291,6 @@ class ParallelConfig(Settings):
 
     strategy: Literal["auto", "single", "ddp", "fsdp"]
     timeout: Annotated[Positive, Field(lt=1800)]
-    reshard_after_forward: bool
 
 
 Label = Annotated[Name, Field(max_length=128)]

@@ -8,15 +8,8 @@ import torch
 
 from clearhead.config.schema import Config
 from clearhead.errors import OutOfMemoryError
-from clearhead.parallel.memory import (
-    LIBRARIES,
-    Job,
-    available_memory,
-    estimate,
-    fits,
-    largest_micro_batch,
-    memory_of,
-)
+from clearhead.parallel.hardware import available_memory, memory_of
+from clearhead.parallel.memory import LIBRARIES, Job, estimate, fits, largest_micro_batch
 from clearhead.parallel.strategy import Strategy
 
 
@@ -103,20 +96,6 @@ def find_micro_batch(config: Config, strategy: Strategy, compiled: bool) -> int:
         limit += LIBRARIES["cuda"]  # in the estimate, and no longer free
     found = largest_micro_batch(job.windows_per_rank, lambda n: fits(job, n, limit)) or 1
     return -strategy.all_reduce_max(-found)
-
-
-def check_equal_sizes(config: Config, strategy: Strategy) -> list[tuple]:
-    """Returns a problem (key, value, reason, hint) if the last micro-batch on a GPU is smaller: a
-    compiled model would be compiled again, for sizes that vary, which is slower in each step."""
-    per_rank = config.trainer.batch_size // strategy.world_size
-    asked = config.trainer.micro_batch_size
-    if strategy.device.type == "cpu" or asked in (None, "auto") or per_rank % asked == 0:
-        return []
-    reason = f"does not divide the {per_rank} windows per step on a device, so that the model "
-    reason += "would be compiled for two sizes"
-    equal = largest_micro_batch(per_rank, lambda n: n <= asked)
-    hint = f"use trainer.micro_batch_size={equal} or trainer.compile=false"
-    return [("trainer.micro_batch_size", asked, reason, hint)]
 
 
 def job_of(config: Config, strategy: Strategy, compiled: bool) -> Job:

@@ -27,9 +27,9 @@ from clearhead.config.schema import WandbConfig
 from clearhead.config.yaml_files import environment_variable
 from clearhead.errors import DamagedCheckpointError
 from clearhead.models.pretrained import load_pretrained
-from clearhead.output.machine import environment, git
 from clearhead.output.report import sample_page
 from clearhead.output.tracker import MAX_SAMPLES, NoTracker, Tracker
+from clearhead.parallel.hardware import environment, git
 from headlens import STATISTICS, Snapshot
 
 OFFLINE = WandbConfig.with_defaults(mode="offline")
@@ -319,8 +319,8 @@ def test_commit_command_and_environment(watched):
 
 
 def test_environment_without_git_and_without_a_package(tmp_path, monkeypatch):
-    monkeypatch.setattr("clearhead.output.machine.REPOSITORY", tmp_path)
-    monkeypatch.setattr("clearhead.output.machine.PACKAGES", ("no-such-package",))
+    monkeypatch.setattr("clearhead.parallel.hardware.REPOSITORY", tmp_path)
+    monkeypatch.setattr("clearhead.parallel.hardware.PACKAGES", ("no-such-package",))
     found = environment("cpu", 1)
     assert (found["commit"], found["clean"], found["no-such-package"]) == ("", None, None)
 

@@ -11,7 +11,7 @@ from helpers.settings import settings
 from clearhead.errors import ConfigError, OutOfMemoryError
 from clearhead.parallel import memory, micro_batch
 from clearhead.parallel.strategy import Strategy
-from clearhead.run import build, start
+from clearhead.run import build
 from train import fit
 
 
@@ -145,25 +145,6 @@ def test_a_checkpoint_that_does_not_fit_into_main_memory_is_refused(gpu, monkeyp
         monkeypatch.setattr(micro_batch, "available_memory", lambda found=available: found)
         assert [key for key, *_ in micro_batch.check_memory(config, GPU)] == keys
         assert micro_batch.check_memory(config, other) == []
-
-
-@pytest.mark.parametrize(("size", "equal"), [(24, 16), (63, 32), (16, None), ("null", None)])
-def test_micro_batches_of_a_compiled_model_on_a_gpu_have_equal_sizes(size, equal):
-    config = settings(*SMALL, f"trainer.micro_batch_size={size}")
-    assert micro_batch.check_equal_sizes(config, Strategy(torch.device("cpu"), torch.float32)) == []
-    problems = micro_batch.check_equal_sizes(config, GPU)
-    assert len(problems) == (equal is not None)
-    for key, value, _, hint in problems:
-        assert (key, value) == ("trainer.micro_batch_size", size)
-        assert f"trainer.micro_batch_size={equal}" in hint.split()
-
-
-def test_a_run_with_unequal_micro_batches_is_refused_if_it_is_compiled(make_run, monkeypatch):
-    problem = ("trainer.micro_batch_size", 3, "a reason", "a hint")
-    monkeypatch.setattr(start, "check_equal_sizes", lambda *_: [problem])
-    make_run("name=eager", "trainer.compile=false")
-    with refused(ConfigError, "trainer.micro_batch_size", 3):
-        make_run("name=compiled", "trainer.compile=true")
 
 
 def test_the_accuracy_is_measured_with_few_logits_at_once(make_run, monkeypatch):
