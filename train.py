@@ -41,8 +41,7 @@ def fit(run: "Run") -> dict | None:
             evaluate_and_log(run, {})
         run.metrics.start(state.losses)  # after a resume: the losses that are not logged yet
         while state.step < run.stop.last_step:
-            with run.log.profiler.step():
-                loss, grad_norm = train_step(run)
+            loss, grad_norm = train_step(run)
             run.metrics.add(loss, grad_norm)
             run.check_limits()
             row = log_row(run) if run.is_due("log") else {}
@@ -61,7 +60,6 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
     the step does not synchronize with a GPU.
     """
     config, strategy, state = run.config, run.strategy, run.state
-    phase = run.log.profiler.phase
     strategy.reseed(config.seed, state.step)  # dropout depends on (seed, step, rank) only
     micro_batches = next(run.batches)  # each: ((input_ids, target_ids), number of targets)
     run.stop.start_step(state.step, sum(count for _, count in micro_batches))
@@ -69,19 +67,17 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
     for number, (tensors, count) in enumerate(micro_batches, start=1):
         input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
         with strategy.no_sync(number < len(micro_batches)):  # the last micro-batch syncs gradients
-            with phase("forward"), strategy.autocast():
+            with strategy.autocast():
                 _, loss = run.trained_model(input_ids, target_ids)
             # All targets of the step have equal weight. world_size cancels the average over ranks.
             loss = loss * (count * strategy.world_size / run.stop.num_targets())
-            with phase("backward"):
-                strategy.backward(loss)
+            strategy.backward(loss)
         mean_loss = mean_loss + loss.detach()
     for group in run.optimizer.param_groups:
         group["lr"] = run.learning_rate(group["peak_lr"])
-    with phase("optimizer"):  # clips; skips the step if a gradient is NaN or inf
-        grad_norm = strategy.update(
-            run.model, run.optimizer, config.trainer.grad_clip, run.metrics.nonfinite
-        )
+    # Clips the gradients; skips the step if one is NaN or inf.
+    clip, nonfinite = config.trainer.grad_clip, run.metrics.nonfinite
+    grad_norm = strategy.update(run.model, run.optimizer, clip, nonfinite)
     state.step += 1
     state.tokens += run.metrics.tokens_per_step
     if strategy.device.type == "cpu":  # on a GPU this would synchronize, so log_row does it

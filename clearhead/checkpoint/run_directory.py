@@ -106,7 +106,7 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
         else:
             with contextlib.suppress(PermissionError):  # Windows: nor written
                 path.write_text(f"{_this_process()}\n", encoding="utf-8")
-        for part in (folder, folder / "attention", folder / "profile"):
+        for part in (folder, folder / "attention"):
             remove_temporary_files(part)
     return lock
 

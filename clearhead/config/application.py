@@ -167,7 +167,6 @@ def config_of_job(config: Config, job: DictConfig) -> Config:
         {
             "name": f"{sweep}_{job.job.num}" if config.name is None else config.name,
             "wandb.group": sweep if config.wandb.group is None else config.wandb.group,
-            "wandb.id": None,  # WANDB_RUN_ID would make all jobs one run
         }
     )
 

@@ -21,7 +21,6 @@ from pydantic_core import PydanticCustomError
 from clearhead.config.validation import (
     FOLDER_NAME,
     NO_SEPARATORS,
-    RUN_ID,
     flat_fields,
     groups_of,
     validate,
@@ -253,7 +252,6 @@ class TrainerConfig(Settings):
     compile: AutoOrBool
     device: Device
     threads: Threads
-    profile: bool
     max_skips: Positive
     resume: Literal[False] | Name
     init_from: Name | None
@@ -301,39 +299,15 @@ def _tags(value: object) -> object:
     return [tag for tag in value.split(",") if tag] if isinstance(value, str) else value
 
 
-def _mode_of_environment(mode: str) -> str:
-    value = os.environ.get("WANDB_MODE", "")
-    if mode == "auto" and value not in ("", "online", "offline", "disabled"):
-        reason = f"{value} is not one of online, offline, disabled"
-        raise rejected(reason, "correct the environment variable", "WANDB_MODE")
-    return mode
-
-
-RunId = Annotated[Name, Field(pattern=RUN_ID)]
-
-
 class WandbConfig(Settings):
     """Weights & Biases. The maximum lengths are those of W&B."""
 
-    mode: Annotated[
-        Literal["auto", "online", "offline", "disabled"], AfterValidator(_mode_of_environment)
-    ]
+    mode: Literal["auto", "online", "offline", "disabled"]
     entity: Name | None
     project: Annotated[Label, Field(pattern=NO_SEPARATORS)]
-    name: Label | None
-    id: RunId | None
     group: Label | None
     tags: Annotated[list[Annotated[Sentence, Field(max_length=64)]], BeforeValidator(_tags)]
     log_model: Literal[False, "best", "last"]
-
-    def wanted(self) -> str:
-        """Returns the mode; for auto, that of WANDB_MODE, if it is set."""
-        return os.environ.get("WANDB_MODE") or "auto" if self.mode == "auto" else self.mode
-
-    def ignored(self) -> list[str]:
-        """Returns a line for each setting that has no effect because W&B is off."""
-        has_none = self.log_model and self.wanted() == "disabled"
-        return ["wandb.log_model: no effect, because W&B is disabled"] if has_none else []
 
 
 @rule

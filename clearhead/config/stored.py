@@ -17,7 +17,7 @@ from clearhead.tokens import TRAINED, VOCABULARIES
 SETTINGS_JSON = "run.json"  # in a run directory
 # These settings belong to one start of a run and are never those of an earlier start.
 OF_THE_MACHINE = ("debug", "parallel", "trainer.device")
-OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "runs_dir", "trainer.resume", "wandb.id")
+OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "runs_dir", "trainer.resume")
 PROMPTS = ("lens.prompts", "trainer.sample_prompt")  # passages of the text, unless they are given
 
 
@@ -104,7 +104,7 @@ def with_settings_of(path: Path, config: Config, given: list[str], is_new: bool)
 
 def _of_new_run(stored: dict, run: Path, given: list[str]) -> dict:
     """Returns the settings in which a new run differs from the run whose settings it uses."""
-    own = {"wandb.name": None}  # it is another run on W&B
+    own = {}
     has_copy = stored["data.tokenizer"] not in (*VOCABULARIES, TRAINED)
     if has_copy:
         own["data.tokenizer"] = str(run)

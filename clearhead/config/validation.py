@@ -16,13 +16,11 @@ from clearhead.errors import NO_VALUE, Problem
 MUST_BE = "must be "
 FOLDER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}$"  # of runs/<name>
 NO_SEPARATORS = r"^[^/\\#?%:]+$"  # as W&B requires
-RUN_ID = r"^[A-Za-z0-9_.-]{1,128}$"  # of W&B
 PATTERNS = {
     FOLDER_NAME: "must have 1 to 128 characters: A-Z, a-z, 0-9 and _ ; after the first character "
     "also . = , + -",
     NO_SEPARATORS: r"must not be empty and must not contain / \ # ? % :",
     r"\S": "must not be empty or blank",
-    RUN_ID: "must have 1 to 128 characters: A-Z, a-z, 0-9 and _ . -",
 }
 
 Schema = TypeVar("Schema", bound=BaseModel)

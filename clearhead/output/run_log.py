@@ -1,4 +1,4 @@
-"""What a run prints, records and times: console, tracker (metrics.jsonl, W&B), profiler, report."""
+"""What a run prints, records and times: console, tracker (metrics.jsonl, W&B), report."""
 
 import contextlib
 import time
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from clearhead.errors import best_effort
 from clearhead.output.console import Console
-from clearhead.output.profiler import Profiler
 from clearhead.output.report import write_report
 from clearhead.output.tracker import Tracker
 from headlens import Snapshot, formatted
@@ -24,7 +23,6 @@ class RunLog:
     directory: Path  # the run directory
     console: Console
     tracker: Tracker
-    profiler: Profiler
     exclude: Callable[[float], None]  # called with the seconds of work that is not training
     debug: bool  # whether errors of a report end the run
     seconds: dict[str, float] = field(default_factory=dict)  # of validation, samples, ...

@@ -118,8 +118,6 @@ def where_to_look(config: Config, state: State, log: RunLog, uploaded: str | Non
     if (timelapse := folder / "attention" / "timelapse.html").is_file():
         lines.append(f"attention page   {timelapse}")
     lines.append(f"report           {folder / 'report.html'}")
-    if config.trainer.profile:
-        lines.append(f"profile          {folder / 'profile'}")
     given = folder / "checkpoints" / "best" if has_risen(state) else folder
     prompt = re.sub("^@", "@@", config.trainer.sample_prompt or "")  # @FILE: from a file
     command = ["python", script_path("generate.py"), f"checkpoint={given}", f"prompt={prompt}"]

@@ -63,7 +63,7 @@ class Tracker:
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
         self.run, self.is_shared = None, False  # with a W&B run that the user has open
         self.stopped: str | None = None  # why logging stopped
-        if config.wanted() == "disabled":
+        if config.mode == "disabled":
             return
         # Otherwise W&B sends reports of its errors to its developers, even in offline runs.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -77,7 +77,7 @@ class Tracker:
         except Exception as error:
             self._stop_logging(error)
         self._call(define_metrics)
-        if self.run and (run_id or config.id):  # it may have been started before
+        if self.run:  # it may have been started before
             try:
                 seconds = wandb_process.CALL_SECONDS
                 self.first_step = call_with_timeout(seconds, lambda: next_step(self.run))

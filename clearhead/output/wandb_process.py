@@ -92,10 +92,9 @@ def start_run(
         wandb.setup(wandb_settings)
 
     options = {key: getattr(config, key) for key in OF_WANDB_INIT}
-    in_force = {"mode": config.wanted(), "id": run_id or config.id}
-    settings = settings | {"wandb": config.model_dump() | in_force}
-    options |= {"name": config.name or folder.name, "config": settings, "id": in_force["id"]}
-    options |= {"dir": str(folder), "resume": "allow" if in_force["id"] else None}
+    options |= {"name": os.environ.get("WANDB_NAME") or folder.name, "config": settings}
+    # Without an id, W&B uses WANDB_RUN_ID, or a new one.
+    options |= {"dir": str(folder), "id": run_id, "resume": "allow"}
 
     def init(mode: str):
         seconds = START_SECONDS + CALL_SECONDS
@@ -103,7 +102,7 @@ def start_run(
             seconds, lambda: wandb.init(mode=mode, settings=wandb_settings, **options)
         )
 
-    if config.wanted() != "offline":
+    if config.mode != "offline":
         try:
             if call_with_timeout(CALL_SECONDS, lambda: wandb.login(prompt=False, verify=False)):
                 return init("online")

@@ -26,7 +26,6 @@ from clearhead.errors import exit_code_of, refuse, shorten
 from clearhead.files import RowFile, drop_rows_after
 from clearhead.output.console import Console
 from clearhead.output.metrics import Metrics
-from clearhead.output.profiler import Profiler
 from clearhead.output.run_log import RunLog
 from clearhead.output.summary import describe, introduce
 from clearhead.output.tracker import NoTracker, Tracker
@@ -212,12 +211,9 @@ def open_log(
     directory, saver, tracker = opened or (None, None, NoTracker())
     directory = Path(strategy.broadcast(str(directory)))
     state.wandb_id = tracker.run_id or state.wandb_id
-    profiles = config.trainer.profile and strategy.is_rank_0
-    profiler = Profiler(profiles, directory / "profile", strategy.device)
-    closing.callback(profiler.close)
     console = Console(strategy.is_rank_0, state.step, config.trainer.max_steps)
     closing.callback(console.close)
-    return RunLog(directory, console, tracker, profiler, limit.exclude, config.debug), saver
+    return RunLog(directory, console, tracker, limit.exclude, config.debug), saver
 
 
 def create_directory(begin: Start) -> Path:
@@ -251,7 +247,6 @@ def open_tracker(begin: Start, directory: Path, state: State, parameters: int) -
     tracker = Tracker(begin.config.wandb, directory, settings, state.wandb_id)
     begin.closing.push(lambda _, error, __: tracker.finish(exit_code_of(error)))
     tracker.summary({"parameters": parameters})
-    begin.notes.extend(begin.config.wandb.ignored())
     return tracker
 
 

@@ -48,7 +48,7 @@ class TimeLimit:
         # Seconds for everything after the last validation, whose duration is measured.
         checkpoint_bytes = 12 * meta_model(config.model).num_parameters()
         self.end_of_run = EXIT_SECONDS + checkpoint_bytes / BYTES_PER_SECOND
-        self.end_of_run += WANDB_EXIT_SECONDS * (config.wandb.wanted() != "disabled")
+        self.end_of_run += WANDB_EXIT_SECONDS * (config.wandb.mode != "disabled")
         fraction = FINAL_VALIDATION_FRACTION
         if config.lens.every != 0 and config.lens.ablation != "off":
             fraction += ABLATION_FRACTION

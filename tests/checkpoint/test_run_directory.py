@@ -78,7 +78,7 @@ def test_leftovers_of_killed_processes_are_removed_and_nothing_else(run, resumed
     part = run / "hf.part-0123456789abcdef"
     part.mkdir()
     (part / "model.safetensors").write_bytes(b"half")
-    for name in ("config.yaml", "attention/step_00000002.html", "profile/table.txt"):
+    for name in ("config.yaml", "attention/step_00000002.html"):
         (run / name).parent.mkdir(exist_ok=True)
         (run / f"{name}.part-0123456789abcdef").write_text("half")
     Path("elsewhere").mkdir()

@@ -340,23 +340,22 @@ def test_a_run_records_the_arguments_of_the_user(in_process, tmp_path):
 
 def test_environment_variables_of_wandb(monkeypatch):
     """They are defaults. An empty variable counts as unset; an invalid one is reported."""
-    for name in ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "RUN_ID", "MODE"):
+    for name in ("PROJECT", "TAGS", "RUN_GROUP", "MODE"):
         monkeypatch.setenv(f"WANDB_{name}", "")
     unset = compose(["data.path=any"]).wandb
     assert (unset.project, unset.tags) == ("clearhead", [])
     for name, value in {"PROJECT": "heads", "TAGS": "a,b"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     found = compose(["data.path=any", "wandb.tags=[c]"]).wandb
-    assert (found.project, found.tags, found.name) == ("heads", ["c"], None)
+    assert (found.project, found.tags, found.mode) == ("heads", ["c"], "auto")
     assert compose(["data.path=any"]).wandb.tags == ["a", "b"]
     monkeypatch.setenv("WANDB_MODE", "online")
-    assert compose(["data.path=any"]).wandb.wanted() == "online"
+    assert compose(["data.path=any"]).wandb.mode == "online"
     monkeypatch.setenv("WANDB_PROJECT", "a/b")
     monkeypatch.setenv("WANDB_MODE", "dryrun")
     with pytest.raises(ConfigError) as error:
         compose(["data.path=any"])
-    assert {problem.key for problem in error.value.problems} == {"WANDB_MODE", "wandb.project"}
-    assert "WANDB_PROJECT" in error.value.problems[-1].hint
+    assert {problem.key for problem in error.value.problems} == {"wandb.mode", "wandb.project"}
     compose(["data.path=any", "wandb=online", "wandb.project=c"])  # the variables do not count
 
 

@@ -60,7 +60,7 @@ model.emb_dim=null seed=x seed={a:1} seed= wandb.log_model=often
 optimizer.weight_decay=-1 optimizer.min_lr_ratio=2 optimizer.decay_fraction=0 optimizer.eps=0
 optimizer.out_proj_lr_ratio=0
 optimizer.betas=[0.9] model.num_layers=0 model.dropout=1.5 data.val_fraction=1 data.stride=0
-name=2026 wandb.project=null wandb.name=${seed} lens.prompts=[a,1]
+name=2026 wandb.project=null lens.prompts=[a,1]
 trainer.max_minutes=0 trainer.max_minutes=five
 trainer.max_steps=0 trainer.warmup_steps=-1 trainer.batch_size=1e9 trainer.sample_tokens=1e9
 trainer.threads=0 trainer.threads=1025
@@ -70,7 +70,7 @@ optimizer.schedule=linear model.attention=flash data.tokenizer=x data.endoftext=
 trainer.precision=fp8 trainer.compile=maybe trainer.device=tpu trainer.resume=true
 trainer.micro_batch_size=some wandb.mode=of wandb.log_model=true parallel.strategy=many
 data.path= name= data.val_path= wandb.project= lens.prompts=[''] name=../x name=.. name=-rf
-wandb.project=team/a wandb.id=../x
+wandb.project=team/a
 model.num_heads=5 model.attention=flex data.max_length=2048 model.vocab_size=1000
 trainer.micro_batch_size=3 data.weights=[1,2]
 data.synthetic=induction

@@ -86,16 +86,16 @@ def test_the_tracker_of_other_ranks_does_nothing():
 
 
 def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
-    """WANDB_MODE applies if wandb.mode=auto."""
-    for mode, expected in (("auto", None), ("offline", "x")):
-        tracker = Tracker(WandbConfig.with_defaults(mode=mode), tmp_path, {})
+    """WANDB_MODE is the default of wandb.mode."""
+    for mode, expected in (({}, None), ({"mode": "offline"}, "x")):
+        tracker = Tracker(WandbConfig.with_defaults(**mode), tmp_path, {})
         assert tracker.run_id == expected  # the environment of tests has W&B disabled
         tracker.finish()
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for run_id, resume in ((None, None), ("known", "allow")):
+    for run_id in (None, "known"):
         tracker = Tracker(WandbConfig.with_defaults(), tmp_path, {}, run_id)
         options = recorded.init.call_args.kwargs
-        assert [options[key] for key in ("mode", "id", "resume")] == ["offline", run_id, resume]
+        assert [options[key] for key in ("mode", "id", "resume")] == ["offline", run_id, "allow"]
         assert options["settings"].console == "off"
         tracker.finish(4)
     recorded.finish.assert_called_with(exit_code=4)

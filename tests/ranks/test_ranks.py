@@ -50,16 +50,15 @@ DOCUMENTS += ("data.tokenizer=bpe", "model.vocab_size=null")  # rank 0 trains th
 # The code generator takes a minute.
 COMPILER = os.environ.get("CAMPAIGN_COMPILER", "aot_eager")
 RECOMPUTED, COMPILED = "trainer.activation_checkpointing=true", "trainer.compile=true"
-PROFILED = "trainer.profile=true"
 # Hydra sets it in each rank; ranks with different settings are refused.
 OF_THE_JOB = ("+hydra.job.env_set.GROUP=here", "wandb.group=${oc.env:GROUP,unset}")
 # Equivalent computations: number of ranks, strategy, settings.
 VARIANTS = [
-    (2, "ddp", RECOMPUTED, PROFILED, "trainer.micro_batch_size=3", *OF_THE_JOB),
+    (2, "ddp", RECOMPUTED, "trainer.micro_batch_size=3", *OF_THE_JOB),
     (2, "fsdp", "trainer.micro_batch_size=null"),
 ]
 if CAMPAIGN:
-    VARIANTS += [(2, way, more) for way in STRATEGIES for more in (RECOMPUTED, PROFILED, COMPILED)]
+    VARIANTS += [(2, way, more) for way in STRATEGIES for more in (RECOMPUTED, COMPILED)]
     VARIANTS += [(4, way, "trainer.micro_batch_size=1") for way in STRATEGIES]
 
 

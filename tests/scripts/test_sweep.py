@@ -158,7 +158,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path):
             raise RuntimeError("broken\n\x1b[31mmemory")
         log(config)
 
-    code, out, err = sweep_in(tmp_path, run, "seed=1,2,3", "debug=true", "wandb.name=a\\,b")
+    code, out, err = sweep_in(tmp_path, run, "seed=1,2,3", "debug=true", "wandb.group=a\\,b")
     assert code == 2
     assert err.count("Traceback (most recent call last)") == 2
     assert "\x1b[31m" not in out
