@@ -25,8 +25,7 @@ from clearhead.config.schema import Config
 from clearhead.errors import exit_code_of, refuse, shorten
 from clearhead.files import RowFile, drop_rows_after
 from clearhead.output.console import Console
-from clearhead.output.metrics import Metrics
-from clearhead.output.run_log import RunLog
+from clearhead.output.run_log import Metrics, RunLog
 from clearhead.output.summary import describe, introduce
 from clearhead.output.tracker import NoTracker, Tracker
 from clearhead.parallel import device, launch
