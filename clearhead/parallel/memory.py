@@ -15,8 +15,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from clearhead.compute.cpu import MAX_UNFUSED_LENGTH
 from clearhead.compute.cross_entropy import rows_at_once
+from clearhead.compute.specialize import MAX_UNFUSED_LENGTH
 from clearhead.config.schema import Config, ModelSettings
 from model import GPT, ModelConfig, model_without_values
 
@@ -184,7 +184,7 @@ def block_activations(job: Job, windows: int) -> float:
     A kernel that stores the attention weights (B H T T elements) saves the softmax in fp32, the
     dropout mask and, with dropout or reduced precision, the copy of the softmax that is multiplied
     by the values. On a CPU, sdpa saves the weights with dropout and for short sequences in bf16,
-    and with dropout also the weights after dropout (compute/cpu.py).
+    and with dropout also the weights after dropout (compute/specialize.py).
     """
     model, c, length = job.config.model, job.c, job.config.data.max_length
     has_dropout = model.dropout > 0

@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers.models import tiny_model
 from helpers.ranks import check_same_bytes
-from helpers.refusals import refused
 from helpers.runs import assert_same, train_past_checkpoint
 from helpers.settings import settings
 
@@ -23,7 +22,6 @@ from clearhead.compute.optimizers import (
     build_optimizer,
     matrices_of,
 )
-from clearhead.errors import ConfigError
 from clearhead.parallel import memory
 from clearhead.parallel.strategy import Strategy
 from train import fit, train_step
@@ -197,22 +195,6 @@ def test_resume_is_bit_exact(make_run):
     assert rest.state.step == 2
     fit(rest)
     check_same_bytes(rest.directory, whole.directory)
-
-
-def test_another_optimizer_cannot_resume_a_run(make_run):
-    fit(make_run("name=a"))
-    with refused(ConfigError, "optimizer.name", "muon"):
-        make_run("name=a", "trainer.max_steps=6", "optimizer=muon")
-
-
-def test_settings_reach_the_optimizer_or_are_refused():
-    config = settings("optimizer=muon", "optimizer.momentum=0.8").optimizer
-    assert (config.name, config.matrix_lr) == ("muon", None)
-    group = build_optimizer(tiny(), config).param_groups[-1]
-    assert group["momentum"] == 0.8
-    for key, value in {"name": "sgd", "matrix_lr": 0.0, "momentum": 1.0}.items():
-        with refused(ConfigError, f"optimizer.{key}", value):
-            settings(f"optimizer.{key}={value}")
 
 
 def test_memory_of_its_state_equals_the_estimate():
