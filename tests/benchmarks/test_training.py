@@ -140,22 +140,19 @@ def test_our_step_is_that_of_training_bit_for_bit(make_run):
         assert torch.equal(own, trained)
 
 
-def test_calls_are_interleaved(monkeypatch):
+def test_calls_are_interleaved_and_ratios_are_those_of_a_round(monkeypatch):
     """With `before`, the first call of a turn is not timed: it may compile."""
     taken, clock = [], itertools.count()
     monkeypatch.setattr("benchmarks.timing.time.perf_counter", lambda: next(clock))
     work = {name: functools.partial(taken.append, name) for name in "AB"}
     assert interleave(work, 3, torch.device("cpu"), calls=2) == {"A": [0.5] * 3, "B": [0.5] * 3}
     assert "".join(taken) == "AABB" + "BBAA" + "AABB"
-    taken.clear()
-    interleave(work, 1, torch.device("cpu"), before=lambda name: taken.append(name.lower()))
-    assert "".join(taken) == "aAAbBB"
-
-
-def test_ratios_are_those_of_a_round():
     # The machine is slower in the second round; the ratios do not change.
     found = speedup([1.0, 2.0, 1.0], [2.0, 4.0, 3.0])
     assert found == {"median": 2.0, "least": 2.0, "most": 3.0}
+    taken.clear()
+    interleave(work, 1, torch.device("cpu"), before=lambda name: taken.append(name.lower()))
+    assert "".join(taken) == "aAAbBB"
 
 
 def test_results_without_git_do_not_name_a_commit(tmp_path, monkeypatch):

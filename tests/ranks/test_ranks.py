@@ -330,18 +330,6 @@ def test_an_error_before_the_first_step_ends_all_ranks(place, name):
     assert not (folder / "runs").exists()
 
 
-def test_a_run_of_damaged_checkpoints_ends_all_ranks(place):
-    run = shutil.copytree(place.alone(), place.folder / "runs" / "damaged", symlinks=True)
-    for whole in listing.list_checkpoints(run):
-        (whole / "model.safetensors").write_bytes(b"no tensors")
-    before = contents(run)
-    more = ("parallel=fsdp", "trainer.max_steps=30")
-    _, (main, other) = place.ranks("damaged", *more, codes=[3, 3])
-    assert printed_keys(main.err) == ["checkpoint"]
-    assert other.err == ""
-    assert contents(run) == before
-
-
 @pytest.mark.parametrize(
     ("key", "given"),
     [("seed", ("1", "2"))]
