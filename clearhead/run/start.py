@@ -29,8 +29,7 @@ from clearhead.config.validation import validate
 from clearhead.config.yaml_files import flat, nested
 from clearhead.errors import CheckpointError, DataError, Problem, as_yaml, format_problem, refuse
 from clearhead.parallel import device
-from clearhead.parallel.memory import meta_model
-from clearhead.parallel.micro_batch import check_memory, find_micro_batch
+from clearhead.parallel.memory import check_memory, find_micro_batch, meta_model
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.prompts import choose_prompts
 from clearhead.run.tokenizer import find_tokenizer, short_tokens, vocabulary_size
