@@ -324,15 +324,9 @@ def out_of_memory_error(
 
 def _hint(config: Config, strategy: Strategy, fits: Callable[[int], bool]) -> str:
     """Returns a hint: the largest micro-batch size for which fits(windows) holds, or a setting."""
-    trainer = config.trainer
-    per_rank = trainer.batch_size // strategy.world_size
+    per_rank = config.trainer.batch_size // strategy.world_size
     if smaller := largest_micro_batch(per_rank, fits):
-        return (
-            f"use trainer.micro_batch_size={smaller}: {per_rank // smaller} micro-batches per step "
-            f"on each device keep the batch size of {trainer.batch_size}"
-        )
-    if not trainer.activation_checkpointing:
+        return f"use trainer.micro_batch_size={smaller}, which keeps the batch size"
+    if not config.trainer.activation_checkpointing:
         return "use trainer.activation_checkpointing=true, which needs far less memory"
-    if strategy.name != "fsdp":
-        return "use parallel=fsdp on several devices, or a smaller model"
-    return "use more devices, a smaller data.max_length or a smaller model"
+    return "use parallel=fsdp on more devices, a smaller data.max_length or a smaller model"
