@@ -10,9 +10,10 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from helpers import REPOSITORY
+from helpers import REPOSITORY, TEXT
 from helpers.ranks import (
     COMPARABLE,
     SHORT,
@@ -32,6 +33,7 @@ from helpers.ranks import (
 from helpers.refusals import printed_keys
 from helpers.runs import change_state, contents, rows, train_in
 from helpers.tally import CAMPAIGN, in_campaign
+from helpers.texts import prepare
 from helpers.trainings import STEP, ForkServer, interrupt, printed_command
 from safetensors.torch import load_file
 
@@ -343,6 +345,35 @@ def test_ranks_with_different_settings_do_not_train(place, key, given):
     assert all(value in main.err for value in given)
     assert other.err == ""
     assert contents(folder / "runs") == before
+
+
+def test_all_ranks_have_the_prompts_of_rank_0(place, tmp_path):
+    """Also if a machine has other tokens, which data.verify=false does not compare."""
+    prepare(place.folder / "text.txt", tmp_path / "tokens0", tokenizer="byte")
+    (file,) = shutil.copytree(tmp_path / "tokens0", tmp_path / "tokens1").rglob("*.bin")
+    fox, cat = (np.array([*b"fox"], "<u2").tobytes(), np.array([*b"cat"], "<u2").tobytes())
+    file.write_bytes(file.read_bytes().replace(fox, cat))
+    code = """
+import json, os
+from clearhead.run.build import build_run
+from helpers import TINY
+from helpers.settings import settings
+rank = os.environ["RANK"]
+data = (f"data.path=tokens{rank}", "data.verify=false")
+with build_run(settings(*TINY, *data, "name=a", "parallel=ddp")) as run:
+    prompts = [*run.config.lens.prompts, run.config.trainer.sample_prompt]
+    open(f"prompts{rank}", "w").write(json.dumps(prompts))
+"""
+    port, many = free_port(), {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    trainings = [
+        place.server.start(tmp_path, code=code, RANK=n, LOCAL_RANK=n, MASTER_PORT=port, **many)
+        for n in (0, 1)
+    ]
+    assert [training.wait() for training in trainings] == [0, 0], [t.err for t in trainings]
+    prompts = [json.loads((tmp_path / f"prompts{rank}").read_text()) for rank in (0, 1)]
+    assert prompts[0] == prompts[1]
+    assert all(prompt in TEXT for prompt in prompts[0])
+    assert "fox" in prompts[0][0]
 
 
 def test_an_error_during_training_is_printed_on_each_machine(place):
