@@ -24,8 +24,8 @@ from torch import Tensor
 from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer
 from clearhead.config.schema import OptimizerConfig
 from clearhead.models.huggingface import hf_tensors, to_hf
-from clearhead.output.machine import git
-from clearhead.parallel.device import best_wide_dtype, keep_freed_memory
+from clearhead.parallel.device import best_wide_dtype
+from clearhead.parallel.hardware import git, keep_freed_memory
 from clearhead.parallel.strategy import Strategy
 from model import GPT
 

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from clearhead.config.yaml_files import REPOSITORY
-from clearhead.output.machine import git, machine
+from clearhead.parallel.hardware import git, machine
 
 Work = dict[str, Callable[[], object]]
 

@@ -39,7 +39,6 @@ from clearhead.config.schema import (
     Threads,
 )
 from clearhead.errors import CheckpointError, DataError, Problem, refuse, sanitize
-from clearhead.output.machine import machine
 
 if TYPE_CHECKING:
     from clearhead.models.pretrained import PretrainedModel
@@ -100,6 +99,7 @@ def main(settings: EvaluateConfig) -> None:
     from clearhead.models.pretrained import load_pretrained
     from clearhead.output.console import progress
     from clearhead.parallel import device
+    from clearhead.parallel.hardware import machine
 
     refuse(device.check(settings.device, settings.precision))
     pretrained = load_pretrained(settings.checkpoint)

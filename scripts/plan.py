@@ -5,15 +5,13 @@
 
 The settings are those of train.py and of PlanConfig. The formulas for memory are in
 parallel/memory.py. The time is computed from the FLOPs of the model and `utilisation`, the
-fraction of the peak FLOP/s that training reaches. The utilisation is measured for some devices
-(parallel/hardware.py) and assumed for others; the output states which.
+fraction of the peak FLOP/s that training reaches. The utilisation is measured for CPUs and assumed
+for GPUs; the output states which.
 """
 
-import contextlib
 import math
-import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -26,37 +24,52 @@ from clearhead.config.command_line import (
     show_help,
     write_out,
 )
-from clearhead.config.schema import (
-    AboveZero,
-    DataConfig,
-    NonNegative,
-    Positive,
-    known_settings,
-)
+from clearhead.config.schema import AboveZero, DataConfig, NonNegative, Positive, known_settings
 from clearhead.config.validation import unknown_key
-from clearhead.errors import ConfigError, DataError, refuse
-from clearhead.parallel.hardware import (
-    ASSUMED_UTILISATION,
-    KINDS,
-    MEASURED_UTILISATION,
-    WORTH_COMPILING,
-)
+from clearhead.errors import ConfigError, refuse
 from clearhead.parallel.launch import check_ranks
-from clearhead.tokens import HUB, TRAINED
-from clearhead.tokens.paths import find_files
+from clearhead.tokens import TRAINED
 from clearhead.tokens.tokenizer_json import load_tokenizer
-from clearhead.tokens.tokenizer_training import default_vocab_size
 
 if TYPE_CHECKING:  # at run time, torch is imported only after the settings were checked
+    from clearhead.parallel.hardware import Peak
     from clearhead.parallel.memory import Job
+
+
+class Kind(NamedTuple):
+    """A type of device. Prices are rounded on-demand prices of late 2026. All have bf16."""
+
+    title: str
+    gpu: str  # the name that the driver reports, for its peak FLOP/s; "" for a CPU
+    memory: float  # bytes
+    price: float  # US dollars per hour
+
+
+KINDS = {
+    "b200": Kind("B200", "B200", 180e9, 5.0),
+    "h200": Kind("H200", "H200", 141e9, 3.5),
+    "h100": Kind("H100", "H100 80GB HBM3", 80e9, 2.5),
+    "a100": Kind("A100", "A100-SXM4-80GB", 80e9, 1.5),
+    "a100-40gb": Kind("A100-SXM4-40GB", "A100-SXM4-40GB", 40e9, 1.2),
+    "l40s": Kind("L40S", "L40S", 48e9, 1.0),
+    "l4": Kind("L4", "L4", 24e9, 0.7),
+    "rtx4090": Kind("RTX 4090", "RTX 4090", 24e9, 0.4),
+    "cpu": Kind("CPU (2 cores, Zen 5)", "", 24e9, 0.1),
+}
+# FLOP/s in bf16 and fp32, measured: matrix products on two cores of a server.
+CPU_PEAK = (800e9, 200e9)
+# Fraction of the peak that training reached in benchmarks/results/2026-11-21-base-cpu.json.
+CPU_UTILISATION = {"bf16": 0.36, "fp32": 0.83}
+# Assumed: rounded from published training runs of larger GPT-2 models. Small models reach less.
+GPU_UTILISATION = 0.4
 
 
 class PlanConfig(ScriptConfig):
     """python -m scripts.plan [SETTING OF train.py ...] [KEY=VALUE ...]"""
 
     devices: Positive = Field(1, description="number of devices, one rank on each")
-    kind: Literal["b200", "h200", "h100", "a100", "a100-40gb", "l40s", "l4", "rtx4090", "cpu"] = (
-        Field("h100", description=f"device: {', '.join(KINDS)}")
+    kind: Literal[*KINDS] = Field(  # pyrefly: ignore
+        "h100", description=f"device: {', '.join(KINDS)}"
     )
     memory: AboveZero | None = Field(
         None, description="GB (10^9 bytes) of each device; null: of its kind"
@@ -91,15 +104,14 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
     def fits(windows: int) -> bool:
         return memory.fits(job, windows, device_memory)
 
-    largest, micro = (
-        memory.largest_micro_batch(job.windows_per_rank, fits),
-        trainer.micro_batch_size,
-    )
+    largest = memory.largest_micro_batch(job.windows_per_rank, fits)
+    micro = trainer.micro_batch_size
     micro = min(micro, job.windows_per_rank) if isinstance(micro, int) else largest or 1
     parts = memory.estimate(job, micro)
     share, source = utilisation(config, plan, job.precision)
-    peak = kind.peak.fp32 if job.precision == "fp32" else kind.peak.half
-    rate = plan.devices * share * peak / per_token
+    peak = peak_of(kind)
+    flops = peak.fp32 if job.precision == "fp32" else peak.half
+    rate = plan.devices * share * flops / per_token
     price = kind.price if plan.price is None else plan.price
     return {
         "parameters": job.parameters,
@@ -120,7 +132,6 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
         "utilisation_source": source,
         "tokens_per_second": rate,
         "tokens": tokens,
-        "tokens_of_data": tokens_of_data(config),
         "seconds": tokens / rate,
         "price": price,
         "cost": tokens / rate / 3600 * plan.devices * price,
@@ -131,6 +142,7 @@ def planned_job(config: Config, plan: PlanConfig, flops: float) -> "Job":
     """Returns the training on these devices, with automatic settings as train.py chooses them.
     flops: of the whole training. Raises ConfigError."""
     from clearhead.parallel import memory
+    from clearhead.parallel.device import WORTH_COMPILING
 
     trainer, strategy = config.trainer, config.parallel.strategy
     if strategy == "auto":
@@ -145,40 +157,30 @@ def planned_job(config: Config, plan: PlanConfig, flops: float) -> "Job":
 
 
 def vocab_size(data: DataConfig) -> int:
-    """Returns the size of the vocabulary; for one that is not trained yet, the planned size."""
+    """Returns the size of the vocabulary. Raises ConfigError if it is not trained yet and
+    data.vocab_size is null."""
     if data.tokenizer != TRAINED:
         return load_tokenizer(data.tokenizer).n_vocab
-    if data.vocab_size:
-        return data.vocab_size
-    files = find_files(data.path)
-    if any(file.startswith(HUB) for file in files):
-        reason, hint = "the size of the text is not known before a download", "give a number"
-        refuse([("data.vocab_size", None, reason, hint)])
-    return default_vocab_size(sum(map(os.path.getsize, files)))
+    if data.vocab_size is None:
+        reason = "the size of the vocabulary follows from the text, which the plan does not read"
+        refuse([("data.vocab_size", None, reason, "give a number")])
+    return data.vocab_size
 
 
-def tokens_of_data(config: Config) -> int | None:
-    """Returns the number of training tokens in the token files of data.path. None for texts, which
-    have to be tokenized first, and for files that are not on this machine."""
-    from clearhead.tokens.shards import is_shards, open_shards
+def peak_of(kind: Kind) -> "Peak":
+    from clearhead.parallel.hardware import Peak, peak_named
 
-    data = config.data
-    with contextlib.suppress(DataError):
-        if is_shards(data.path):
-            tokenizer = load_tokenizer(data.tokenizer)
-            streams = open_shards(data.path, tokenizer, False, data.token_dtype)
-            is_split = not data.val_path and "val" not in streams
-            return round(len(streams["train"]) * (1 - data.val_fraction * is_split))
-    return None
+    return peak_named(kind.gpu) or Peak(*CPU_PEAK)
 
 
 def utilisation(config: Config, plan: PlanConfig, precision: str) -> tuple[float, str]:
     """Returns (fraction of the peak FLOP/s, its source)."""
     if plan.utilisation is not None:
         return plan.utilisation, "as given"
-    share, source = MEASURED_UTILISATION.get((plan.kind, precision)), "measured"
-    if share is None:
-        share, source = ASSUMED_UTILISATION, "assumed"
+    if plan.kind == "cpu" and precision in CPU_UTILISATION:
+        share, source = CPU_UTILISATION[precision], "measured"
+    else:
+        share, source = GPU_UTILISATION, "assumed"
     if config.trainer.activation_checkpointing:
         # The backward pass costs 2 forward passes; recomputation adds at most 1: 4 instead of 3.
         return 0.75 * share, f"{source}, less a quarter for activation checkpointing"
@@ -203,10 +205,6 @@ def text_of(config: Config, plan: dict) -> str:
         if needed[name] > 0
     ]
     steps = plan["tokens"] / (plan["batch_size"] * length)
-    data = ""
-    if available := plan["tokens_of_data"]:
-        epochs = plan["tokens"] / available
-        data = f"Data     {available:,} tokens in {config.data.path}: {epochs:.2f} epochs\n"
     return f"""\
 Model    {plan["parameters"]:,} parameters: {model.num_layers} layers of {model.num_heads} heads, \
 {model.emb_dim} wide
@@ -222,7 +220,7 @@ Speed    {plan["tokens_per_second"]:,.0f} tokens/s with utilisation={plan["utili
 ({plan["utilisation_source"]})
 Time     {timedelta(seconds=round(plan["seconds"]))} for {plan["tokens"]:,.0f} tokens, \
 {steps:,.0f} steps
-{data}Cost     ${plan["cost"]:,.2f} at ${plan["price"]:.2f} per device-hour
+Cost     ${plan["cost"]:,.2f} at ${plan["price"]:.2f} per device-hour
 
 These are estimates. Time = FLOPs / (devices x peak FLOP/s x utilisation). Communication,
 validation, samples and checkpoints are included only if the utilisation includes them."""

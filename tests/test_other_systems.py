@@ -19,7 +19,6 @@ from clearhead.checkpoint.run_directory import lock_directory
 from clearhead.errors import ConfigError, RunDirectoryError
 from clearhead.models.decoding import KVCache
 from clearhead.parallel import device
-from clearhead.parallel.strategy import Strategy
 from clearhead.run.build import build_run
 from scripts import evaluate
 from train import fit
@@ -58,7 +57,7 @@ def mps(monkeypatch):
 
 
 @pytest.mark.parametrize("chosen", ["auto", "mps"])
-def test_half_precision_on_mps_is_refused(mps, tmp_path, in_process, chosen):
+def test_half_precision_on_mps_is_refused_and_automatic_is_fp32(mps, tmp_path, in_process, chosen):
     for precision in ("bf16", "fp16"):
         config = settings(*TINY, f"trainer.device={chosen}", f"trainer.precision={precision}")
         with refused(ConfigError, "trainer.precision", precision, exit_code=2):
@@ -67,50 +66,8 @@ def test_half_precision_on_mps_is_refused(mps, tmp_path, in_process, chosen):
         for main, more in ((generate.main, ()), (evaluate.main, ("data.path=any",))):
             code, _, err = in_process(main, tmp_path, *options, *more)
             assert (code, printed_keys(err)) == (2, ["precision"])
-
-
-def test_automatic_precision_on_mps_is_fp32(mps):
-    assert device.check("auto", "auto") == device.check("mps", "fp32") == []
-    assert device.best_device() == "mps"
+    assert device.check(chosen, "auto") == []
     assert device.best_dtype(torch.device("mps")) == torch.float32
-
-
-def test_clocks_are_read_after_the_work_on_mps(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch.mps, "synchronize", lambda: calls.append("mps"))
-    for kind in ("cpu", "mps"):
-        Strategy(torch.device(kind), torch.float32).synchronize()
-    assert calls == ["mps"]
-
-
-class HostMemory(TorchFunctionMode):
-    """Pins and copies nothing. Records the tensors that are pinned, and whether a copy to a device
-    is of one of them and does not block."""
-
-    def __init__(self):
-        super().__init__()
-        self.pinned, self.overlaps = [], []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.pin_memory:
-            self.pinned.append(args[0])
-            return args[0]
-        if function is torch.Tensor.to:
-            is_pinned = any(args[0] is tensor for tensor in self.pinned)
-            self.overlaps.append(is_pinned and (kwargs or {}).get("non_blocking", False))
-            return args[0]
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_copy_to_a_gpu_does_not_wait_for_the_work_before_it():
-    """torch copies a tensor that is not contiguous to pageable memory first, which waits."""
-    ids = torch.arange(12).view(2, 6)
-    strategy = Strategy(torch.device("cuda"), torch.float32)
-    with HostMemory() as memory:
-        copies = strategy.to_device(ids[:, :-1], ids[:, 1:])
-    assert memory.overlaps == [True, True]
-    assert all(tensor.is_contiguous() for tensor in memory.pinned)
-    assert torch.equal(copies[1], ids[:, 1:])
 
 
 class Pretended(TorchFunctionMode):

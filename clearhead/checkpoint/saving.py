@@ -29,7 +29,7 @@ from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.tensors import all_finite, collect
 from clearhead.errors import DIVERGENCE_HINT, NO_VALUE, DivergedError, NotSavedError, message_of
 from clearhead.files import fsync, remove, rename
-from clearhead.parallel.memory import available_memory
+from clearhead.parallel.hardware import available_memory
 from clearhead.parallel.strategy import Strategy
 from model import GPT
 

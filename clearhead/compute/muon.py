@@ -5,9 +5,9 @@ change by the same amount, even those with small gradients (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon/). With the scale of Liu et al. 2025 (arXiv:2502.16982),
 updates have the size of AdamW's, and both optimizers use the same learning rate and weight decay.
 
-torch.optim.Muon computes the same; a test compares the two. This version updates matrices of one
-shape together, and distributes them over the ranks of FSDP. It clips gradients and skips steps on
-the device, as fused AdamW does, so that the host does not wait.
+torch.optim.Muon computes the same. This version updates matrices of one shape together, and
+distributes them over the ranks of FSDP. It clips gradients and skips steps on the device, as fused
+AdamW does, so that the host does not wait.
 
 Shapes: N matrices in a batch, M of them on a rank, (rows, columns) each; R ranks.
 """

@@ -300,7 +300,6 @@ class ParallelConfig(Settings):
 
     strategy: Literal["auto", "single", "ddp", "fsdp"]
     timeout: Annotated[Positive, Field(lt=1800)]
-    reshard_after_forward: bool
 
 
 Label = Annotated[Name, Field(max_length=128)]

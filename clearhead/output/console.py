@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import (
@@ -22,9 +23,14 @@ from rich.progress import (
 )
 
 from clearhead.errors import sanitize
+from headlens import formatted
+
+if TYPE_CHECKING:
+    from headlens import Snapshot
 
 LINE_SECONDS = 10  # between two lines about the same work
 MAX_LINES = 20  # about steps of a run, where there is no progress bar; validations have others
+MAX_NAMED = 3  # heads in one line
 Report = Callable[[int, int], None]  # called with the number of finished and of all parts
 
 
@@ -75,7 +81,29 @@ class Console:
             self.printed = done
             self.print(line)
 
-    def validation(self) -> Report:
+    def validation(self, step: int, row: dict[str, float]) -> None:
+        """Prints the validation metrics of a step."""
+        text = f"step {step}  validation loss {row['val/loss']:.4f}"
+        if "val/accuracy" in row:
+            text += f"  accuracy {formatted(row['val/accuracy'])}"
+        if "val/bits_per_byte" in row:
+            text += f"  {row['val/bits_per_byte']:.3f} bits per byte"
+        self.print(text)
+
+    def sample(self, row: dict) -> None:
+        """Prints a text sample, a row of samples.jsonl."""
+        self.print(f"step {row['step']}  sample: {' '.join(row['text'].split())}")
+
+    def first_heads(self, step: int, snapshot: "Snapshot | None") -> None:
+        """Prints the heads of each name that no head had before, one line for each name."""
+        for name, heads in (snapshot.first_heads if snapshot else {}).items():
+            listed = ", ".join(f"L{layer} H{head}" for layer, head in heads[:MAX_NAMED])
+            if len(heads) > MAX_NAMED:
+                listed += f" and {len(heads) - MAX_NAMED} more"
+            width = len(str(self.max_steps or 10_000))
+            self.print(f"step {step:>{width}}  new name: {name} {listed}")
+
+    def validation_progress(self) -> Report:
         """Returns a function that shows how many windows of a validation are done."""
         what = "validation windows"
         if not self.bar:

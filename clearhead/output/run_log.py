@@ -1,18 +1,23 @@
-"""What a run prints, records and times: console, tracker (metrics.jsonl, W&B), report."""
+"""What a run prints, records and times: console, tracker (metrics.jsonl, W&B), report; and its
+training metrics: loss, gradient norm, speed and skipped steps."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clearhead.errors import best_effort
+from torch import Tensor
+
+from clearhead.checkpoint.format import State
+from clearhead.compute.optimizers import NonFiniteCheck
+from clearhead.errors import DIVERGENCE_HINT, DivergedError, best_effort
 from clearhead.output.console import Console
 from clearhead.output.report import write_report
 from clearhead.output.tracker import Tracker
-from headlens import Snapshot, formatted
+from clearhead.parallel.strategy import Strategy
 
-MAX_NAMED = 3  # heads in one line
 MAX_SHARE = 0.01  # of the time of a run: reports that are written while it trains
 
 
@@ -37,28 +42,6 @@ class RunLog:
         self.seconds[work] = self.seconds.get(work, 0.0) + seconds
         self.exclude(seconds)
 
-    def validation(self, step: int, row: dict[str, float]) -> None:
-        """Prints validation metrics."""
-        text = f"step {step}  validation loss {row['val/loss']:.4f}"
-        if "val/accuracy" in row:
-            text += f"  accuracy {formatted(row['val/accuracy'])}"
-        if "val/bits_per_byte" in row:
-            text += f"  {row['val/bits_per_byte']:.3f} bits per byte"
-        self.console.print(text)
-
-    def sample(self, row: dict) -> None:
-        """Prints a text sample, a row of samples.jsonl."""
-        self.console.print(f"step {row['step']}  sample: {' '.join(row['text'].split())}")
-
-    def first_heads(self, step: int, snapshot: Snapshot | None) -> None:
-        """Prints the heads of each name that no head had before, one line for each name."""
-        for name, heads in (snapshot.first_heads if snapshot else {}).items():
-            listed = ", ".join(f"L{layer} H{head}" for layer, head in heads[:MAX_NAMED])
-            if len(heads) > MAX_NAMED:
-                listed += f" and {len(heads) - MAX_NAMED} more"
-            width = len(str(self.console.max_steps or 10_000))
-            self.console.print(f"step {step:>{width}}  new name: {name} {listed}")
-
     def write_report(self, is_training: bool = False) -> None:
         """Writes report.html, on rank 0. is_training: while the run trains, at most one percent of
         its time is for reports, so it is written less often if it takes long."""
@@ -69,3 +52,100 @@ class RunLog:
             return
         with self.timed("report"), best_effort("report.html: could not be written", self.debug):
             write_report(self.directory, is_training)
+
+
+@dataclass
+class Metrics:
+    """Collects the training metrics between two rows of metrics.jsonl.
+
+    Losses stay on the device until a method reads them, so a training step does not synchronize.
+    """
+
+    strategy: Strategy
+    nonfinite: NonFiniteCheck
+    console: Console  # prints skipped steps
+    tokens_per_step: int  # over all ranks
+    flops_per_token: float  # forward and backward
+    peak_flops: float | None  # of one device in the precision of the run, FLOP/s; None if unknown
+    learning_rate: float  # the peak, for the error message of a diverged run
+    train_loss: float | None = None  # of the last row
+
+    def __post_init__(self):
+        self.start()
+
+    def restore(self, state: State) -> None:
+        """Restores the counters of a state."""
+        self.nonfinite.restore(state.skipped, state.skipped_in_a_row)
+
+    def store(self, state: State) -> None:
+        """Stores losses and counters in the state of a checkpoint. Synchronizes."""
+        state.losses = list(self.losses())
+        self.check_skipped(state)
+
+    def start(self, losses: list[float] | None = None) -> None:
+        """Starts the next row. losses: of steps since the last row, from a checkpoint."""
+        self._losses: list[float] = list(losses or [])
+        self._on_device: list[Tensor] = []
+        self.grad_norm: Tensor | None = None
+        self.steps, self.since = 0, time.perf_counter()
+
+    def add(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Adds a step: loss in nats per token and gradient norm, both of shape () on the device."""
+        self._on_device.append(loss)
+        self.grad_norm = grad_norm
+        self.steps += 1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Excludes the time spent in the context from the training time."""
+        before = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - before
+
+    def losses(self) -> list[float]:
+        """Returns the loss of each step since the last row, averaged over ranks. Synchronizes."""
+        on_device, self._on_device = self._on_device, []
+        self._losses += self.strategy.all_reduce_mean(on_device)
+        return self._losses
+
+    def row(self, state: State, learning_rate: float) -> dict[str, float]:
+        """Returns the training metrics since the last row, and starts the next row. Synchronizes
+        with the device. learning_rate: of this step.
+
+        train/mfu, if the peak is known, counts the causal half of attention: 0.93 of nanoGPT's
+        value for GPT-2 small with windows of 1,024 tokens."""
+        losses = self.losses()
+        self.check_skipped(state)
+        finite = [loss for loss in losses if math.isfinite(loss)]  # others are of skipped steps
+        self.train_loss = sum(finite) / len(finite) if finite else math.nan
+        speed = self.tokens_per_step * self.steps / (time.perf_counter() - self.since)
+        row = {
+            "train/loss": self.train_loss,
+            "train/learning_rate": learning_rate,
+            "train/grad_norm": float(self.grad_norm),
+            "train/tokens_per_second": speed,
+            "train/skipped_steps": state.skipped,
+        }
+        if self.peak_flops:
+            achieved = self.flops_per_token * speed / self.strategy.world_size
+            row["train/mfu"] = achieved / self.peak_flops
+        self.start()
+        return row
+
+    def check_skipped(self, state: State) -> None:
+        """Updates the counters of skipped steps in the state, which are equal on all ranks, and
+        reports new ones. Synchronizes. Raises DivergedError after too many consecutive ones."""
+        before = state.skipped
+        state.skipped, state.skipped_in_a_row, halted = self.nonfinite.read()
+        limit = self.nonfinite.limit
+        if halted:
+            first = state.step - halted + 2 - limit
+            limits = f"{limit} consecutive steps" if limit > 1 else "no step may be skipped"
+            reason = f"the loss or gradient has been NaN or inf since step {first} ({limits})"
+            raise DivergedError("optimizer.lr", self.learning_rate, reason, DIVERGENCE_HINT)
+        if state.skipped > before:
+            more = state.skipped - before
+            which = "skipped" if more == 1 else f"{more} steps were skipped"
+            limits = f"consecutive skipped steps: {state.skipped_in_a_row}, the run ends at {limit}"
+            reason = f"the loss or gradient is NaN or inf ({limits})"
+            self.console.print(f"step {state.step}  {which}: {reason}")

@@ -24,7 +24,7 @@ from clearhead.output.charts import minimum_before_rise
 from clearhead.output.report import risen_since
 from clearhead.output.run_log import RunLog
 from clearhead.parallel import launch
-from clearhead.parallel.memory import peak_memory
+from clearhead.parallel.hardware import peak_memory
 from clearhead.parallel.strategy import Strategy
 from data import LoadedData
 

@@ -10,13 +10,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 
 from clearhead.config.schema import WandbConfig
-from clearhead.config.yaml_files import environment_variable
 from clearhead.errors import sanitize
 from clearhead.files import REPOSITORY
 
@@ -44,21 +43,6 @@ def define_metrics(run) -> None:
     run.define_metric("val/accuracy", step_metric=X_AXIS, summary="max,last")
 
 
-@contextlib.contextmanager
-def hidden_variables() -> Iterator[None]:
-    """Hides the environment variables that are in the settings, because wandb.init would read them
-    again, also where the command line sets null. Not in a W&B sweep: there wandb.init reads the id
-    from the environment only."""
-    names = {environment_variable(f"wandb.{key}") for key in WandbConfig.model_fields} - {None}
-    found = [name for name in names if name in os.environ and "WANDB_SWEEP_ID" not in os.environ]
-    hidden = {name: os.environ.pop(name) for name in found}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
-@hidden_variables()
 def start_run(
     wandb: ModuleType,
     config: WandbConfig,

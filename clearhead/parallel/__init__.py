@@ -1,1 +1,1 @@
-"""Several processes and devices: device, DDP, FSDP, the memory that a step needs."""
+"""Several processes and devices: the machine, device, DDP, FSDP, the memory that a step needs."""

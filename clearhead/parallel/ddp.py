@@ -1,15 +1,14 @@
-"""DDP: every rank holds the complete model and trains on its part of each batch. And how the ranks
-find each other, also after torchrun restarts."""
+"""DDP and FSDP: every rank trains on its part of each batch. With DDP it holds the complete model,
+with FSDP a shard of each parameter, gradient and moment."""
 
 import atexit
 import contextlib
 import datetime
 import json
 import os
-import secrets
 import socket
 import sys
-import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,6 +16,9 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from clearhead.errors import (
@@ -25,18 +27,13 @@ from clearhead.errors import (
     ClearheadError,
     OtherRankError,
     Problem,
-    RankLostError,
     as_yaml,
     exit_code_of,
-    message_of,
     problems_of,
-    refuse,
 )
-from clearhead.parallel import launch
+from clearhead.parallel.launch import join_process_group
 from clearhead.parallel.strategy import Strategy
 from model import GPT, ModelConfig, model_without_values
-
-CONNECT = datetime.timedelta(seconds=10)  # for a server that accepts connections
 
 
 @dataclass
@@ -178,91 +175,57 @@ def _exit_at_once(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-# ----------------------------------------------------------------------------- process group
+@dataclass
+class FSDP(DDP):
+    """Fully sharded data parallelism (FSDP2 of PyTorch)."""
 
+    name: ClassVar[str] = "fsdp"
+    compiles_blocks: ClassVar[bool] = True  # parameters are gathered between blocks
 
-def join_process_group(backend: str, timeout: int) -> None:
-    """Creates the default process group if it does not exist; it is destroyed at exit.
+    def shard(self, model: GPT) -> GPT:
+        """Shards a model on the meta device, before memory for its parameters is allocated.
 
-    timeout: seconds, for the rendezvous and each collective. Raises RankLostError if the rendezvous
-    fails.
-    """
-    if dist.is_initialized():
-        return
-    limit = datetime.timedelta(seconds=timeout)
-    store, rank, world_size = _rendezvous(limit)
-    # CPU collectives must time out first: gloo raises an error, whereas NCCL ends the process.
-    grace = datetime.timedelta(seconds=60 if backend == "nccl" else 0)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=limit + grace
-    )
-    atexit.register(dist.destroy_process_group)  # other ranks that wait get an error
+        The matrices of a block are gathered in the precision of matrix products, which halves the
+        bytes to send. Embeddings and last norm are gathered in fp32 for the complete step, so the
+        residual stream is in fp32, as in a single process.
+        """
+        fp32 = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        for block in model.blocks:
+            fully_shard(
+                [block.attn, block.mlp],  # gathered together
+                mesh=mesh,
+                mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, **fp32),
+            )
+        # The warning is about in-place changes of module outputs; this model has none.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**fp32))
 
+    def _wrap(self, model: GPT) -> torch.nn.Module:
+        return model
 
-def _rendezvous(limit: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """Returns (a store that all ranks share, this rank, the number of ranks).
+    def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
+        self.wrapped.set_requires_gradient_sync(not more_to_come)
+        return contextlib.nullcontext()
 
-    Waits in Python, in short attempts: signals have no effect during a call of C++.
-    """
-    ranks, rank = launch.number("WORLD_SIZE", least=1), launch.number("RANK")
-    port, address = launch.number("MASTER_PORT", most=65535), os.environ.get("MASTER_ADDR", "")
-    if not address:
-        refuse([("MASTER_ADDR", None, "the environment variable is not set", launch.TORCHRUN)])
-    # torchrun has started the server; otherwise rank 0 starts it.
-    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        deadline = time.monotonic() + limit.total_seconds()
-        while not (is_server or _answers(address, port)):
-            _pause(deadline, "no answer")
-        store = dist.TCPStore(
-            address, port, ranks, is_server, CONNECT, wait_for_workers=False, multi_tenant=True
-        )
-        store.set_timeout(limit)
-        return _new_prefix(store, rank, ranks, deadline), rank, ranks
-    except dist.DistError as error:
-        said = message_of(error).partition(". ")[0].rstrip(".")
-        reason = f"rendezvous at {address}:{port} failed ({said})"
-        hint = f"start all {ranks} ranks with the same address and port"
-        raise RankLostError("parallel.timeout", limit.seconds, reason, hint) from error
+    @contextlib.contextmanager
+    def inference(self, model: torch.nn.Module) -> Iterator[None]:
+        try:
+            with super().inference(model):
+                yield
+        finally:
+            # After a forward without backward, the gathered parameters would become outdated.
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
+    def total_norm(self, model: torch.nn.Module) -> Tensor:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]  # else it is frozen
+        return torch.nn.utils.get_total_norm(grads).full_tensor()
 
-def _answers(address: str, port: int) -> bool:
-    """Returns whether a server accepts connections within a second."""
-    try:
-        socket.create_connection((address, port), timeout=1).close()
-        return True
-    except OSError:
-        return False
-
-
-def _pause(deadline: float, reason: str) -> None:
-    """Waits before the next attempt. Raises DistStoreError after the deadline, or when torchrun has
-    ended."""
-    if time.monotonic() > deadline or launch.torchrun_died():
-        raise dist.DistStoreError("torchrun has ended" if launch.torchrun_died() else reason)
-    time.sleep(0.01)
-
-
-def _new_prefix(store: dist.Store, rank: int, world_size: int, deadline: float) -> dist.Store:
-    """Returns the store with a prefix that no earlier start of these ranks has used.
-
-    torchrun keeps one store over its restarts, with the addresses of dead processes (pytorch issue
-    135712), and its restart count differs between machines. So rank 0 draws a random prefix. Every
-    other rank draws a random word and receives the prefix under that word, so the answer cannot be
-    an old one. Raises DistStoreError after the deadline.
-    """
-    word = secrets.token_hex(8)
-    if rank > 0:
-        store.set(f"hello/{rank}", word)
-        while not store.check([f"welcome/{word}"]):
-            _pause(deadline, "rank 0 did not answer")
-        prefix = store.get(f"welcome/{word}").decode()
-        store.set(f"heard/{prefix}/{rank}", "")
-        return dist.PrefixStore(prefix, store)
-    for other in range(1, world_size):
-        hello = f"hello/{other}"
-        while not store.check([f"heard/{word}/{other}"]):
-            if store.check([hello]):  # may be of an earlier start; the new one follows
-                store.set(f"welcome/{store.get(hello).decode()}", word)
-            _pause(deadline, f"rank {other} did not answer")
-    return dist.PrefixStore(word, store)
+    def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
+        if not isinstance(like, DTensor):
+            return super().scatter(whole, like)
+        on = {"device": like.device, "dtype": like.dtype}
+        whole = whole.to(**on) if self.is_rank_0 else torch.empty(like.shape, **on)
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=0)

@@ -1,14 +1,10 @@
 """Device of a process: its checks, selection, strategy, precision and compilation."""
 
 import contextlib
-import ctypes
 import functools
-import hashlib
 import os
-import platform
 import shutil
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 
@@ -16,11 +12,12 @@ import torch
 
 from clearhead.compute.cross_entropy import has_triton
 from clearhead.config.schema import ParallelConfig
-from clearhead.errors import refuse
 from clearhead.parallel import launch
-from clearhead.parallel.hardware import WORTH_COMPILING, peak_named
+from clearhead.parallel.hardware import keep_freed_memory
 from clearhead.parallel.strategy import DTYPES, Strategy
 
+# Above this number of FLOPs per device and run, compilation saves time (docs/results.md).
+WORTH_COMPILING = {"cpu": 4e14, "cuda": 2e16}
 STEPS_WORTH_COMPILING = 2_000  # decoding steps; compiling takes as long as thousands of them
 
 
@@ -62,7 +59,7 @@ def unusable_gpu(here: int) -> tuple[str, str] | None:
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
         # A process that sees one GPU was given it by the launcher, such as torchrun
-        # --virtual-local-rank; build_strategy checks that no other process has the same.
+        # --virtual-local-rank.
         if here <= gpus or (gpus == 1 and visible is not None):
             return None
         reason = f"{here} processes were started, but the number of GPUs is {gpus}"
@@ -88,12 +85,6 @@ def gpu_index() -> int:
     """Returns the index of the GPU of this process among those that it sees."""
     local_rank = launch.local_rank()
     return local_rank if torch.cuda.device_count() > 1 else 0
-
-
-def gpu_id(device: torch.device) -> int:
-    """Returns a number of 48 bits that differs between GPUs, also of different machines."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return int.from_bytes(hashlib.sha256(uuid.encode()).digest()[:6], "big")
 
 
 def prepare(device: str, seed: int, threads: int | None = None) -> torch.device:
@@ -132,29 +123,9 @@ def build_strategy(
     if name == "single":
         return Strategy(chosen, dtype)
     # A single process saves the 0.6 s that these imports take.
-    from clearhead.parallel.ddp import DDP
-    from clearhead.parallel.fsdp import FSDP
+    from clearhead.parallel.ddp import DDP, FSDP
 
-    if name == "ddp":
-        strategy = DDP(chosen, dtype, timeout=config.timeout)
-    else:
-        reshard = config.reshard_after_forward
-        strategy = FSDP(chosen, dtype, timeout=config.timeout, reshard_after_forward=reshard)
-    if chosen.type == "cuda":
-        refuse(shared_gpus(strategy, gpu_id(chosen)))
-    return strategy
-
-
-def shared_gpus(strategy: Strategy, gpu: int) -> list[tuple]:
-    """Returns a problem (key, value, reason, hint), on all ranks, if two ranks have the same GPU.
-    NCCL would fail later. gpu: a number below 2^53 of the GPU of this rank."""
-    ranks = range(strategy.world_size)
-    gpus = strategy.all_reduce_sum(*(gpu * (rank == strategy.rank) for rank in ranks))
-    if len(set(gpus)) == len(gpus):
-        return []
-    reason = f"{strategy.world_size} ranks have {len(set(gpus))} GPUs"
-    hint = "start one process for each GPU; its launcher has to set LOCAL_RANK"
-    return [("LOCAL_RANK", os.environ.get("LOCAL_RANK"), reason, hint)]
+    return (DDP if name == "ddp" else FSDP)(chosen, dtype, timeout=config.timeout)
 
 
 def best_device() -> str:
@@ -216,22 +187,3 @@ def can_compile(device: torch.device) -> bool:
     if device.type == "cuda":
         return has_triton()
     return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns the peak FLOP/s of matrix products in this precision; None if unknown."""
-    peak = peak_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if peak is None:
-        return None
-    return peak.fp32 if dtype == torch.float32 else peak.half
-
-
-def keep_freed_memory() -> None:
-    """Configures malloc to keep freed memory instead of returning it to the system. A step on a CPU
-    allocates and frees gigabytes of activations. By default glibc maps each large tensor again, and
-    the page faults take a third of the step (docs/results.md)."""
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-        libc = ctypes.CDLL(None)
-        libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)

@@ -1,12 +1,114 @@
-"""Peak FLOP/s, memory and price of devices, for scripts.plan and for the MFU of a run.
-
-FLOP/s and memory are from data sheets. Prices are rounded on-demand prices of late 2026 per device
-and hour; `scripts.plan price=` overrides them.
+"""The machine of this process: memory and peak FLOP/s of its devices; processor, commit and package
+versions, which are published with measurements and recorded by every run.
 """
 
+import ctypes
+import math
+import os
+import platform
 import re
-from dataclasses import dataclass
+import shlex
+import subprocess
+import sys
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
+
+from clearhead.files import REPOSITORY
+from clearhead.parallel.launch import launch_command, local_ranks
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+CGROUP = Path("/sys/fs/cgroup")  # limits of a container
+ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of torch; both are read
+PACKAGES = ("numpy", "tiktoken", "gigatoken")
+
+# ------------------------------------------------------------------------ memory of a device
+
+
+def memory_of(device: torch.device) -> float:
+    """Returns the bytes of device memory that this process may use; infinity if unknown. On a GPU,
+    these are the free memory and what torch has reserved: other processes may use the rest."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    machine = math.inf
+    if hasattr(os, "sysconf"):  # not on Windows
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, _container_limit()) / local_ranks()
+
+
+def use_expandable_segments() -> None:
+    """Makes torch extend segments of GPU memory instead of adding others, unless the user has
+    configured its allocator. For FSDP, whose parameters and gradients of many sizes leave gaps.
+    Call it before CUDA is initialized, which reads the setting."""
+    if not any(name in os.environ for name in ALLOC_CONF):
+        os.environ[ALLOC_CONF[0]] = "expandable_segments:True"
+
+
+def available_memory() -> float:
+    """Returns the bytes of free memory of the machine; 0 if unknown."""
+    try:
+        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:  # not Linux
+        return 0
+    spare = 1024 * int(re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.M)[1])
+    limit = _container_limit()
+    if not math.isfinite(limit):
+        return spare
+    used = int((CGROUP / "memory.current").read_text())
+    statistics = (CGROUP / "memory.stat").read_text()
+    # The page cache is freed on demand, also the active part, such as a checkpoint that was read.
+    files = sum(map(int, re.findall(r"^(?:in)?active_file (\d+)", statistics, re.M)))
+    return min(spare, limit - used + files)
+
+
+def free_pinned_memory() -> None:
+    """Frees the pinned memory that torch keeps after copies from and to a GPU: a later run of this
+    process, of a sweep or in a notebook, checks the available memory. No effect in torch 2.11."""
+    if torch.cuda.is_initialized() and hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+
+
+def _container_limit() -> float:
+    """Returns the memory limit of the container in bytes; infinity without a limit."""
+    try:
+        return int((CGROUP / "memory.max").read_text())
+    except (OSError, ValueError):  # ValueError: "max"
+        return math.inf
+
+
+def peak_memory() -> int | None:
+    """Returns the peak bytes of this process: reserved by torch on a GPU, else resident; None if
+    unknown."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_reserved()
+    if resource is None:
+        return None
+    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return found * (1 if sys.platform == "darwin" else 1024)
+
+
+def keep_freed_memory() -> None:
+    """Configures malloc to keep freed memory instead of returning it to the system. A step on a CPU
+    allocates and frees gigabytes of activations. By default glibc maps each large tensor again, and
+    the page faults take a third of the step (docs/results.md)."""
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        libc = ctypes.CDLL(None)
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+# -------------------------------------------------------------------------------- peak FLOP/s
 
 
 class Peak(NamedTuple):
@@ -51,45 +153,87 @@ PEAKS = {
 # Apple publishes no FLOP/s of matrix products, so a run on MPS has no MFU.
 
 
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Returns the peak FLOP/s of matrix products in this precision; None if unknown."""
+    peak = peak_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None:
+        return None
+    return peak.fp32 if dtype == torch.float32 else peak.half
+
+
 def peak_named(device_name: str) -> Peak | None:
     """Returns the peak FLOP/s of the device with this driver name; None if unknown."""
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", device_name)
     return next((peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)), None)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A device type of scripts.plan. All have bf16."""
-
-    title: str
-    peak: Peak
-    memory: float  # bytes
-    price: float  # US dollars per hour
+# ------------------------------------------------------------------------ processor and versions
 
 
-def _kind(title: str, device_name: str, memory: float, price: float) -> Kind:
-    peak = peak_named(device_name)
-    assert peak, device_name
-    return Kind(title, peak, memory, price)
+def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
+    """Returns the number of cores, the processor, the system, the commit and the versions of
+    Python, torch and packages.
+
+    torch: with its build, such as 2.13.0+cu130, which the version of the package may lack. cuda:
+    the CUDA version of that build; None for a CPU build.
+    """
+    linux = hasattr(os, "sched_getaffinity")
+    return {
+        "cores": len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
+        "processor": processor(),
+        "system": platform.platform(),
+        "commit": git(REPOSITORY, "rev-parse", "--short", "HEAD"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **{name: package_version(name) for name in packages},
+    }
 
 
-KINDS = {
-    "b200": _kind("B200", "B200", 180e9, 5.0),
-    "h200": _kind("H200", "H200", 141e9, 3.5),
-    "h100": _kind("H100", "H100 80GB HBM3", 80e9, 2.5),
-    "a100": _kind("A100", "A100-SXM4-80GB", 80e9, 1.5),
-    "a100-40gb": _kind("A100-SXM4-40GB", "A100-SXM4-40GB", 40e9, 1.2),
-    "l40s": _kind("L40S", "L40S", 48e9, 1.0),
-    "l4": _kind("L4", "L4", 24e9, 0.7),
-    "rtx4090": _kind("RTX 4090", "RTX 4090", 24e9, 0.4),
-    # Measured: matrix products on two cores of a server.
-    "cpu": Kind("CPU (2 cores, Zen 5)", Peak(800e9, 200e9), 24e9, 0.1),
-}
-# Fraction of the peak that training reached in benchmarks/results/2026-11-21-base-cpu.json.
-MEASURED_UTILISATION = {("cpu", "bf16"): 0.36, ("cpu", "fp32"): 0.83}
-# Assumed if not measured: rounded from published GPU training runs of larger GPT-2 models. Small
-# models reach less.
-ASSUMED_UTILISATION = 0.4
+def processor() -> str:
+    """Returns the name of the processor. In a virtual machine the name may be the same for several
+    generations, but family and model differ."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    keys = ("model name", "cpu family", "model")
+    found = [re.findall(rf"^{key}\s*: (.+)", text, re.MULTILINE) for key in keys]
+    if not all(found):
+        return platform.processor() if sys.platform == "win32" else platform.machine()
+    return "{} (family {}, model {})".format(*(values[0] for values in found))
 
-# Above this number of FLOPs per device and run, compilation saves time (docs/results.md).
-WORTH_COMPILING = {"cpu": 4e14, "cuda": 2e16}
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def environment(device: str, ranks: int) -> dict:
+    """Returns what a run records when it starts: time, command line, commit, device, versions.
+
+    clean: whether the tracked files are those of the commit; None without git. device: such as
+    cuda:0.
+    """
+    known = machine((*PACKAGES, "hydra-core", "wandb"))
+    changes = git(REPOSITORY, "status", "--porcelain", "--untracked-files=no")
+    kind = device.partition(":")[0]
+    name = torch.cuda.get_device_name(device) if kind == "cuda" else kind
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join([*launch_command(), *sys.argv]),
+        "clean": not changes if known["commit"] else None,
+        "device": name,
+        "ranks": ranks,
+        "threads": torch.get_num_threads(),
+        **known,
+    }
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Returns the output of a git command in a folder; "" without git or a repository."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True)
+    except OSError:
+        return ""
+    return done.stdout.decode("utf-8", "replace").strip()

@@ -1,6 +1,5 @@
-"""Memory of a device, and of a training step, estimated by formulas without allocating anything.
-
-    memory_of(torch.device("cuda"))               # bytes that this process may use
+"""Memory of a training step, estimated by formulas without allocating anything; and what follows:
+the check before a run, the micro-batch size, and the error when memory runs out.
 
     job = Job(config, "single", world_size=1, precision="bf16", device="cuda", compiled=True)
     sum(estimate(job, windows=8).values())        # bytes
@@ -14,30 +13,18 @@ P parameters. c: bytes per element in matrix products, 4 in fp32, 2 in bf16 and 
 """
 
 import functools
-import math
-import os
-import platform
-import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from clearhead.compute.cpu import MAX_UNFUSED_LENGTH
 from clearhead.compute.cross_entropy import rows_at_once
+from clearhead.compute.specialize import MAX_UNFUSED_LENGTH
 from clearhead.config.schema import Config, ModelSettings
-from clearhead.parallel import launch
+from clearhead.errors import OutOfMemoryError
+from clearhead.parallel.hardware import available_memory, memory_of
+from clearhead.parallel.strategy import Strategy
 from model import GPT, ModelConfig, model_without_values
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
-
-CGROUP = Path("/sys/fs/cgroup")  # limits of a container
-ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of torch; both are read
 
 USABLE = 0.92  # fraction of the memory; the rest is for fragmentation and other programs
 # Memory that the allocator holds without use, as a fraction of the allocated memory. On a CPU,
@@ -63,81 +50,6 @@ PARTS = {
     "libraries": "the process without a model",
 }
 
-# ------------------------------------------------------------------------ memory of a device
-
-
-def memory_of(device: torch.device) -> float:
-    """Returns the bytes of device memory that this process may use; infinity if unknown. On a GPU,
-    these are the free memory and what torch has reserved: other processes may use the rest."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory()
-    machine = math.inf
-    if hasattr(os, "sysconf"):  # not on Windows
-        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(machine, _container_limit()) / launch.local_ranks()
-
-
-def use_expandable_segments() -> None:
-    """Makes torch extend segments of GPU memory instead of adding others, unless the user has
-    configured its allocator. Call it before CUDA is initialized, which reads the setting.
-
-    For FSDP, whose parameters and gradients of many sizes leave gaps between them. A single process
-    and DDP gain little, and they also run where torch cannot extend segments: in Linux on Windows
-    (WSL), on virtual GPUs, on boards with a GPU.
-    """
-    is_native = sys.platform == "linux" and "microsoft" not in platform.release().lower()
-    if is_native and not any(name in os.environ for name in ALLOC_CONF):
-        os.environ[ALLOC_CONF[0]] = "expandable_segments:True"
-
-
-def available_memory() -> float:
-    """Returns the bytes of free memory of the machine; 0 if unknown."""
-    try:
-        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:  # not Linux
-        return 0
-    spare = 1024 * int(re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.M)[1])
-    limit = _container_limit()
-    if not math.isfinite(limit):
-        return spare
-    used = int((CGROUP / "memory.current").read_text())
-    statistics = (CGROUP / "memory.stat").read_text()
-    # The page cache is freed on demand, also the active part, such as a checkpoint that was read.
-    files = sum(map(int, re.findall(r"^(?:in)?active_file (\d+)", statistics, re.M)))
-    return min(spare, limit - used + files)
-
-
-def free_pinned_memory() -> None:
-    """Frees the pinned memory that torch keeps after copies from and to a GPU: a later run of this
-    process, of a sweep or in a notebook, checks the available memory. No effect in torch 2.11."""
-    if torch.cuda.is_initialized() and hasattr(torch.accelerator, "empty_host_cache"):
-        torch.accelerator.empty_host_cache()
-
-
-def _container_limit() -> float:
-    """Returns the memory limit of the container in bytes; infinity without a limit."""
-    try:
-        return int((CGROUP / "memory.max").read_text())
-    except (OSError, ValueError):  # ValueError: "max"
-        return math.inf
-
-
-def peak_memory() -> int | None:
-    """Returns the peak bytes of this process: reserved by torch on a GPU, else resident; None if
-    unknown."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_reserved()
-    if resource is None:
-        return None
-    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return found * (1 if sys.platform == "darwin" else 1024)
-
-
-# ------------------------------------------------------------------------ memory of a step
-
 
 @dataclass(frozen=True)
 class Job:
@@ -149,6 +61,11 @@ class Job:
     precision: str  # fp32 | bf16 | fp16
     device: str  # cpu | cuda | mps
     compiled: bool  # the model; with FSDP, its blocks
+
+    @classmethod
+    def of(cls, config: Config, strategy: Strategy, compiled: bool) -> "Job":
+        device = strategy.device.type
+        return cls(config, strategy.name, strategy.world_size, strategy.precision, device, compiled)
 
     @property
     def c(self) -> int:
@@ -250,14 +167,11 @@ def casts(job: Job) -> int:
 
 
 def gathered_parameters(job: Job) -> int:
-    """Returns the bytes of gathered parameters with FSDP. These are the root (embeddings, last
-    norm) in fp32 and, without reshard_after_forward, all blocks. With it, two blocks: the one in
-    use, and the next one with its receive buffer."""
+    """Returns the bytes of gathered parameters with FSDP: the root (embeddings, last norm) in fp32,
+    and two blocks, the one in use and the next one with its receive buffer."""
     if not job.sharded:
         return 0
-    layers = job.config.model.num_layers
-    blocks = 3 if job.config.parallel.reshard_after_forward else layers
-    return 4 * job.root_parameters + blocks * job.c * job.block_matrices // layers
+    return 4 * job.root_parameters + 3 * job.c * job.block_matrices // job.config.model.num_layers
 
 
 # -------------------------------------------------------------------------------- activations
@@ -281,7 +195,7 @@ def block_activations(job: Job, windows: int) -> float:
     A kernel that stores the attention weights (B H T T elements) saves the softmax in fp32, the
     dropout mask and, with dropout or reduced precision, the copy of the softmax that is multiplied
     by the values. On a CPU, sdpa saves the weights with dropout and for short sequences in bf16,
-    and with dropout also the weights after dropout (compute/cpu.py).
+    and with dropout also the weights after dropout (compute/specialize.py).
     """
     model, c, length = job.config.model, job.c, job.config.data.max_length
     has_dropout = model.dropout > 0
@@ -335,3 +249,84 @@ def largest_micro_batch(windows_per_rank: int, fits: Callable[[int], bool]) -> i
     micro-batches of equal size. None if not even one window fits."""
     sizes = range(windows_per_rank, 0, -1)
     return next((n for n in sizes if windows_per_rank % n == 0 and fits(n)), None)
+
+
+def find_micro_batch(config: Config, strategy: Strategy, compiled: bool) -> int:
+    """Returns the value of trainer.micro_batch_size=auto: the largest divisor of the windows per
+    rank whose estimate fits on all ranks; 1 if none fits."""
+    job, limit = Job.of(config, strategy, compiled), memory_of(strategy.device)
+    if strategy.device.type == "cuda":
+        limit += LIBRARIES["cuda"]  # in the estimate, and no longer free
+    found = largest_micro_batch(job.windows_per_rank, lambda n: fits(job, n, limit)) or 1
+    return -strategy.all_reduce_max(-found)
+
+
+# --------------------------------------------------------------------------------- too little
+
+
+def check_memory(config: Config, strategy: Strategy) -> list[tuple]:
+    """Returns a problem (key, value, reason, hint) if weights, gradients and moments need more
+    memory than the device has; on a CPU, also if a step does; on a GPU, if the copy of a checkpoint
+    needs more memory than the machine has. Allocates nothing.
+
+    Without this check, the system would kill the process without a message. A step that does not
+    fit on a GPU raises `out_of_memory_error`.
+    """
+    trainer, limit = config.trainer, memory_of(strategy.device)
+    # It is not known yet whether compile=auto compiles. A compiled step needs less memory.
+    job = Job.of(config, strategy, trainer.compile is not False)
+    asked = trainer.micro_batch_size
+    windows = 1 if asked == "auto" else min(job.windows_per_rank, asked or job.windows_per_rank)
+    parts, has = estimate(job, windows), f"{strategy.device} has {limit / 1e9:,.1f} GB"
+    states, total = 2 * parts["weights"] + parts["optimizer"], sum(parts.values())
+    parameters = f"{job.parameters:,} parameters"
+    if states > limit:
+        reason = f"weights, gradients and moments need {states / 1e9:,.1f} GB, and {has} free"
+        return [("model", parameters, reason, "use a smaller model, such as model=gpt2-nano")]
+    if strategy.device.type == "cpu":
+        if total - parts["slack"] <= limit:  # the slack of the allocator is uncertain
+            return []
+        tokens = f"{windows} windows of {config.data.max_length} tokens"
+        reason = f"a step with {tokens} needs about {total / 1e9:,.1f} GB, and {has}"
+        hint = _hint(config, strategy, lambda n: n < windows and fits(job, n, limit))
+        key = "trainer.batch_size" if asked is None else "trainer.micro_batch_size"
+        return [(key, trainer.batch_size if asked is None else asked, reason, hint)]
+    # A free notebook has a GPU of 16 GB and 13 GB of main memory: GPT-2 large fits on the GPU, and
+    # its first checkpoint would end the process.
+    copy, available = 12 * job.parameters, available_memory()
+    if strategy.is_rank_0 and 0 < available < copy:
+        reason = f"a checkpoint needs {copy / 1e9:,.1f} GB of main memory, "
+        reason += f"and {available / 1e9:,.1f} GB are available"
+        hint = "use a machine with more main memory, or a smaller model"
+        return [("model", parameters, reason, hint)]
+    return []
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error of torch means that memory ran out, on any device."""
+    words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+    said = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+def out_of_memory_error(
+    config: Config, strategy: Strategy, windows: int, intact: str
+) -> OutOfMemoryError:
+    """Returns the error of a step that ran out of memory, with a hint that keeps the batch size.
+
+    windows: size of the micro-batch that did not fit. intact: text about the newest checkpoint.
+    """
+    tokens = f"{windows} windows of {config.data.max_length} tokens"
+    reason = f"{tokens} do not fit into the memory of {strategy.device}"
+    hint = _hint(config, strategy, lambda smaller: smaller <= windows // 2)
+    return OutOfMemoryError("trainer.micro_batch_size", windows, reason, f"{hint}; {intact}")
+
+
+def _hint(config: Config, strategy: Strategy, fits: Callable[[int], bool]) -> str:
+    """Returns a hint: the largest micro-batch size for which fits(windows) holds, or a setting."""
+    per_rank = config.trainer.batch_size // strategy.world_size
+    if smaller := largest_micro_batch(per_rank, fits):
+        return f"use trainer.micro_batch_size={smaller}, which keeps the batch size"
+    if not config.trainer.activation_checkpointing:
+        return "use trainer.activation_checkpointing=true, which needs far less memory"
+    return "use parallel=fsdp on more devices, a smaller data.max_length or a smaller model"

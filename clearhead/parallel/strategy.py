@@ -3,7 +3,7 @@
     Strategy        one process on one device
     ddp.py DDP      several processes, each with the complete model; gradients are averaged
                     (Li et al. 2020)
-    fsdp.py FSDP    several processes, each with a shard of every parameter, gradient and moment;
+    ddp.py FSDP     several processes, each with a shard of every parameter, gradient and moment;
                     the parameters of a block are gathered to compute it
                     (ZeRO-3, Rajbhandari et al. 2020)
 

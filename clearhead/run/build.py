@@ -25,14 +25,17 @@ from clearhead.config.schema import Config
 from clearhead.errors import exit_code_of, refuse, shorten
 from clearhead.files import RowFile, drop_rows_after
 from clearhead.output.console import Console
-from clearhead.output.machine import environment
-from clearhead.output.metrics import Metrics
-from clearhead.output.run_log import RunLog
+from clearhead.output.run_log import Metrics, RunLog
 from clearhead.output.summary import describe, introduce
 from clearhead.output.tracker import NoTracker, Tracker
 from clearhead.parallel import device, launch
 from clearhead.parallel.device import build_strategy
-from clearhead.parallel.memory import free_pinned_memory, use_expandable_segments
+from clearhead.parallel.hardware import (
+    environment,
+    free_pinned_memory,
+    peak_flops,
+    use_expandable_segments,
+)
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator, Validation
 from clearhead.run.init_from import initial_weights
@@ -275,7 +278,7 @@ def build_metrics(begin: Start, state: State, model: GPT, log: RunLog) -> Metric
         log.console,
         tokens_per_step=trainer.batch_size * length,
         flops_per_token=model.flops_per_token(length),
-        peak_flops=device.peak_flops(strategy.device, strategy.dtype),
+        peak_flops=peak_flops(strategy.device, strategy.dtype),
         learning_rate=config.optimizer.lr,
     )
     metrics.restore(state)

@@ -24,8 +24,7 @@ from clearhead.compute.optimizers import learning_rate
 from clearhead.config.schema import Config
 from clearhead.errors import RunError, best_effort
 from clearhead.files import as_json, atomic_write, last_values, read_object
-from clearhead.output.metrics import Metrics
-from clearhead.output.run_log import RunLog
+from clearhead.output.run_log import Metrics, RunLog
 from clearhead.output.summary import results, stopped, times, where_to_look, write_summary
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator
@@ -131,13 +130,13 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics; writes those after the last step to
         validation.json."""
-        step, report = self.state.step, self.log.console.validation()
+        step, report = self.state.step, self.log.console.validation_progress()
         is_last = step == self.stop.last_step
         with self.log.timed("validation"):
             row = self.evaluator.validate(self.model, step, is_last, report)
         if row:
             self.state.val_loss = row["val/loss"]
-            self.log.validation(step, row)
+            self.log.console.validation(step, row)
         if final := self.evaluator.final:
             if self.strategy.is_rank_0:
                 with best_effort(f"{VALIDATION_JSON}: could not be written", self.config.debug):
@@ -150,7 +149,7 @@ class Run:
         """Generates and prints a sample; returns its row of samples.jsonl."""
         with self.log.timed("samples"):
             row = self.evaluator.sample(self.model, self.state.step)
-        self.log.sample(row)
+        self.log.console.sample(row)
         return row
 
     def finish(self, seconds: float) -> dict | None:

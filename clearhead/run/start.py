@@ -29,8 +29,7 @@ from clearhead.config.validation import validate
 from clearhead.config.yaml_files import flat, nested
 from clearhead.errors import CheckpointError, DataError, Problem, as_yaml, format_problem, refuse
 from clearhead.parallel import device
-from clearhead.parallel.memory import meta_model
-from clearhead.parallel.micro_batch import check_equal_sizes, check_memory, find_micro_batch
+from clearhead.parallel.memory import check_memory, find_micro_batch, meta_model
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.prompts import choose_prompts
 from clearhead.run.tokenizer import find_tokenizer, short_tokens, vocabulary_size
@@ -256,9 +255,7 @@ def complete(
         values |= {key: chosen[key] for key in missing}
     if trainer.micro_batch_size == "auto":
         values["trainer.micro_batch_size"] = find_micro_batch(config, strategy, is_compiled)
-    config = config.with_values(values)
-    refuse(check_equal_sizes(config, strategy) if is_compiled else [])
-    return config
+    return config.with_values(values)
 
 
 def epoch_of(config: Config, data: LoadedData) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from clearhead.checkpoint.saving import Checkpointer
 from clearhead.config.schema import Config
 from clearhead.errors import DivergedError, NotSavedError, RankLostError
-from clearhead.parallel.micro_batch import is_out_of_memory, out_of_memory_error
+from clearhead.parallel.memory import is_out_of_memory, out_of_memory_error
 from clearhead.parallel.strategy import Strategy
 
 

@@ -58,22 +58,3 @@ def test_different_tokens_are_not_timed(run, monkeypatch, tmp_path):
     code, out, err = run("out=figures.json")
     assert (code, out, printed_keys(err)) == (4, "", ["generation"])
     assert not (tmp_path / "figures.json").exists()
-
-
-def test_settings_that_are_refused(run):
-    mistakes = (
-        "max_new_tokens=[4,252] max_new_tokens=[0] batch_sizes=[] model=gpt3 out=no/figures.json"
-    )
-    for argument in mistakes.split():
-        code, out, err = run(argument)
-        assert (code, out, printed_keys(err)) == (2, "", [argument.partition("=")[0]])
-
-
-def test_results_are_printed_if_the_disk_is_full(run, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("clearhead.config.command_line.atomic_write", full)
-    code, out, err = run("out=figures.json", "batch_sizes=[1]", "rounds=1")
-    assert (code, printed_keys(err)) == (2, ["out"])
-    assert "clearhead, bf16" in out

@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers.models import tiny_model
 from helpers.ranks import check_same_bytes
-from helpers.refusals import refused
 from helpers.runs import assert_same, train_past_checkpoint
 from helpers.settings import settings
 
@@ -23,7 +22,6 @@ from clearhead.compute.optimizers import (
     build_optimizer,
     matrices_of,
 )
-from clearhead.errors import ConfigError
 from clearhead.parallel import memory
 from clearhead.parallel.strategy import Strategy
 from train import fit, train_step
@@ -91,31 +89,6 @@ def test_steps_equal_the_formula_of_muon(monkeypatch):
                 expected[n] -= rate * orthogonalized(update, 5)
         for p, e in zip(matrices, expected, strict=True):
             torch.testing.assert_close(p.detach().double(), e, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="older than torch 2.9")
-def test_steps_equal_those_of_torch():
-    """torch.optim.Muon for matrices and AdamW for the other parameters."""
-    model, other = tiny(), tiny()
-    optimizer = built(model, torch.bfloat16, lr=1e-2, weight_decay=0.1)
-    mine, theirs = (list(matrices_of(of).values()) for of in (model, other))
-    rates = {"lr": 1e-2, "weight_decay": 0.1}
-    oracle = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", ns_steps=5, **rates)
-    adamw = build_optimizer(other, OptimizerConfig.with_defaults(**rates))
-    for seed in range(3):
-        step(model, optimizer, seed, scale=8.0)
-        give_gradients(other, seed)
-        oracle.step()
-        for p in theirs:
-            p.grad = None
-        adamw.step()
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-4)  # of steps of 2e-3: bf16's rounding
-        kept = [o.state[p]["momentum_buffer"] for o, p in ((optimizer, a), (oracle, b))]
-        torch.testing.assert_close(*kept)
-    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
-        if not any(a is p for p in mine):
-            torch.testing.assert_close(a, b, msg=name)
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 6), (2, 5, 20), (2, 20, 5)])
@@ -197,22 +170,6 @@ def test_resume_is_bit_exact(make_run):
     assert rest.state.step == 2
     fit(rest)
     check_same_bytes(rest.directory, whole.directory)
-
-
-def test_another_optimizer_cannot_resume_a_run(make_run):
-    fit(make_run("name=a"))
-    with refused(ConfigError, "optimizer.name", "muon"):
-        make_run("name=a", "trainer.max_steps=6", "optimizer=muon")
-
-
-def test_settings_reach_the_optimizer_or_are_refused():
-    config = settings("optimizer=muon", "optimizer.momentum=0.8").optimizer
-    assert (config.name, config.matrix_lr) == ("muon", None)
-    group = build_optimizer(tiny(), config).param_groups[-1]
-    assert group["momentum"] == 0.8
-    for key, value in {"name": "sgd", "matrix_lr": 0.0, "momentum": 1.0}.items():
-        with refused(ConfigError, f"optimizer.{key}", value):
-            settings(f"optimizer.{key}={value}")
 
 
 def test_memory_of_its_state_equals_the_estimate():

@@ -44,7 +44,6 @@ SHORT = {
     "scripts.compare_heads": [],
     "scripts.render": [],
     "scripts.plan": [],
-    "benchmarks.plots": ["out=speed.png"],
     "scripts.runs": [],  # last, because it removes what the others read
 }
 # Not executed: they need other projects, minutes, hours, the network or an account.

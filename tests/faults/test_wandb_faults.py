@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import NO_NETWORK, REPOSITORY, TIMEOUT
+from helpers import TIMEOUT
+from helpers.ranks import environment
 from helpers.runs import rows as logged
 from helpers.tally import CAMPAIGN, in_campaign, tally
 from helpers.trainings import ForkServer
@@ -75,19 +76,13 @@ class Worker:
         self.home.mkdir()
 
     def environment(self, **more: str) -> dict[str, str]:
-        return {
-            "PATH": os.environ["PATH"],
-            "HOME": str(self.home),
-            "TMPDIR": str(self.home),
-            "PYTHONPATH": os.pathsep.join(map(str, (NO_NETWORK, REPOSITORY, REPOSITORY / "tests"))),
-            "WANDB__SERVICE_WAIT": str(TIMEOUT),
-            **more,
-        }
+        here = {"HOME": self.home, "TMPDIR": self.home, "WANDB__SERVICE_WAIT": TIMEOUT}
+        return environment(**here | more)
 
-    def __call__(self, server=None, rows=6, mode="online", environment=None, **plan):
+    def __call__(self, server=None, rows=6, mode="online", variables=None, **plan):
         plan = NO_FAULT | {"rows": rows, "mode": mode} | plan
         address = {"WANDB_BASE_URL": server.url} if server else {}
-        variables = self.environment(WANDB_API_KEY=KEY) | address | (environment or {})
+        variables = self.environment(WANDB_API_KEY=KEY) | address | (variables or {})
         process = self.processes.start(self.folder, json.dumps(plan), code=WORKER, **variables)
         assert process.wait() == 0, process.err
         self.out = process.out
@@ -139,7 +134,7 @@ def test_an_offline_run_resumed_online_is_one_run(worker):
     secret is recorded or sent, and no copy of the model is kept."""
     text = base64.b64encode(b"?" + CANARIES["HF_TOKEN"].encode() + b"??? and more")
     assert any(form in text for form in forms(CANARIES["HF_TOKEN"]))
-    plan = {"model": True, "environment": CANARIES}
+    plan = {"model": True, "variables": CANARIES}
     with WandbServer() as server:
         assert worker(server, mode="offline", **plan) == []
         assert server.requests == []
@@ -189,7 +184,7 @@ def test_after_a_fault_in_the_middle_wandb_sync_uploads_the_rest(worker, fault, 
     """The printed command uploads it. If the server refuses or sends invalid JSON, wandb stops
     immediately; it prints a warning only if the server refuses."""
     with WandbServer(fault, after) as server:
-        lines = worker(server, environment={"WANDB_FINISH_TIMEOUT": "1"})
+        lines = worker(server, variables={"WANDB_FINISH_TIMEOUT": "1"})
         assert server.failing
     printed = "\n".join([worker.out, *lines])  # out: if the server ends wandb, the run is offline
     assert "wandb sync" in printed or fault == "garbage"
@@ -211,7 +206,7 @@ def test_a_model_that_is_not_uploaded_gives_the_command(worker, fault, after):
     """`wandb sync` would not upload the model."""
     with WandbServer(fault, after) as server:
         plan = {"model": True, "seconds": {"MODEL_SECONDS": 1}, "call_seconds": 2}
-        lines = worker(server, environment={"WANDB_FINISH_TIMEOUT": "1"}, **plan)
+        lines = worker(server, variables={"WANDB_FINISH_TIMEOUT": "1"}, **plan)
         assert server.failing
     place = r"wandb artifact put --type model --name me/clearhead/model-\w+ \S"
     assert re.search(place, ours(lines)[0])
@@ -226,17 +221,17 @@ def test_wandb_killed_or_stopped_after_a_row(worker, name, step, mode):
     wandb itself would wait forever."""
     with WandbServer() as server:
         plan = {"step": step, "signal": name, "seconds": {"TEARDOWN_SECONDS": 1}, "call_seconds": 2}
-        lines = worker(server, mode=mode, environment={"WANDB_FINISH_TIMEOUT": "1"}, **plan)
+        lines = worker(server, mode=mode, variables={"WANDB_FINISH_TIMEOUT": "1"}, **plan)
     assert len(ours(lines)) == 1
     tally(FAULT)
 
 
 def test_an_invalid_key_means_offline_and_a_service_that_does_not_start_means_off(worker):
-    (line,) = ours(worker(environment={"WANDB_API_KEY": "abc"}))
+    (line,) = ours(worker(variables={"WANDB_API_KEY": "abc"}))
     assert "WANDB_API_KEY" in line
     assert to_sync(worker.out)
     (worker.folder / "metrics.jsonl").unlink()
-    assert len(ours(worker(mode="offline", environment={"WANDB_SERVICE": "invalid"}))) == 1
+    assert len(ours(worker(mode="offline", variables={"WANDB_SERVICE": "invalid"}))) == 1
     assert worker.out == "None\n"
     tally(FAULT, 2)
 

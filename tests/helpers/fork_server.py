@@ -47,7 +47,6 @@ def import_everything() -> None:
     """Imports all modules of a training. No thread may start, because a fork loses threads."""
     sources = [path.relative_to(REPOSITORY).with_suffix("") for path in SOURCES]
     ours = [".".join(path.parts) for path in sources if path.parts[0] == "clearhead"]
-    ours.remove("clearhead.output.workspace")  # imports wandb, whose folder a fork would remove
     ours.remove("clearhead.compute.cross_entropy_kernel")  # imports Triton, only used on a GPU
     for name in [*ours, *PARTS.split()]:
         importlib.import_module(name)

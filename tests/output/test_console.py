@@ -1,20 +1,17 @@
 """The output of a run, in a file and on a terminal."""
 
 import io
+import itertools
 import math
 import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from helpers import REPOSITORY, TIMEOUT
 
-from clearhead.errors import sanitize
-from clearhead.files import read_rows
 from clearhead.output import console as console_file
 from clearhead.output.console import MAX_LINES, Console
-from train import fit
 
 
 class Terminal(io.StringIO):
@@ -75,7 +72,7 @@ def test_the_time_left_is_estimated_from_the_last_lines(monkeypatch, capsys):
     assert console_file.duration(100 - last) in lines[-1]
 
 
-@pytest.mark.parametrize("max_steps", [1, 199, 200, 201, 5001, 10**6])
+@pytest.mark.parametrize("max_steps", [1, 199, 5001, 10**6])
 @pytest.mark.parametrize("log_every", [1, 7])
 def test_a_long_run_has_few_lines_in_a_file(capsys, max_steps, log_every):
     """Among them those of the first and of the last logged step, at about equal distances."""
@@ -85,10 +82,9 @@ def test_a_long_run_has_few_lines_in_a_file(capsys, max_steps, log_every):
         shown.step(step, 1.0, 1e-3, 100.0)
     lines = capsys.readouterr().out.splitlines()
     printed = [int(line.split("/")[0].split()[-1]) for line in lines]
-    assert len(printed) <= MAX_LINES
+    assert min(len(steps), MAX_LINES // 2 - 1) <= len(printed) <= MAX_LINES
     assert (printed[0], printed[-1]) == (steps[0], max_steps)
-    assert len(printed) >= min(len(steps), MAX_LINES // 2 - 1)
-    longest = max(np.diff([0, *printed]))
+    longest = max(b - a for a, b in itertools.pairwise([0, *printed]))
     assert longest <= 2 * max(log_every, math.ceil(max_steps / (MAX_LINES - 1)))
 
 
@@ -121,15 +117,6 @@ def test_a_long_validation_shows_its_progress(make_run, monkeypatch, capsys):
     run.evaluate()
     assert "2 of 5\n" in (out := capsys.readouterr().out)
     assert "4 of 5\n" in out
-
-
-def test_the_last_sample_is_printed_once(make_run, capsys):
-    run = make_run("name=a", "trainer.sample_tokens=8", "trainer.eval_every=2")
-    fit(run)
-    samples = [row["text"] for row in read_rows(run.directory / "samples.jsonl")]
-    assert len(samples) == 2
-    shown = " ".join(capsys.readouterr().out.split())
-    assert shown.count(sanitize(" ".join(samples[-1].split()))) == 1
 
 
 TWO_STEPS = """

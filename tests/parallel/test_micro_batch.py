@@ -9,23 +9,23 @@ from helpers.refusals import refused
 from helpers.settings import settings
 
 from clearhead.errors import ConfigError, OutOfMemoryError
-from clearhead.parallel import memory, micro_batch
+from clearhead.parallel import memory
 from clearhead.parallel.strategy import Strategy
-from clearhead.run import build, start
+from clearhead.run import build
 from train import fit
 
 
 @pytest.fixture
 def memory_is(monkeypatch):
     """memory_is(bytes) simulates a machine with this much memory."""
-    return lambda total: monkeypatch.setattr(micro_batch, "memory_of", lambda _: total)
+    return lambda total: monkeypatch.setattr(memory, "memory_of", lambda _: total)
 
 
 def test_out_of_memory_errors_are_recognized():
     of_cpu = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
     of_cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
     for text, expected in ((of_cpu, True), (of_cublas, True), ("shapes differ", False)):
-        assert micro_batch.is_out_of_memory(RuntimeError(text)) == expected, text
+        assert memory.is_out_of_memory(RuntimeError(text)) == expected, text
 
 
 def suggested(error) -> str:
@@ -53,17 +53,6 @@ def test_a_run_out_of_memory_resumes_with_the_suggested_setting(make_run):
     assert run.state.step == 2  # of the checkpoint
     fit(run)
     assert run.state.step == 3
-
-
-def test_hints_if_one_window_does_not_fit(make_run):
-    run = make_run("trainer.micro_batch_size=1")
-    config = run.config
-    for setting in ("trainer.activation_checkpointing=true", "parallel=fsdp"):
-        error = micro_batch.out_of_memory_error(
-            config, run.strategy, 1, run.checkpointer.describe()
-        )
-        assert suggested(error) == setting
-        config = config.with_values({"trainer.activation_checkpointing": True})
 
 
 def test_auto_uses_the_estimate_and_trains_the_same(make_run, memory_is):
@@ -109,7 +98,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80e9))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved)
 
-    monkeypatch.setattr(micro_batch, "available_memory", lambda: 100e9)
+    monkeypatch.setattr(memory, "available_memory", lambda: 100e9)
     return of
 
 
@@ -120,8 +109,8 @@ def test_auto_uses_the_memory_of_a_gpu_that_other_processes_leave(gpu):
         for reserved in (0, 5e9):
             # The estimate contains the CUDA context, which is neither free nor reserved.
             gpu(80e9 - memory.LIBRARIES["cuda"] - others - reserved, reserved)
-            found[others, reserved] = micro_batch.find_micro_batch(config, GPU, compiled=False)
-    needed = sum(memory.estimate(micro_batch.job_of(config, GPU, False), 64).values())
+            found[others, reserved] = memory.find_micro_batch(config, GPU, compiled=False)
+    needed = sum(memory.estimate(memory.Job.of(config, GPU, False), 64).values())
     assert needed < memory.USABLE * 80e9
     assert found[0, 0] == found[0, 5e9] == 64
     assert found[60e9, 0] == found[60e9, 5e9] < 64
@@ -130,9 +119,9 @@ def test_auto_uses_the_memory_of_a_gpu_that_other_processes_leave(gpu):
 def test_a_model_that_needs_more_than_the_free_memory_of_a_gpu_is_refused(gpu):
     config = settings(*SMALL, "trainer.micro_batch_size=1")
     gpu(80e9)
-    assert micro_batch.check_memory(config, GPU) == []
+    assert memory.check_memory(config, GPU) == []
     gpu(1e9)  # weights, gradients and moments need 2 GB
-    ((key, *_),) = micro_batch.check_memory(config, GPU)
+    ((key, *_),) = memory.check_memory(config, GPU)
     assert key == "model"
 
 
@@ -142,28 +131,9 @@ def test_a_checkpoint_that_does_not_fit_into_main_memory_is_refused(gpu, monkeyp
     other = Strategy(torch.device("cuda:0"), torch.bfloat16, rank=1, world_size=1)
     gpu(80e9)
     for available, keys in ((9e9, ["model"]), (10e9, []), (0, [])):  # 0: unknown
-        monkeypatch.setattr(micro_batch, "available_memory", lambda found=available: found)
-        assert [key for key, *_ in micro_batch.check_memory(config, GPU)] == keys
-        assert micro_batch.check_memory(config, other) == []
-
-
-@pytest.mark.parametrize(("size", "equal"), [(24, 16), (63, 32), (16, None), ("null", None)])
-def test_micro_batches_of_a_compiled_model_on_a_gpu_have_equal_sizes(size, equal):
-    config = settings(*SMALL, f"trainer.micro_batch_size={size}")
-    assert micro_batch.check_equal_sizes(config, Strategy(torch.device("cpu"), torch.float32)) == []
-    problems = micro_batch.check_equal_sizes(config, GPU)
-    assert len(problems) == (equal is not None)
-    for key, value, _, hint in problems:
-        assert (key, value) == ("trainer.micro_batch_size", size)
-        assert f"trainer.micro_batch_size={equal}" in hint.split()
-
-
-def test_a_run_with_unequal_micro_batches_is_refused_if_it_is_compiled(make_run, monkeypatch):
-    problem = ("trainer.micro_batch_size", 3, "a reason", "a hint")
-    monkeypatch.setattr(start, "check_equal_sizes", lambda *_: [problem])
-    make_run("name=eager", "trainer.compile=false")
-    with refused(ConfigError, "trainer.micro_batch_size", 3):
-        make_run("name=compiled", "trainer.compile=true")
+        monkeypatch.setattr(memory, "available_memory", lambda found=available: found)
+        assert [key for key, *_ in memory.check_memory(config, GPU)] == keys
+        assert memory.check_memory(config, other) == []
 
 
 def test_the_accuracy_is_measured_with_few_logits_at_once(make_run, monkeypatch):
@@ -188,5 +158,5 @@ def test_a_model_or_a_window_that_cannot_fit_is_refused(memory_is):
         ("model.vocab_size=1e10", "model"),
         (long, "trainer.batch_size"),
     ):
-        ((key, *_),) = micro_batch.check_memory(settings(*given.split()), strategy)
+        ((key, *_),) = memory.check_memory(settings(*given.split()), strategy)
         assert key == expected

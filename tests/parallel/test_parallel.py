@@ -3,7 +3,6 @@
 test_ranks.py starts real ranks."""
 
 import os
-import platform
 import signal
 import sys
 
@@ -19,7 +18,7 @@ from torch.distributed import TCPStore
 
 import train
 from clearhead.errors import ConfigError, RunDirectoryError
-from clearhead.parallel import device, memory
+from clearhead.parallel import device, hardware
 from clearhead.parallel.ddp import DDP
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.build import build_run
@@ -82,14 +81,14 @@ def test_one_rank_and_a_job_of_several_tasks(launched, in_process, tmp_path, tex
 def test_a_launcher_may_not_tell_the_ranks_of_this_machine(launched, monkeypatch):
     """Then one rank per machine is assumed, and GPUs and memory are not divided by all ranks."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    alone = memory.memory_of(torch.device("cpu"))
+    alone = hardware.memory_of(torch.device("cpu"))
     launched(16)
     pretend_gpus(monkeypatch, count=8)
     assert device.check("cuda") == []
-    assert memory.memory_of(torch.device("cpu")) == alone
+    assert hardware.memory_of(torch.device("cpu")) == alone
     launched(16, LOCAL_WORLD_SIZE=16)
     assert [key for key, *_ in device.check("cuda")] == ["device"]
-    assert memory.memory_of(torch.device("cpu")) == alone / 16
+    assert hardware.memory_of(torch.device("cpu")) == alone / 16
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     for local_rank, keys in ((7, []), (8, ["device"])):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
@@ -104,41 +103,33 @@ def test_the_page_cache_of_a_container_is_available_memory(monkeypatch, tmp_path
         "memory.stat": "inactive_anon 1\nactive_file 300000\ninactive_file 200000\nfile 9",
     }.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    assert memory.available_memory() == (600_000 if sys.platform == "linux" else 0)
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    assert hardware.available_memory() == (600_000 if sys.platform == "linux" else 0)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "system", "given", "expected"),
-    [
-        ("fsdp", "6.8.0-generic", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ("ddp", "6.8.0-generic", {}, {}),
-        ("fsdp", "5.15.90.1-microsoft-standard-WSL2", {}, {}),
-        ("fsdp", "6.8.0-generic", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
-        ("fsdp", "6.8.0-generic", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
-    ],
-)
-def test_the_gpu_allocator_is_configured_before_cuda_is_initialized(
-    monkeypatch, strategy, system, given, expected
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("given", [None, *hardware.ALLOC_CONF])
+def test_the_gpu_allocator_is_configured_for_fsdp_before_cuda_is_initialized(
+    monkeypatch, strategy, given
 ):
-    """expected: None: as given by the user."""
-    for name in memory.ALLOC_CONF:
+    """Unless the user has configured it."""
+    for name in hardware.ALLOC_CONF:
         monkeypatch.setenv(name, "")  # restored at the end
         monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(platform, "release", lambda: system)
-    monkeypatch.setattr(sys, "platform", "linux")
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if strategy == "fsdp" else {}
+    if given:
+        expected = {given: "max_split_size_mb:64"}
+        monkeypatch.setenv(given, expected[given])
     found = {}
 
     def check(*_):
-        found.update({n: os.environ[n] for n in memory.ALLOC_CONF if n in os.environ})
+        found.update({n: os.environ[n] for n in hardware.ALLOC_CONF if n in os.environ})
         raise InterruptedError
 
     monkeypatch.setattr("clearhead.parallel.launch.check", check)
     with pytest.raises(InterruptedError):
         build_run(settings(*TINY, "data.path=x", f"parallel={strategy}"))
-    assert found == (given if expected is None else expected)
+    assert found == expected
 
 
 @pytest.mark.parametrize(("rank", "local_rank", "printed"), [(0, 0, 1), (1, 0, 1), (1, 1, 0)])
