@@ -89,7 +89,7 @@ def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
     offset = part.start if part.format.is_text else 0  # > 0: the part starts inside a document
     for blocks in documents(part):
         is_empty = True
-        for ids in encoder.encode(blocks, part.path, offset):
+        for ids in encoder.encode(blocks):
             if is_empty and not offset and ids[0] != end_of_text[0]:
                 yield end_of_text
             is_empty = False

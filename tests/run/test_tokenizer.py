@@ -18,9 +18,8 @@ from clearhead.checkpoint.format import remove_optimizer
 from clearhead.errors import CheckpointError, ConfigError, DataError
 from clearhead.models.pretrained import load_pretrained
 from clearhead.tokens.encoding import encode_text
-from clearhead.tokens.tokenizer import get_tokenizer
+from clearhead.tokens.tokenizer import Sample, get_tokenizer, train_tokenizer
 from clearhead.tokens.tokenizer_json import load_tokenizer, to_json
-from clearhead.tokens.tokenizer_training import Sample, train_tokenizer
 from scripts import compare, evaluate, export_hf, prepare_data
 from scripts import train_tokenizer as command
 from train import fit

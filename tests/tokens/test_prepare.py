@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 from helpers import texts
 from helpers.refusals import printed_keys, refused
@@ -35,7 +34,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from clearhead.errors import DataError
-from clearhead.tokens import END_OF_TEXT, encoding, readers
+from clearhead.tokens import END_OF_TEXT, readers
 from clearhead.tokens import prepare as module
 from scripts.prepare_data import main
 
@@ -58,22 +57,14 @@ def here(in_process, tmp_path):
 @given(
     collections.filter(expected_ids),
     st.sampled_from(["gpt2", "byte"]),
-    st.sampled_from(["token", "text"]),
-    st.sampled_from(["gigatoken", "tiktoken"]),
     st.integers(8, 200),
     st.integers(5, 500),
 )
-@example(
-    [("txt", ["a" * 500 + "\n" + " " * 300]), ("txt", ["b"])], "gpt2", "token", "gigatoken", 8, 90
-)
-@example([("txt", ["日本語" * 90 + END_OF_TEXT * 9])], "byte", "text", "gigatoken", 10, 7)
-@example([("jsonl", ["", "a", "", END_OF_TEXT + "b"])], "gpt2", "token", "gigatoken", 8, 5)
-def test_shards_hold_the_ids_of_each_document(
-    collection, tokenizer, endoftext, engine, smallest, shard_tokens
-):
-    expected = expected_ids(in_order(collection), tokenizer, endoftext)
-    recipe = {"tokenizer": tokenizer, "endoftext": endoftext, "engine": engine}
-    recipe["shard_tokens"] = shard_tokens
+@example([("txt", ["a" * 500 + "\n" + " " * 300]), ("txt", ["b"])], "gpt2", 8, 90)
+@example([("txt", ["日本語" * 90 + END_OF_TEXT * 9])], "byte", 10, 7)
+@example([("jsonl", ["", "a", "", END_OF_TEXT + "b"])], "gpt2", 8, 5)
+def test_shards_hold_the_ids_of_each_document(collection, tokenizer, smallest, shard_tokens):
+    expected = expected_ids(in_order(collection), tokenizer)
     with (
         tempfile.TemporaryDirectory() as name,
         mock.patch.object(module, "MIN_TASK_BYTES", smallest),
@@ -81,7 +72,7 @@ def test_shards_hold_the_ids_of_each_document(
     ):
         out = Path(name) / "out"
         path = write_collection(Path(name) / "texts", collection)
-        manifest = prepare(path, out, **recipe)
+        manifest = prepare(path, out, tokenizer=tokenizer, shard_tokens=shard_tokens)
         assert ids_of(out) == expected
         check_manifest(out, manifest, tokenizer, shard_tokens)
 
@@ -91,7 +82,7 @@ def test_command_with_two_processes(command, here, tmp_path):
     kinds = ["txt", "jsonl", "txt.gz", "parquet", "jsonl.zst"]
     collection = [(kind, [varied_text(60_000, number)]) for number, kind in enumerate(kinds)]
     write_collection(tmp_path / "web", collection)
-    manifest = prepare(tmp_path / "web", tmp_path / "one", shard_tokens=10_000, engine="tiktoken")
+    manifest = prepare(tmp_path / "web", tmp_path / "one", shard_tokens=10_000)
     arguments = ["data.path=web", "out=a/b", "shard_tokens=10000"]
     done = command("scripts.prepare_data", *arguments, "workers=2")
     assert done.returncode == 0, done.stderr
@@ -141,7 +132,7 @@ def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
 def test_other_texts_or_settings_are_refused(tmp_path, subtests):
     path = write_source(tmp_path / "a.txt", [TEXT])
     other = str(write_source(tmp_path / "other.txt", [TEXT.replace("text", "test")]))
-    others = [{"path": [str(path), other]}, {"tokenizer": "byte"}, {"endoftext": "text"}]
+    others = [{"path": [str(path), other]}, {"tokenizer": "byte"}]
     others += [{"text_key": "body"}, {"shard_tokens": 29}]
     for make in (prepare, prepare_half):  # a complete preparation and an incomplete one
         out = tmp_path / make.func.__name__
@@ -151,26 +142,11 @@ def test_other_texts_or_settings_are_refused(tmp_path, subtests):
             with subtests.test(out=out, **changes), refused(DataError, "out", out, 3):
                 prepare(**{"path": path, "folder": out} | changes)
             assert files_of(out) == before
-        # Settings that do not change tokens may differ.
-        prepare(path, out, engine="tiktoken")
+        prepare(path, out)  # the same is completed
         assert ids_of(out) == expected_ids([("txt", [TEXT])])
     os.utime(path, ns=(1, 1))  # a changed file
     with refused(DataError, "out", out, 3):
         prepare(path, out)
-
-
-def test_task_with_a_damaged_record_is_done_again(tmp_path):
-    path = write_source(tmp_path / "a.txt", [TEXT])
-    prepare_half(path, tmp_path / "out")
-    record = tmp_path / "out/preparing/00000.json"
-    valid = json.loads(record.read_text())
-    for content in ("{", "null", json.dumps(valid | {"text_bytes": -5, "shards": [{}]})):
-        record.write_text(content)
-        prepare_half(path, tmp_path / "out")
-        assert json.loads(record.read_text()) == valid
-    record.write_text("{")
-    prepare(path, tmp_path / "out")
-    assert ids_of(tmp_path / "out") == expected_ids([("txt", [TEXT])])
 
 
 @pytest.mark.parametrize("size", [None, 0, 1030])
@@ -191,15 +167,6 @@ def test_missing_or_truncated_shard_is_made_again(tmp_path, size):
             break
         prepare(path, out)
         assert files_of(out) == files_of(tmp_path / "whole")
-
-
-def test_shards_of_a_longer_text_do_not_stay(tmp_path):
-    """The file is replaced when half of its tasks are done."""
-    path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
-    prepare_half(path, out, first=1)
-    assert (out / "shard_00003_00.bin").exists()
-    write_source(path, ["A few words."])
-    check_manifest(out, prepare(path, out), "gpt2", 30)
 
 
 def test_other_files_in_the_folder(here, tmp_path):
@@ -282,28 +249,6 @@ def test_text_that_changes_after_its_task_is_refused(tmp_path):
     assert ids_of(out) == expected_ids([("txt", [TEXT])])
 
 
-def test_task_whose_tokenizers_disagree_is_not_finished(tmp_path, monkeypatch):
-    """gigatoken is patched to return wrong ids from the second task on."""
-    text = TEXT * 10
-    path, out = write_source(tmp_path / "a.txt", [text]), tmp_path / "out"
-    real, made = encoding.gigatoken, []
-
-    def gigatoken(*arguments):
-        made.append(arguments)
-        if len(made) == 1:
-            return real(*arguments)
-        return SimpleNamespace(encode=lambda text: np.append(real(*arguments).encode(text)[:-1], 7))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(encoding, "gigatoken", gigatoken)
-        with refused(DataError, "data.path", path, 3):
-            prepare(path, out, engine="gigatoken", shard_tokens=500)
-    assert {name[:11] for name in finished_shards(out)} == {"shard_00000"}
-    assert not list(out.glob("shard_00001*"))
-    prepare(path, out, engine="tiktoken", shard_tokens=500)
-    assert ids_of(out) == expected_ids([("txt", [text])])
-
-
 def test_invalid_settings_are_refused(here):
     """All problems are reported together, each with its key."""
     code, out, errors = here("data.path=a", "data.tokenizer=words", "workers=-1", "ou=x", "out=x")
@@ -316,5 +261,5 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     path = write_packed(tmp_path / "a.txt.zst", b"Some words of a text.\n" * 2**21)  # 46 MB
     recipe = {"tokenizer": "byte", "shard_tokens": 10**8}
     manifest, peak = peak_memory(lambda: prepare(path, tmp_path / "out", **recipe))
-    assert manifest["text_bytes"] == 22 * 2**21
+    assert manifest["tokens"] == 1 + 22 * 2**21
     assert peak < 2e7

@@ -1,4 +1,4 @@
-"""tokens/paths.py, readers.py: files -> documents -> ids, of files and of parts; errors."""
+"""tokens/readers.py, sources.py: files -> documents -> ids, of files and of parts; errors."""
 
 import errno
 import glob
@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT, VOCABULARIES, readers
 from clearhead.tokens.encoding import StreamEncoder
-from clearhead.tokens.paths import find_files
 from clearhead.tokens.readers import (
     FilePart,
     decoded_blocks,
@@ -32,6 +31,7 @@ from clearhead.tokens.readers import (
     load_hub_dataset,
     split_file,
 )
+from clearhead.tokens.sources import find_files
 from clearhead.tokens.tokenizer import get_tokenizer
 
 some = trials(10, 150)
@@ -67,8 +67,8 @@ def encode_all(path: object, encoder: StreamEncoder, most: int = 10**9) -> list[
     return [token for part in arrays for ids in part for token in ids.tolist()]
 
 
-def ids_of(texts: list[str], tokenizer: str = "gpt2", endoftext: str = "token") -> list[int]:
-    return expected_ids([("jsonl", texts)], tokenizer, endoftext)
+def ids_of(texts: list[str], tokenizer: str = "gpt2") -> list[int]:
+    return expected_ids([("jsonl", texts)], tokenizer)
 
 
 def check_refused(path: object, *rest) -> DataError:
@@ -86,7 +86,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder():
-    return StreamEncoder(get_tokenizer("gpt2"), "token")
+    return StreamEncoder(get_tokenizer("gpt2"))
 
 
 def test_find_files(tmp_path, monkeypatch):
@@ -333,18 +333,15 @@ def test_invalid_parquet_is_refused(tmp_path):
 DOCUMENTS = ["one", "", f"{END_OF_TEXT}two", END_OF_TEXT, "é日🙂 ", "three " * 99]
 
 
-@pytest.mark.parametrize("endoftext", ["token", "text"])
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_each_document_or_text_file_begins_with_the_end_of_text_token(name, endoftext, tmp_path):
-    encoder = StreamEncoder(
-        get_tokenizer(name), endoftext, chunk_bytes=100
-    )  # a long document has several chunks
+def test_each_document_or_text_file_begins_with_the_end_of_text_token(name, tmp_path):
+    encoder = StreamEncoder(get_tokenizer(name), 100)  # a long document has several chunks
     for file in ("a.jsonl", "a.ndjson.gz", "a.parquet"):
         path = write_source(tmp_path / file, DOCUMENTS)
-        assert encode_all(path, encoder) == ids_of(DOCUMENTS, name, endoftext)
+        assert encode_all(path, encoder) == ids_of(DOCUMENTS, name)
     for text in ("one", f"{END_OF_TEXT}one"):
         path = write(tmp_path / "a.txt", "\ufeff" + text)
-        assert encode_all(path, encoder) == ids_of([text], name, endoftext), text
+        assert encode_all(path, encoder) == ids_of([text], name), text
     for text in ("\ufeff", ""):
         assert encode_all(write(tmp_path / "a.txt", text), encoder) == []
 

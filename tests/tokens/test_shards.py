@@ -18,7 +18,8 @@ from helpers.texts import numbers_in, peak_memory, write_packed, write_source
 from clearhead.errors import DataError
 from clearhead.tokens import VOCABULARIES
 from clearhead.tokens import shards as module
-from clearhead.tokens.shards import MANIFEST, ShardWriter, is_shards, open_shards, write_manifest
+from clearhead.tokens.shards import MANIFEST, ShardWriter, open_shards, write_manifest
+from clearhead.tokens.sources import token_files
 from clearhead.tokens.token_stream import TokenStream
 from clearhead.tokens.tokenizer import get_tokenizer
 
@@ -42,12 +43,9 @@ def write_shards(folder: Path, shards: dict[str, list[int]], tokenizer: str = "g
     return folder
 
 
-def opened(
-    path: object, tokenizer: str = "gpt2", verify: str | bool = True
-) -> dict[str, TokenStream]:
-    return open_shards(
-        path if isinstance(path, list) else str(path), get_tokenizer(tokenizer), verify
-    )
+def opened(path: object, tokenizer: str = "gpt2", verify: bool = True) -> dict[str, TokenStream]:
+    files = token_files(path if isinstance(path, list) else str(path))
+    return open_shards(files, get_tokenizer(tokenizer), verify)
 
 
 def ids_in(stream: TokenStream) -> list[int]:
@@ -107,24 +105,10 @@ def test_ids_of_another_width_or_vocabulary_are_refused(tmp_path):
     ids = np.random.default_rng(0).integers(0, 60, 5000)
     ids[::7] = 0
     path = tmp_path / "a.bin"
-    header = tmp_path / "header.bin"
-    header.write_bytes(llm_c_bytes([9]))
     for dtype, bits in (("<u4", 32), ("<i8", 64)):
         path.write_bytes(ids.astype(dtype).tobytes())
         with refuses(path, bits):
             opened(path)
-        name = f"uint{bits}"
-        stream = open_shards([str(header), str(path)], get_tokenizer("gpt2"), dtype=name)["train"]
-        assert ids_in(stream) == [9, *ids.tolist()]
-        for bad in (-1, 70_000):  # 70,000 is 4,464 in 16 bits
-            path.write_bytes(np.append(ids, bad).astype(dtype).tobytes())
-            for verify in (True, False):
-                with refuses(path, len(ids) * bits // 8):
-                    ids_in(
-                        open_shards([str(header), str(path)], get_tokenizer("gpt2"), verify, name)[
-                            "train"
-                        ]
-                    )
     with open(path, "wb") as file:
         np.save(file, ids.astype("<u2"))
     with refuses(path):
@@ -145,31 +129,12 @@ def test_format_is_frozen(tmp_path):
     entry = {"file": "a.bin", "tokens": 7, "documents": 2}
     entry["sha256"] = hashlib.sha256(HAND_MADE).hexdigest()
     expected = {"format": "clearhead-shards", "version": 2, "tokenizer": "gpt2"}
-    expected |= {"vocab_size": 50257, "tokens": 7, "documents": 2}
+    expected |= {"vocab_size": 50257, "tokens": 7, "documents": 2, "empty_documents": 0}
     assert json.loads((tmp_path / MANIFEST).read_bytes()) == expected | {"shards": [entry]}
     assert read(path) == HAND_MADE_IDS
     stream = opened(path)["train"]
     assert (stream.dtype, stream.vocab_size, stream.end_of_text) == (np.uint16, 50257, 50256)
     assert not stream.arrays[0].flags.writeable
-
-
-def test_a_long_shard(tmp_path):
-    """Longer than the buffers of the writer and of the reader."""
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, 50257, 2**21 + 1000).astype(np.uint16)
-    ids[rng.integers(0, len(ids), 500)] = EOT
-    path = tmp_path / "a.bin"
-    writer = ShardWriter(path, EOT)
-    for piece in np.split(ids, [2**20 - 1, 2**20, 2**20 + 1, 2**21]):
-        writer.append(piece)
-    entry = writer.close()
-    write_manifest(tmp_path, [entry], get_tokenizer("gpt2"))
-    raw = shard(20240520, 1, len(ids), ids=[]) + ids.tobytes()
-    assert path.read_bytes() == raw
-    assert entry.sha256 == hashlib.sha256(raw).hexdigest()
-    stream = opened(tmp_path)["train"]
-    assert np.array_equal(stream.arrays[0], ids)
-    assert np.array_equal(stream.document_starts(), np.union1d([0], np.flatnonzero(ids == EOT)))
 
 
 IDS = ids_of(3000)
@@ -188,7 +153,7 @@ DAMAGED = {
 
 
 def test_damaged_shard_is_refused(tmp_path, subtests):
-    """Without a manifest and with the manifest of the undamaged file; also with verify=false."""
+    """Without a manifest and with the manifest of the undamaged file; before bytes are read."""
     folder = write_shards(tmp_path / "prepared", {"a.bin": IDS})
     alone = tmp_path / "a.bin"
     for damage, (content, numbers) in DAMAGED.items():
@@ -304,10 +269,9 @@ def test_data_path_names_token_files(tree, subtests):
         ("**/[23].bin", [12, 13]),
     ):
         with subtests.test(path=path):
-            assert is_shards(path)
             assert read(path) == expected
     for path in (None, "", [], "nothing.bin", "no/*.bin", "plain.txt", ["*.txt"]):
-        assert not is_shards(path), path
+        assert token_files(path) == [], path
 
 
 def test_texts_and_token_files_do_not_mix(tree, subtests):
@@ -341,19 +305,17 @@ SIZE = 7024 + 1026 + 2448  # bytes of the files below
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
-@pytest.mark.parametrize(
-    ("verify", "most", "is_read"),
-    [(True, 0, True), ("auto", SIZE, True), ("auto", SIZE - 1, False), (False, 2**30, False)],
-)
-def test_verify_reads_all_bytes(verify, most, is_read, with_manifest, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("most", "is_read"), [(SIZE, True), (SIZE - 1, False)])
+def test_all_bytes_are_read_of_files_up_to_a_size(
+    most, is_read, with_manifest, tmp_path, monkeypatch
+):
     """An id outside the vocabulary is found; with a manifest, any other damage too."""
-    assert module.MAX_VERIFIED == 2**30  # as --help says
     monkeypatch.setattr(module, "BLOCK", 2000)
     monkeypatch.setattr(module, "MAX_VERIFIED", most)
     write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5], "val.bin": ids_of(712)})
     if not with_manifest:
         (tmp_path / MANIFEST).unlink()
-    assert sorted(opened(tmp_path, verify=verify)) == ["train", "val"]
+    assert sorted(opened(tmp_path)) == ["train", "val"]
     for name, byte in (("a.bin", 1024), ("a.bin", 5024), ("b.bin", -2), ("val.bin", -2)):
         path = tmp_path / name
         whole = path.read_bytes()
@@ -363,7 +325,7 @@ def test_verify_reads_all_bytes(verify, most, is_read, with_manifest, tmp_path, 
             numbers = [byte % len(whole)] if is_bad_id else []
             is_found = is_read and (is_bad_id or with_manifest)
             with refuses(path, *numbers) if is_found else contextlib.nullcontext():
-                opened(tmp_path, verify=verify)
+                opened(tmp_path)
         path.write_bytes(whole)
 
 
@@ -403,7 +365,7 @@ def test_opening_three_gigabytes_reads_the_header_only(tmp_path):
     path.write_bytes(shard(20240520, 1, count, ids=[]))
     os.truncate(path, 1024 + 2 * count)
     put(path, -4, plain([60000, 17]))
-    streams, peak = peak_memory(lambda: opened(path, verify=False))
+    streams, peak = peak_memory(lambda: opened(path))
     assert peak < 2**22
     stream, byte = streams["train"], 1024 + 2 * (count - 2)
     assert stream.gather(np.array([count // 2, count - 1]), 1).tolist() == [[0], [17]]
