@@ -188,19 +188,6 @@ def limited_file_size(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_full_disk_at_the_manifest(here, tmp_path):
-    """With many small shards, the manifest is the largest file."""
-    write_source(tmp_path / "a.txt", ["Some words of a text. " * 20])
-    arguments = ["data.path=a.txt", "out=out", "shard_tokens=5"]
-    with limited_file_size(2500):
-        code, _, errors = here(*arguments)
-    assert (code, printed_keys(errors)) == (4, ["out"])
-    kept = finished_shards(tmp_path / "out")
-    assert here(*arguments)[0] == 0
-    check_kept(tmp_path / "out", kept)
-    assert (tmp_path / "out" / "manifest.json").stat().st_size > 2500
-
-
 def test_full_disk(here, tmp_path):
     """Simulated by a limit on the file size, which the first task does not reach."""
     collection = [("txt", ["Short. " * 6000]), ("txt", ["A text of some length. " * 9000])]

@@ -272,8 +272,3 @@ def test_a_note_names_a_better_tokenizer(make_run, here, capsys):
         make_run(*own, f"data.path={path}")
         printed = capsys.readouterr().out
         assert ("data.tokenizer=bpe" in printed) == named, (path, printed)
-
-
-def test_bytes_need_no_size_of_the_vocabulary(make_run):
-    run = make_run("model.vocab_size=null")
-    assert run.config.model.vocab_size == get_tokenizer("byte").n_vocab

@@ -107,16 +107,6 @@ def test_text_key(here, tmp_path):
     assert ids_of(tmp_path / "out") == expected_ids([("jsonl", ["One bell."])])
 
 
-def test_notes_about_files(here, tmp_path):
-    """What is not read, and what is read twice."""
-    for name in ("a.txt", "a.html", "b.html"):
-        write_packed(tmp_path / "web" / name, "A text. ")
-    code, out, _ = here("data.path=[web,web/a.txt]", "out=out")
-    assert code == 0
-    assert "2 .html" in out
-    assert f"{tmp_path}/web/a.txt" in out
-
-
 def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
     """A fake dataset of three parts; real ones need the network."""
     rows = [[{"text": f"Part {n}, row {row}."} for row in range(4)] for n in range(3)]
@@ -169,12 +159,8 @@ def test_missing_or_truncated_shard_is_made_again(tmp_path, size):
         assert files_of(out) == files_of(tmp_path / "whole")
 
 
-def test_other_files_in_the_folder(here, tmp_path):
-    """They are not changed. Other token files are an error."""
+def test_other_token_files_in_the_folder_are_not_changed(here, tmp_path):
     write_source(tmp_path / "a.txt", [TEXT])
-    write_source(tmp_path / "out" / "film.part-1.rar", ["mine"])
-    prepare(tmp_path / "a.txt", tmp_path / "out")
-    assert files_of(tmp_path / "out")["film.part-1.rar"] == b"mine"
     out = tmp_path / "fineweb"
     write_source(out / "fineweb_train_000001.bin", ["mine"])
     with refused(DataError, "out", out, 3):
