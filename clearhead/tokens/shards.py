@@ -40,11 +40,6 @@ from clearhead.tokens.readers import translate_read_errors
 from clearhead.tokens.token_stream import TokenStream, invalid_id
 from clearhead.tokens.tokenizer import Tokenizer
 
-try:
-    import resource
-except ImportError:  # Windows, which does not limit open files
-    resource = None
-
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 2
 MAGIC = 20240520  # the first number in the header of llm.c's token files
@@ -190,8 +185,7 @@ def open_shards(
             name = manifest.tokenizer if manifest.tokenizer in VOCABULARIES else folder
             hint = f"train with data.tokenizer={name}, or create the token files again"
             raise DataError("data.tokenizer", tokenizer.name, reason, hint)
-    if resource:
-        _raise_file_limit(len(files) + 256)  # each memory-mapped file needs a file descriptor
+    _raise_file_limit(len(files) + 256)  # each memory-mapped file needs a file descriptor
     shards = {file: _open_shard(file, manifests.get(file.parent), tokenizer) for file in files}
     if verify and sum(shard.size for shard in shards.values()) <= MAX_VERIFIED:
         for shard in shards.values():
@@ -213,13 +207,13 @@ def split_by_name(files: list[Path]) -> dict[str, list[Path]]:
 
 def _raise_file_limit(wanted: int) -> None:
     """Raises the limit of open files to `wanted` if the system allows it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft < wanted:
-        # macOS has a lower limit than `hard`. Then _open_shard reports the file.
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    with contextlib.suppress(ImportError, ValueError, OSError):  # then _open_shard reports a file
+        import resource  # Windows has none and does not limit open files
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < wanted:
+            most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @dataclass

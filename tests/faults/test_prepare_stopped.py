@@ -136,18 +136,17 @@ def test_killed_before_each_file_operation(here, tmp_path):
     assert number > 20
 
 
-@pytest.mark.parametrize(
-    ("number", "whom", "codes"),
-    [
-        (signal.SIGINT, "all", {130}),  # Ctrl-C in a terminal
-        (signal.SIGKILL, "a worker", {4}),  # as by the out-of-memory killer
-    ]
-    + [
-        (signal.SIGTERM, "main", {143, -signal.SIGTERM}),
-        (signal.SIGKILL, "main", {-signal.SIGKILL}),
-    ]
-    * CAMPAIGN,
-)
+SIGNALS = [
+    (signal.SIGINT, "all", {130}),  # Ctrl-C in a terminal
+    (signal.SIGKILL, "a worker", {4}),  # as by the out-of-memory killer
+]
+MORE_SIGNALS = [
+    (signal.SIGTERM, "main", {143, -signal.SIGTERM}),
+    (signal.SIGKILL, "main", {-signal.SIGKILL}),
+]
+
+
+@pytest.mark.parametrize(("number", "whom", "codes"), SIGNALS + MORE_SIGNALS * CAMPAIGN)
 def test_stopped_by_a_signal(start, resumed, number, whom, codes):
     """No process remains, no traceback is printed, and the same command resumes."""
     process = start()

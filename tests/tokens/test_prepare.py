@@ -97,16 +97,6 @@ def test_command_with_two_processes(command, here, tmp_path):
     assert files_of(out) == files_of(tmp_path / "one")
 
 
-def test_text_key(here, tmp_path):
-    """A preparation with a wrong key fails and can be repeated with the right one."""
-    (tmp_path / "a.jsonl").write_text('{"body": "One bell.", "text": 5}\n')
-    arguments = ["data.path=a.jsonl", "out=out"]
-    code, _, errors = here(*arguments)
-    assert (code, printed_keys(errors)) == (3, ["data.path"])
-    assert here(*arguments, "data.text_key=body")[0] == 0
-    assert ids_of(tmp_path / "out") == expected_ids([("jsonl", ["One bell."])])
-
-
 def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
     """A fake dataset of three parts; real ones need the network."""
     rows = [[{"text": f"Part {n}, row {row}."} for row in range(4)] for n in range(3)]
