@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.refusals import refused
 from helpers.tally import trials
-from helpers.texts import mixes, write_packed, write_source
+from helpers.texts import mixes, prepare, write_packed, write_source
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -302,6 +302,9 @@ def test_a_mixture_of_texts(tmp_path):
     assert (order < loaded.train.sizes[0]).sum() == 700
     with refused(ConfigError, "data.weights", exit_code=2):
         load(files, weights=[1.0, 1000.0])
+    prepare(files[1], tmp_path / "b", tokenizer="byte")
+    mixed = load([files[0], tmp_path / "b"], weights=[0.7, 0.3], val_fraction=0.25)
+    assert pairs_of(mixed.train) == pairs_of(loaded.train)  # a text and token files
     val_path = str(write_source(tmp_path / "val.txt", ["not of any of the sources"]))
     loaded = load(files, weights=[0.5, 0.5], val_fraction=0.1, val_path=val_path)
     assert pairs_of(loaded.val) == pairs_of(load(files[0], val_path=val_path).val)

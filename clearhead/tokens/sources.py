@@ -169,6 +169,7 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
     """
     loaded, is_mixture = LoadedTokens(), config.weights and isinstance(config.path, list)
     sources, key = (config.path if is_mixture else [config.path]), "data.path"
+    files, val_files = [], []
     for source in sources:
         streams = load_streams(config, source, tokenizer, loaded.notes)
         loaded.checksums += itertools.chain(*(s.checksums() for s in streams.values()))
@@ -183,6 +184,7 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
             loaded.notes.append(sanitize(f"data.path={source}: {reason}", keep=""))
         loaded.train.append(train)
         loaded.val += [] if val is None else [val]
+        files += files_by_name(source)["train"]
     if config.val_path:
         sources, key = [config.val_path], "data.val_path"
         try:
@@ -192,14 +194,14 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
             raise
         loaded.val = [streams.get("val", streams["train"])]
         loaded.checksums += loaded.val[0].checksums()
+        by_name = files_by_name(config.val_path)
+        val_files = by_name.get("val", by_name["train"])
     for source, val in zip(sources, loaded.val, strict=False):  # no validation data, or of each
         if len(val) <= config.max_length:
             reason = f"{len(val)} validation tokens, but a window needs {config.max_length + 1}"
             hint = "use a longer text, a smaller data.max_length, or another data.val_fraction"
             raise DataError(key, source, reason, f"{hint} (0: no validation)")
-    val_files = files_by_name(config.val_path) if config.val_path else {}
-    val_files = val_files.get("val") or val_files.get("train", [])
-    loaded.notes += notes_about_repeated(files_by_name(config.path)["train"], val_files)
+    loaded.notes += notes_about_repeated(files, val_files)
     return loaded
 
 
