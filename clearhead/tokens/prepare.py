@@ -50,8 +50,8 @@ from clearhead.tokens.shards import (
 )
 from clearhead.tokens.tokenizer_json import TOKENIZER, load_tokenizer, stored
 
-MIN_TASK_BYTES = 2**24  # of text
-MIN_TASKS = 32  # for a large text, so that all workers are busy until the end
+MIN_TASK_BYTES = 2**22  # of text
+MIN_TASKS = 128  # for a large text, so that all workers are busy until the end
 
 
 @dataclass(frozen=True)
