@@ -311,7 +311,8 @@ def test_a_mixture_of_texts(tmp_path):
 
 
 def test_files_named_val_are_to_validate_on(tmp_path):
-    """For each val_fraction except 0, which means no validation."""
+    """For each val_fraction except 0, which means no validation. If all files are named val, or
+    only other words contain it, the last part is used."""
     texts = {"train_2": b"second", "train_1": b"the first", "val_0": b"held back"}
     for name, text in texts.items():  # one token per byte, in nanoGPT's format
         write_packed(tmp_path / f"web_{name}.bin", np.array([*text], "<u2").tobytes())
@@ -323,6 +324,16 @@ def test_files_named_val_are_to_validate_on(tmp_path):
     assert names == ["web_train_1.bin", "web_train_2.bin", "web_val_0.bin"]
     assert len(loaded.notes) == 1
     assert load(tmp_path, val_fraction=0.0).val is None
+    for names, val in (
+        (("a", "b.val", "c-val-2", "validation_3"), [1, 2, 3]),
+        (("fineweb_val_000000", "val"), []),
+        (("arrival", "interval_1", "valley"), []),
+    ):
+        for n, name in enumerate(names):
+            write_packed(tmp_path / names[0] / f"{name}.bin", np.full(9, n, "<u2").tobytes())
+        loaded = load(tmp_path / names[0], val_fraction=0.3)
+        assert len(loaded.notes) == bool(val)
+        assert not val or ids_of(loaded.val)[::9] == val
 
 
 def test_other_tokens_than_those_of_a_checkpoint_or_of_rank_0_are_refused():

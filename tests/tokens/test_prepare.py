@@ -38,7 +38,7 @@ from clearhead.tokens import END_OF_TEXT, readers
 from clearhead.tokens import prepare as module
 from scripts.prepare_data import main
 
-few = trials(5, 100)
+few = trials(12, 200)
 # Shards have 30 tokens unless a test sets another number.
 preparation = functools.partial(texts.preparation, shard_tokens=30)
 prepare = functools.partial(texts.prepare, shard_tokens=30)
@@ -63,6 +63,7 @@ def here(in_process, tmp_path):
 @example([("txt", ["a" * 500 + "\n" + " " * 300]), ("txt", ["b"])], "gpt2", 8, 90)
 @example([("txt", ["日本語" * 90 + END_OF_TEXT * 9])], "byte", 10, 7)
 @example([("jsonl", ["", "a", "", END_OF_TEXT + "b"])], "gpt2", 8, 5)
+@example([("jsonl", ["a" * 9, "b"] * 9), ("parquet", ["a", "b"] * 9)], "gpt2", 8, 90)
 def test_shards_hold_the_ids_of_each_document(collection, tokenizer, smallest, shard_tokens):
     expected = expected_ids(in_order(collection), tokenizer)
     with (
