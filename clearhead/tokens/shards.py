@@ -169,13 +169,11 @@ class ShardWriter:
 # ---------------------------------------------------------------------------------------- reading
 
 
-def open_shards(
-    files: list[Path], tokenizer: Tokenizer, verify: bool = True
-) -> dict[str, TokenStream]:
+def open_shards(files: list[Path], tokenizer: Tokenizer) -> dict[str, TokenStream]:
     """Memory-maps token files: {"train": ..., "val": ...} as `split_by_name` divides them.
 
-    verify: read all bytes, up to 1 GiB in total, and compare them with the checksums of the
-    manifest. Raises DataError with the file and the byte position.
+    Up to 1 GiB in total is read and compared with the checksums of the manifest. Raises DataError
+    with the file and the byte position.
     """
     folders = {file.parent for file in files}
     manifests = {f: read_manifest(f) for f in folders if os.path.lexists(f / MANIFEST)}
@@ -187,7 +185,7 @@ def open_shards(
             raise DataError("data.tokenizer", tokenizer.name, reason, hint)
     _raise_file_limit(len(files) + 256)  # each memory-mapped file needs a file descriptor
     shards = {file: _open_shard(file, manifests.get(file.parent), tokenizer) for file in files}
-    if verify and sum(shard.size for shard in shards.values()) <= MAX_VERIFIED:
+    if sum(shard.size for shard in shards.values()) <= MAX_VERIFIED:
         for shard in shards.values():
             shard.verify()
     return {

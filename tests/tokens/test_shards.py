@@ -9,6 +9,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -43,9 +44,13 @@ def write_shards(folder: Path, shards: dict[str, list[int]], tokenizer: str = "g
     return folder
 
 
-def opened(path: object, tokenizer: str = "gpt2", verify: bool = True) -> dict[str, TokenStream]:
+def opened(
+    path: object, tokenizer: str = "gpt2", most: int | None = None
+) -> dict[str, TokenStream]:
+    """most: number of bytes that are read; 0: only the headers."""
     files = token_files(path if isinstance(path, list) else str(path))
-    return open_shards(files, get_tokenizer(tokenizer), verify)
+    with mock.patch.object(module, "MAX_VERIFIED", module.MAX_VERIFIED if most is None else most):
+        return open_shards(files, get_tokenizer(tokenizer))
 
 
 def ids_in(stream: TokenStream) -> list[int]:
@@ -156,7 +161,7 @@ def test_damaged_shard_is_refused(tmp_path, subtests):
         for path, file in ((alone, alone), (folder, folder / "a.bin")):
             file.write_bytes(content)
             with subtests.test(damage, path=path), refuses(file, *numbers):
-                opened(path, verify=False)
+                opened(path, most=0)
 
 
 NOT_FILES = SPECIAL_FILES | {"missing": Path.unlink}
@@ -194,7 +199,7 @@ def test_another_tokenizer_is_refused(tmp_path):
     path = write_shards(tmp_path, {"a.bin": [1, 2, 3]}, tokenizer="byte") / "a.bin"
     assert read(path, "byte") == [1, 2, 3]
     with refused(DataError, "data.tokenizer", "gpt2", 3):
-        opened(path, "gpt2", verify=False)
+        opened(path, "gpt2", most=0)
 
 
 def test_plain_ids_are_read(tmp_path):
@@ -211,11 +216,11 @@ def test_plain_ids_are_read(tmp_path):
             opened(path)
     path.write_bytes(b"This is a text, and not at all of token ids.")
     with refuses(path, int.from_bytes(b"This", "little"), 0, 257):
-        opened(path, "byte", verify=False)
+        opened(path, "byte", most=0)
     write_shards(tmp_path, {"train.bin": ids_of(600)})
     path.write_bytes(plain(ids_of(1112)))  # with a manifest every file needs a header
     with refuses(path, struct.unpack("<i", plain(ids_of(2)))[0]):
-        opened(tmp_path, verify=False)
+        opened(tmp_path, most=0)
 
 
 def test_data_path_names_token_files(tmp_path, monkeypatch):
@@ -257,11 +262,10 @@ def test_all_bytes_are_read_of_files_up_to_a_size(
 ):
     """An id outside the vocabulary is found; with a manifest, any other damage too."""
     monkeypatch.setattr(module, "BLOCK", 2000)
-    monkeypatch.setattr(module, "MAX_VERIFIED", most)
     write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5], "val.bin": ids_of(712)})
     if not with_manifest:
         (tmp_path / MANIFEST).unlink()
-    assert sorted(opened(tmp_path)) == ["train", "val"]
+    assert sorted(opened(tmp_path, most=most)) == ["train", "val"]
     for name, byte in (("a.bin", 1024), ("a.bin", 5024), ("b.bin", -2), ("val.bin", -2)):
         path = tmp_path / name
         whole = path.read_bytes()
@@ -271,7 +275,7 @@ def test_all_bytes_are_read_of_files_up_to_a_size(
             numbers = [byte % len(whole)] if is_bad_id else []
             is_found = is_read and (is_bad_id or with_manifest)
             with refuses(path, *numbers) if is_found else contextlib.nullcontext():
-                opened(tmp_path)
+                opened(tmp_path, most=most)
         path.write_bytes(whole)
 
 
@@ -280,7 +284,7 @@ def test_checksums_of_token_files(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 2000)
 
     def checksums() -> list[str]:
-        return [checksum for _, checksum in opened(tmp_path, verify=False)["train"].checksums()]
+        return [checksum for _, checksum in opened(tmp_path, most=0)["train"].checksums()]
 
     path = write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5]}) / "a.bin"
     whole = [hashlib.sha256((tmp_path / name).read_bytes()) for name in ("a.bin", "b.bin")]
