@@ -165,15 +165,16 @@ def load_data(trained: "Model", settings: InspectConfig) -> "LoadedData | None":
 
 def data_config(trained: "PretrainedModel", **changes: object) -> DataConfig:
     """Returns the data settings of a run, or default settings. Raises ConfigError."""
-    values = dict(trained.state.settings["data"]) if trained.state else {}
+    stored = trained.state.settings["data"] if trained.state else {}
+    values = {key: value for key, value in stored.items() if key in DataConfig.model_fields}
     values |= changes | {"max_length": trained.window}
     return DataConfig.with_defaults(**values)
 
 
 def text_of(path: str | list[str]) -> str:
     """Returns the beginning of the texts of data.path. Raises DataError."""
-    from clearhead.tokens.paths import find_files
     from clearhead.tokens.readers import documents, split_file
+    from clearhead.tokens.sources import find_files
 
     parts = (part for file in find_files(path) for part in split_file(file, TEXT_BYTES))
     read = bytearray()

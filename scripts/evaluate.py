@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from clearhead.tokens.token_stream import TokenStream
 
 # The settings of the run are the default.
-FROM_RUN = ("text_key", "encoding", "token_dtype", "endoftext", "val_fraction")
+FROM_RUN = ("text_key", "encoding", "val_fraction")
 
 
 class TextConfig(Settings):
@@ -63,12 +63,6 @@ class TextConfig(Settings):
     )
     encoding: Encoding | None = Field(
         None, description="encoding of text files, such as cp1252; null: as in the run"
-    )
-    token_dtype: Literal["uint16", "uint32", "uint64"] | None = Field(
-        None, description="of token files without a header; null: as in the run"
-    )
-    endoftext: Literal["token", "text"] | None = Field(
-        None, description="read <|endoftext|> in the text as: token | text; null: as in the run"
     )
 
 
@@ -134,7 +128,7 @@ def main(settings: EvaluateConfig) -> None:
     }
     print_results(about, results, pretrained.tokenizer.n_vocab)
     if settings.out:
-        write_out(settings.out, about | results | machine(("numpy", "tiktoken")))
+        write_out(settings.out, about | results | machine())
 
 
 def print_results(about: dict, results: dict, vocab_size: int) -> None:

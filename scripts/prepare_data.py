@@ -8,12 +8,11 @@ Reads text, JSON lines and Parquet. Writes shards in the format of llm.c, and a 
 (docs/data.md). Uses all cores and constant memory. To resume, rerun the same command.
 """
 
-import os
 import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
@@ -33,8 +32,9 @@ from clearhead.errors import ConfigError, sanitize
 from clearhead.files import script_path
 from clearhead.output.console import progress
 from clearhead.tokens import TRAINED
-from clearhead.tokens.paths import find_files, notes_about_repeated
+from clearhead.tokens.encoding import available_cores
 from clearhead.tokens.prepare import Preparation, PrepareSettings
+from clearhead.tokens.sources import find_files, notes_about_repeated
 
 
 class SourceConfig(Settings):
@@ -51,9 +51,6 @@ class SourceConfig(Settings):
         "text", description="JSON field or Parquet column that has the text, or a list of several"
     )
     encoding: Encoding = Field("utf-8", description="of text files, such as cp1252")
-    endoftext: Literal["token", "text"] = Field(
-        "token", description="read <|endoftext|> in the text as: token | text"
-    )
 
     @field_validator("tokenizer")
     @classmethod
@@ -75,18 +72,13 @@ class PrepareConfig(ScriptConfig):
     shard_tokens: Annotated[Positive, Field(lt=2**31)] = Field(
         100_000_000, description="maximum tokens per file"
     )
-    engine: Literal["gigatoken", "tiktoken"] = Field(
-        "gigatoken", description="gigatoken | tiktoken (slower)"
-    )
 
 
 @settings_command(PrepareConfig)
 def main(settings: PrepareConfig) -> None:
     data = settings.data
     prepare_settings = PrepareSettings(
-        engine=settings.engine,
-        shard_tokens=settings.shard_tokens,
-        **data.model_dump(exclude={"path"}),
+        shard_tokens=settings.shard_tokens, **data.model_dump(exclude={"path"})
     )
     files = find_files(data.path, notes := [])
     notes += notes_about_repeated(files)
@@ -100,12 +92,10 @@ def main(settings: PrepareConfig) -> None:
     tasks = len(preparation.tasks)
     if done := tasks - len(preparation.unfinished()):
         print(f"{done} of {tasks} tasks are already complete")
-    has_affinity = hasattr(os, "sched_getaffinity")  # the cores that this process may use
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers also end
     try:
         with progress("tasks") as report_progress:
-            manifest = preparation.run(settings.workers or cores, report_progress)
+            manifest = preparation.run(settings.workers or available_cores(), report_progress)
     except KeyboardInterrupt:
         print("stopped; to resume, rerun the same command", file=sys.stderr)
         raise

@@ -25,9 +25,9 @@ from clearhead.config.command_line import (
 from clearhead.config.schema import Encoding, Names, Paths, Positive, Settings, VocabSize
 from clearhead.errors import DataError, sanitize
 from clearhead.output.console import progress
-from clearhead.tokens.paths import find_files, notes_about_repeated
 from clearhead.tokens.readers import documents, split_file
-from clearhead.tokens.tokenizer_training import SAMPLE_BYTES, Sample, train_tokenizer
+from clearhead.tokens.sources import find_files, notes_about_repeated
+from clearhead.tokens.tokenizer import SAMPLE_BYTES, Sample, train_tokenizer
 
 PART_BYTES = 2**24  # progress is shown after each part
 

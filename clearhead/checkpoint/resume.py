@@ -48,7 +48,7 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     changed = {
         key: value
         for key, value in changed.items()
-        if is_of(key, fixed) and key not in ("data.path", "data.val_path", "data.verify")
+        if is_of(key, fixed) and key not in ("data.path", "data.val_path")
     }
     if not {s.get("data.tokenizer") for s in (saved, now)} & {*VOCABULARIES, TRAINED}:
         changed.pop("data.tokenizer", None)  # of two directories, the tokenizers are compared

@@ -203,12 +203,9 @@ class DataConfig(Settings):
     val_path: Paths | None
     text_key: Names
     encoding: Encoding
-    token_dtype: Literal["uint16", "uint32", "uint64"]
     stride: Positive | None
     within_documents: bool
     val_fraction: Fractional
-    endoftext: Literal["token", "text"]
-    verify: AutoOrBool
 
 
 class OptimizerConfig(Settings):

@@ -60,7 +60,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, window: int | None = Non
     """Writes files from which AutoTokenizer loads a tokenizer with the same ids.
 
     window: number of tokens that a model with it can read. The exported tokenizers encode the
-    characters <|endoftext|> as the end-of-text token, as data.endoftext=token does.
+    characters <|endoftext|> as the end-of-text token, as training does.
     """
     (folder / TOKENIZER).write_bytes(to_json(tokenizer))
     settings = {

@@ -27,7 +27,7 @@ except ImportError:  # Windows
 
 CGROUP = Path("/sys/fs/cgroup")  # limits of a container
 ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of torch; both are read
-PACKAGES = ("numpy", "tiktoken", "gigatoken")
+PACKAGES = ("numpy", "tiktoken")
 
 # ------------------------------------------------------------------------ memory of a device
 

@@ -9,10 +9,9 @@ from clearhead.config.schema import Config
 from clearhead.errors import DataError, Problem, message_of, refuse
 from clearhead.parallel.strategy import Strategy
 from clearhead.tokens import TRAINED, VOCABULARIES
-from clearhead.tokens.shards import is_shards
-from clearhead.tokens.tokenizer import Tokenizer, get_tokenizer
+from clearhead.tokens.sources import token_files
+from clearhead.tokens.tokenizer import BLOCK, Sample, Tokenizer, get_tokenizer, train_tokenizer
 from clearhead.tokens.tokenizer_json import from_json, load_tokenizer, read_tokenizer, to_json
-from clearhead.tokens.tokenizer_training import BLOCK, Sample, train_tokenizer
 from clearhead.tokens.windows import MixedDataset
 from data import GPTDatasetV1, LoadedData, load_datasets
 
@@ -68,7 +67,7 @@ def of_checkpoint(name: str, checkpoint: Path) -> Tokenizer:
 def train_on_text(config: Config) -> tuple[Tokenizer, int]:
     """Returns a tokenizer, trained on the training part of the text, and the bytes of that part."""
     for key, path in (("data.path", config.data.path), ("data.val_path", config.data.val_path)):
-        if is_shards(path):
+        if token_files(path):
             hint = "give the tokenizer that they were made with: data.tokenizer=DIR"
             raise DataError(key, path, "token files are tokenized already", hint)
     as_bytes = get_tokenizer("byte")

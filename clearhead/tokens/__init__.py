@@ -1,18 +1,16 @@
 """Tokenizers, file readers, token files, datasets of windows, and the sampler.
 
-    tokenizer.py           byte-level BPE: GPT-2's tokenizer, bytes
-    tokenizer_json.py      stored tokenizers: tokenizer.json
-    tokenizer_training.py  trains a tokenizer on a text
-    encoding.py            tokenizes texts of any length
-    paths.py               finds the files of data.path
-    readers.py             reads documents from text, JSON lines, Parquet and Hugging Face datasets
-    token_stream.py        token ids of many files as one long array
-    shards.py              token files (the formats of llm.c and nanoGPT) and their manifest
-    prepare.py             writes token files with many processes
-    sources.py             reads data.path and data.val_path, splits off the validation tokens
-    windows.py             base class of datasets (data.py), and mixtures of datasets
-    sampler.py             selects the windows of each step
-    synthetic.py           generated sequences for the induction experiment
+    tokenizer.py       byte-level BPE: GPT-2's tokenizer, bytes, and one trained on a text
+    tokenizer_json.py  stored tokenizers: tokenizer.json
+    encoding.py        tokenizes texts of any length
+    readers.py         reads documents from text, JSON lines, Parquet and Hugging Face datasets
+    token_stream.py    token ids of many files as one long array
+    shards.py          token files (the formats of llm.c and nanoGPT) and their manifest
+    prepare.py         writes token files with many processes
+    sources.py         the files of data.path, their tokens, and the validation part
+    windows.py         base class of datasets (data.py), and mixtures of datasets
+    sampler.py         selects the windows of each step
+    synthetic.py       generated sequences for the induction experiment
 
 In a stream of tokens every document starts with the end-of-text token, as in the files of llm.c and
 modded-nanogpt. So the end-of-text tokens are the document boundaries in every format.

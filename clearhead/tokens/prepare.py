@@ -50,8 +50,8 @@ from clearhead.tokens.shards import (
 )
 from clearhead.tokens.tokenizer_json import TOKENIZER, load_tokenizer, stored
 
-MIN_TASK_BYTES = 2**24  # of text
-MIN_TASKS = 32  # for a large text, so that all workers are busy until the end
+MIN_TASK_BYTES = 2**22  # of text
+MIN_TASKS = 128  # for a large text, so that all workers are busy until the end
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,6 @@ class PrepareSettings:
     """The settings of a preparation; see scripts/prepare_data.py."""
 
     tokenizer: str  # gpt2 | byte | the path of a stored one
-    endoftext: str
-    engine: str
     shard_tokens: int
     text_key: str | list[str]
     encoding: str = "utf-8"
@@ -82,7 +80,6 @@ class TaskRecord(BaseModel):
 
     plan: str  # Preparation.plan
     fingerprint: str  # of the files
-    text_bytes: NonNegativeInt
     empty_documents: NonNegativeInt = 0
     shards: list[ShardEntry]
 
@@ -137,7 +134,7 @@ class Preparation:
         # Identifies a preparation by file names and settings. Changed files are detected per task.
         names = [os.path.basename(file) for file in files]
         self.tokenizer = load_tokenizer(settings.tokenizer)
-        values = [settings.endoftext, settings.shard_tokens, *options.values()]
+        values = [settings.shard_tokens, *options.values()]
         self.plan = hash_of([MANIFEST_VERSION, self.tokenizer.name, names, values])
 
     def start(self) -> None:
@@ -212,14 +209,8 @@ class Preparation:
         found = set(self.folder.glob("shard_[0-9]*_[0-9]*.bin"))
         for path in found - {self.folder / shard.file for shard in shards}:
             path.unlink(missing_ok=True)  # written before the text files changed
-        return write_manifest(
-            self.folder,
-            shards,
-            self.tokenizer,
-            endoftext=self.settings.endoftext,
-            text_bytes=sum(record.text_bytes for record in records),
-            empty_documents=sum(record.empty_documents for record in records),
-        )
+        empty_documents = sum(record.empty_documents for record in records)
+        return write_manifest(self.folder, shards, self.tokenizer, empty_documents)
 
 
 def _run_tasks(
@@ -267,7 +258,7 @@ def _init_worker() -> None:
 def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> None:
     """Writes the shards of a task, then its record."""
     tokenizer = load_tokenizer(settings.tokenizer)
-    encoder = StreamEncoder(tokenizer, settings.endoftext, settings.engine)
+    encoder = StreamEncoder(tokenizer)
     record_file = folder / "preparing" / f"{task.number:05d}.json"
     record_file.unlink(missing_ok=True)  # an old record would describe the old shards
     for path in folder.glob(f"shard_{task.number:05d}_*.bin*"):
@@ -298,7 +289,6 @@ def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> 
     record = TaskRecord(
         plan=plan,
         fingerprint=task.fingerprint,
-        text_bytes=encoder.text_bytes,
         empty_documents=encoder.empty_documents,
         shards=shards,
     )

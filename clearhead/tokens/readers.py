@@ -37,7 +37,7 @@ from clearhead.tokens.encoding import StreamEncoder, find_boundary, utf8_blocks
 
 COMPRESSED = (".gz", ".zst")
 BLOCK = 2**20  # bytes read at once
-MAX_ROWS = 64  # rows of Parquet read at once
+ROWS = 16  # of Parquet, read at once; each may have MAX_RECORD characters
 MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
 TEXT_HINT = "set data.encoding, such as cp1252 or utf-16, or correct the byte; archives other than "
 TEXT_HINT += f"{' and '.join(f'*{ending}' for ending in COMPRESSED)} must be decompressed"
@@ -89,7 +89,7 @@ def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
     offset = part.start if part.format.is_text else 0  # > 0: the part starts inside a document
     for blocks in documents(part):
         is_empty = True
-        for ids in encoder.encode(blocks, part.path, offset):
+        for ids in encoder.encode(blocks):
             if is_empty and not offset and ids[0] != end_of_text[0]:
                 yield end_of_text
             is_empty = False
@@ -310,14 +310,7 @@ def _parquet_rows(part: FilePart) -> Iterator[str]:
         key = _text_key(file.schema_arrow.names, part, "the file")
         groups = range(file.num_row_groups)[part.start : part.stop]
         for group in groups:
-            # Few rows at once if they may be long: the average length times the compression ratio.
-            # A small file may contain much text, and its average says little if few rows have it.
-            rows = file.metadata.row_group(group)
-            columns = [rows.column(number) for number in range(rows.num_columns)]
-            ratio = rows.total_byte_size / max(1, sum(c.total_compressed_size for c in columns))
-            row_bytes = int(ratio * rows.total_byte_size / max(1, rows.num_rows))
-            size = max(1, min(MAX_ROWS, MAX_RECORD // max(1, row_bytes)))
-            batches = file.iter_batches(size, row_groups=[group], columns=[key])
+            batches = file.iter_batches(ROWS, row_groups=[group], columns=[key])
             values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
             for row, value in enumerate(values):
                 where = f"row {row} of row group {group}"

@@ -10,12 +10,11 @@ shards, manifest.json and, unless data.tokenizer is gpt2 or byte, tokenizer.json
 contains the name of the tokenizer, and the numbers of tokens and documents and the SHA-256 of each
 shard.
 
-    streams = open_shards("fineweb/", get_tokenizer("gpt2"))  # memory-maps the files
-    streams["train"].gather(np.array([5]), 1024)              # ids 5 to 1028 (token_stream.py)
+    streams = open_shards(files, get_tokenizer("gpt2"))  # memory-maps the files
+    streams["train"].gather(np.array([5]), 1024)         # ids 5 to 1028 (token_stream.py)
 """
 
 import contextlib
-import glob
 import hashlib
 import json
 import os
@@ -37,15 +36,9 @@ from pydantic import (
 from clearhead.errors import DataError, hint_of, message_of
 from clearhead.files import atomic_write, open_regular, read_json, rename, temporary_name
 from clearhead.tokens import VOCABULARIES
-from clearhead.tokens.paths import find_files
 from clearhead.tokens.readers import translate_read_errors
 from clearhead.tokens.token_stream import TokenStream, invalid_id
 from clearhead.tokens.tokenizer import Tokenizer
-
-try:
-    import resource
-except ImportError:  # Windows, which does not limit open files
-    resource = None
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 2
@@ -102,17 +95,17 @@ class Manifest(BaseModel):
 
 
 def write_manifest(
-    folder: Path, shards: list[ShardEntry], tokenizer: Tokenizer, **extra: str | int
+    folder: Path, shards: list[ShardEntry], tokenizer: Tokenizer, empty_documents: int = 0
 ) -> dict:
-    """Writes the manifest of the shards in a folder and returns it. extra: additional entries."""
+    """Writes the manifest of the shards in a folder and returns it."""
     manifest = {
         "format": "clearhead-shards",
         "version": MANIFEST_VERSION,
         "tokenizer": tokenizer.name,
-        **extra,
         "vocab_size": tokenizer.n_vocab,
         "tokens": sum(shard.tokens for shard in shards),
         "documents": sum(shard.documents for shard in shards),
+        "empty_documents": empty_documents,
         "shards": [shard.model_dump() for shard in shards],
     }
     atomic_write(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
@@ -176,55 +169,12 @@ class ShardWriter:
 # ---------------------------------------------------------------------------------------- reading
 
 
-def is_shards(path: str | list[str] | None) -> bool:
-    """Returns whether data.path names token files: *.bin, or a folder with a manifest or *.bin."""
-    return any(map(_shard_files, [path] if isinstance(path, str) else path or []))
+def open_shards(files: list[Path], tokenizer: Tokenizer) -> dict[str, TokenStream]:
+    """Memory-maps token files: {"train": ..., "val": ...} as `split_by_name` divides them.
 
-
-def files_by_name(path: str | list[str]) -> dict[str, list]:
-    """Returns the files of data.path: {"train": files}, or with "val" as in `open_shards`."""
-    if not is_shards(path):
-        return {"train": find_files(path)}
-    entries = [path] if isinstance(path, str) else path
-    return split_by_name([file for entry in entries for file in _shard_files(entry)])
-
-
-def _shard_files(entry: str) -> list[Path]:
-    """Returns the token files of one entry of data.path, in order; [] for text files."""
-    entry = os.path.expanduser(entry)
-    if os.path.isdir(entry):
-        folder = Path(entry)
-        if os.path.lexists(folder / MANIFEST):
-            return [folder / shard.file for shard in read_manifest(folder).shards]
-        if os.path.exists(folder / "preparing"):
-            hint = "rerun python -m scripts.prepare_data with the same settings"
-            raise DataError("data.path", entry, "the preparation is not complete", hint)
-        return sorted(folder.glob("*.bin"))
-    if os.path.isfile(entry):
-        return [Path(entry)] if entry.endswith(".bin") else []
-    return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))
-
-
-def open_shards(
-    path: str | list[str], tokenizer: Tokenizer, verify: str | bool = "auto", dtype: str = "uint16"
-) -> dict[str, TokenStream]:
-    """Memory-maps the token files of data.path: {"train": ..., "val": ...}.
-
-    Files whose names contain the word "val" (VALIDATION_NAME) are the validation data, as in llm.c
-    and nanoGPT. If all files or none have such a name, there is only "train". verify: whether all
-    bytes are read and compared with the checksums of the manifest; auto: up to 1 GiB in total.
-    dtype: of ids without a header; with one they are uint16. Raises DataError with the file and the
-    byte position.
+    Up to 1 GiB in total is read and compared with the checksums of the manifest. Raises DataError
+    with the file and the byte position.
     """
-    files = []
-    for entry in [path] if isinstance(path, str) else path:
-        found = _shard_files(entry)
-        if not found:
-            find_files(entry)  # raises DataError if there is no file
-            reason = "is a text file, but other entries of data.path are token files"
-            hint = "convert it to token files: python -m scripts.prepare_data"
-            raise DataError("data.path", entry, reason, hint)
-        files += found
     folders = {file.parent for file in files}
     manifests = {f: read_manifest(f) for f in folders if os.path.lexists(f / MANIFEST)}
     for folder, manifest in manifests.items():
@@ -233,23 +183,21 @@ def open_shards(
             name = manifest.tokenizer if manifest.tokenizer in VOCABULARIES else folder
             hint = f"train with data.tokenizer={name}, or create the token files again"
             raise DataError("data.tokenizer", tokenizer.name, reason, hint)
-    if resource:
-        _raise_file_limit(len(files) + 256)  # each memory-mapped file needs a file descriptor
-    shards = [_open_shard(f, manifests.get(f.parent), tokenizer, dtype) for f in files]
-    if verify == "auto":
-        verify = sum(shard.size for shard in shards) <= MAX_VERIFIED
-    for shard in shards if verify else ():
-        shard.verify()
-    opened = {shard.path: shard for shard in shards}
-    parts = split_by_name(files)
-    end_of_text = tokenizer.eot_token
+    _raise_file_limit(len(files) + 256)  # each memory-mapped file needs a file descriptor
+    shards = {file: _open_shard(file, manifests.get(file.parent), tokenizer) for file in files}
+    if sum(shard.size for shard in shards.values()) <= MAX_VERIFIED:
+        for shard in shards.values():
+            shard.verify()
     return {
-        name: _stream([opened[path] for path in part], end_of_text) for name, part in parts.items()
+        name: _stream([shards[file] for file in part], tokenizer)
+        for name, part in split_by_name(files).items()
     }
 
 
 def split_by_name(files: list[Path]) -> dict[str, list[Path]]:
-    """Returns {"train": files, "val": files}; only "train" if all files or none are named val."""
+    """Returns {"train": files, "val": files}: files whose names contain the word "val"
+    (VALIDATION_NAME) are the validation data, as in llm.c and nanoGPT. If all files or none have
+    such a name, there is only "train"."""
     val = [file for file in files if VALIDATION_NAME.search(file.stem)]
     train = [file for file in files if not VALIDATION_NAME.search(file.stem)]
     return {"train": train, "val": val} if train and val else {"train": files}
@@ -257,23 +205,13 @@ def split_by_name(files: list[Path]) -> dict[str, list[Path]]:
 
 def _raise_file_limit(wanted: int) -> None:
     """Raises the limit of open files to `wanted` if the system allows it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft < wanted:
-        # macOS has a lower limit than `hard`. Then _open_shard reports the file.
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    with contextlib.suppress(ImportError, ValueError, OSError):  # then _open_shard reports a file
+        import resource  # Windows has none and does not limit open files
 
-
-def _stream(shards: list["_Shard"], end_of_text: int) -> TokenStream:
-    return TokenStream(
-        [shard.ids for shard in shards],
-        shards[0].vocab_size,
-        end_of_text,
-        [(str(shard.path), shard.first_byte) for shard in shards],
-        [(shard.path.name, shard.checksum()) for shard in shards],
-    )
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < wanted:
+            most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @dataclass
@@ -293,7 +231,7 @@ class _Shard:
             digest = hashlib.sha256(file.read(self.first_byte))
             while raw := file.read(BLOCK):
                 digest.update(raw)
-                ids = np.frombuffer(raw, self.ids.dtype)
+                ids = np.frombuffer(raw, TOKEN_DTYPE)
                 if ids.max() >= self.vocab_size:
                     index = int((ids >= self.vocab_size).argmax())
                     byte = file.tell() - len(raw) + ids.itemsize * index
@@ -312,56 +250,38 @@ class _Shard:
         return digest.hexdigest()[:12]
 
 
-def _bad_file(path: Path, reason: str, hint: str = "prepare or copy it again") -> DataError:
-    return DataError("data.path", path, reason, hint)
+def _stream(shards: list[_Shard], tokenizer: Tokenizer) -> TokenStream:
+    return TokenStream(
+        [shard.ids for shard in shards],
+        tokenizer.n_vocab,
+        tokenizer.eot_token,
+        [(str(shard.path), shard.first_byte) for shard in shards],
+        [(shard.path.name, shard.checksum()) for shard in shards],
+    )
 
 
-def _open_shard(path: Path, manifest: Manifest | None, tokenizer: Tokenizer, dtype: str) -> _Shard:
+def _open_shard(path: Path, manifest: Manifest | None, tokenizer: Tokenizer) -> _Shard:
     """Checks a token file's header against its size and the manifest, and memory-maps it."""
     with translate_read_errors(str(path), OSError), open_regular(path) as file:
         header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
-    vocab_size = tokenizer.n_vocab
     entry = manifest and next((e for e in manifest.shards if e.file == path.name), None)
     if int.from_bytes(header[:4], "little") == MAGIC:
         first_byte, count = HEADER_BYTES, _count_in_header(path, header, size)
-        plain = TOKEN_DTYPE
     else:
-        # nanoGPT's format: ids without a header. A header has zeros after its three numbers.
-        plain = np.dtype(dtype).newbyteorder("<")
-        _check_plain_ids(path, header, plain)
-        ids = np.frombuffer(header[: len(header) // plain.itemsize * plain.itemsize], plain)
-        is_header = len(header) == HEADER_BYTES and not any(header[12:])
-        if entry or is_header or not len(ids) or size % plain.itemsize or ids.max() >= vocab_size:
-            magic = int.from_bytes(header[:4], "little", signed=True)
-            reason = f"not a token file: magic number {magic} at byte 0 instead of {MAGIC}, and "
-            reason += f"its {size} bytes are not {dtype} ids below {vocab_size}"
-            raise _bad_file(path, reason, "use token files in the format of llm.c or nanoGPT")
-        first_byte, count = 0, size // plain.itemsize
+        first_byte, count = 0, size // 2
+        _check_plain_ids(path, header, size, tokenizer.n_vocab, is_plain=entry is None)
     if entry and entry.tokens != count:
         raise _bad_file(path, f"its number of tokens, {count} (byte 8), does not match {MANIFEST}")
     try:
-        ids = np.asarray(np.memmap(path, plain, "r", first_byte, (count,)))
+        ids = np.asarray(np.memmap(path, TOKEN_DTYPE, "r", first_byte, (count,)))
     except OSError as error:
         hint = hint_of(error, "copy the file to a local disk")
         raise _bad_file(path, f"cannot be memory-mapped ({error.strerror})", hint) from error
-    return _Shard(path, size, first_byte, ids, vocab_size, entry and entry.sha256)
+    return _Shard(path, size, first_byte, ids, tokenizer.n_vocab, entry and entry.sha256)
 
 
-def _check_plain_ids(path: Path, start: bytes, dtype: np.dtype) -> None:
-    """Raises DataError if a file of ids without a header seems to have another vocabulary or width.
-    start: its first bytes."""
-    if start.startswith(b"\x93NUMPY"):
-        hint = f"numpy.load({str(path)!r}).tofile('ids.bin') writes the ids alone"
-        raise _bad_file(path, "a file of numpy.save, not plain ids", hint)
-    if (path.parent / "meta.pkl").exists():  # written by nanoGPT's character-level data
-        reason = "there is a meta.pkl: these are not ids of a tokenizer of this project"
-        raise _bad_file(path, reason, "train on the text: data.path=input.txt data.tokenizer=byte")
-    ids = np.frombuffer(start[: len(start) // 8 * 8], "<u2").reshape(-1, 4)
-    zeros = (ids == 0).sum(axis=0) > 0.9 * len(ids)
-    if dtype == TOKEN_DTYPE and zeros[1] and zeros[3] and not zeros[0]:
-        bits = 64 if zeros[2] else 32
-        reason = f"its ids have {bits} bits instead of 16"
-        raise _bad_file(path, reason, f"set data.token_dtype=uint{bits}")
+def _bad_file(path: Path, reason: str, hint: str = "prepare or copy it again") -> DataError:
+    return DataError("data.path", path, reason, hint)
 
 
 def _count_in_header(path: Path, header: bytes, size: int) -> int:
@@ -378,3 +298,30 @@ def _count_in_header(path: Path, header: bytes, size: int) -> int:
         reason = f"{wrong}: {size} bytes, but {count} tokens in the header (byte 8) need {needed}"
         raise _bad_file(path, reason)
     return count
+
+
+def _check_plain_ids(path: Path, start: bytes, size: int, vocab_size: int, is_plain: bool) -> None:
+    """Raises DataError unless a file has nanoGPT's format, 16-bit ids of this vocabulary without a
+    header. start: its first bytes. is_plain: false if the file must have a header."""
+    if start.startswith(b"\x93NUMPY"):
+        hint = f"numpy.load({str(path)!r}).astype('uint16').tofile('ids.bin') writes the ids alone"
+        raise _bad_file(path, "a file of numpy.save, not plain ids", hint)
+    if (path.parent / "meta.pkl").exists():  # written by nanoGPT's character-level data
+        reason = "there is a meta.pkl: these are not ids of a tokenizer of this project"
+        raise _bad_file(path, reason, "train on the text: data.path=input.txt data.tokenizer=byte")
+    columns = np.frombuffer(start[: len(start) // 8 * 8], TOKEN_DTYPE).reshape(-1, 4)
+    zeros = (columns == 0).sum(axis=0) > 0.9 * len(columns)
+    if zeros[1] and zeros[3] and not zeros[0]:
+        bits = 64 if zeros[2] else 32
+        read = f"numpy.fromfile({str(path)!r}, 'uint{bits}')"
+        hint = f"{read}.astype('uint16').tofile('ids.bin') converts them"
+        raise _bad_file(path, f"its ids have {bits} bits instead of 16", hint)
+    ids = np.frombuffer(start[: len(start) // 2 * 2], TOKEN_DTYPE)
+    # A header has zeros after its three numbers.
+    is_header = len(start) == HEADER_BYTES and not any(start[12:])
+    if is_plain and not is_header and len(ids) and size % 2 == 0 and ids.max() < vocab_size:
+        return
+    magic = int.from_bytes(start[:4], "little", signed=True)
+    reason = f"not a token file: magic number {magic} at byte 0 instead of {MAGIC}, and its {size} "
+    reason += f"bytes are not 16-bit ids below {vocab_size}"
+    raise _bad_file(path, reason, "use token files in the format of llm.c or nanoGPT")

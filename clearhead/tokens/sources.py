@@ -1,23 +1,154 @@
-"""The tokens of a run: reads data.path and data.val_path, and divides training from validation.
+"""The files that data.path names, and the tokens of a run.
 
+    find_files("books/")                                  # text files
     tokens = load_tokens(config.data, get_tokenizer("gpt2"))
     tokens.train[0], tokens.val[0]  # TokenStream; of a mixture, one for each source
 
-data.py makes windows of them.
+data.py makes windows of the tokens.
 """
 
+import glob
 import itertools
 import os
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from os.path import isfile
+from pathlib import Path
+
+import numpy as np
 
 from clearhead.config.schema import DataConfig
 from clearhead.errors import DataError, sanitize
-from clearhead.tokens.encoding import StreamEncoder, concatenate
-from clearhead.tokens.paths import find_files, notes_about_repeated
-from clearhead.tokens.readers import FilePart, encode_part
-from clearhead.tokens.shards import files_by_name, is_shards, open_shards
+from clearhead.tokens import HUB
+from clearhead.tokens.encoding import StreamEncoder, available_cores, concatenate
+from clearhead.tokens.readers import (
+    IN_FOLDERS,
+    FilePart,
+    check_regular_file,
+    encode_part,
+    extension_of,
+    format_of,
+    split_file,
+    translate_read_errors,
+)
+from clearhead.tokens.shards import MANIFEST, open_shards, read_manifest, split_by_name
 from clearhead.tokens.token_stream import Checksums, TokenStream
 from clearhead.tokens.tokenizer import Tokenizer
+
+PART_BYTES = 2**19  # of text that a thread encodes at once
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def find_files(path: str | list[str], notes: list[str] | None = None) -> list[str]:
+    """Returns the files of data.path: a file, a folder (read recursively), a glob, or a list.
+
+    The files of each entry are sorted, so that a folder always gives the same tokens. Appends a
+    note for each folder with other files. Raises DataError if an entry matches no file or a folder
+    cannot be listed.
+    """
+    files: list[str] = []
+    for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
+        if entry.startswith(HUB):
+            found = [entry]
+        elif os.path.isdir(entry):
+            found, others = _text_files_in(entry)
+            if others and notes is not None:
+                kinds = Counter(Path(name).suffix.lower() or "without extension" for name in others)
+                skipped = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(9))
+                read = f"{len(found)} file{'s' * (len(found) != 1)} read"
+                notes.append(sanitize(f"{entry}: {read}; skipped: {skipped}", keep=""))
+            if not found:
+                hint = "use a glob for files with another extension, such as FOLDER/*.html"
+                names = ", ".join(f"*{extension}" for extension in IN_FOLDERS)
+                raise DataError("data.path", entry, f"the folder contains no {names}", hint)
+        elif os.path.exists(entry):
+            check_regular_file(entry)
+            found = [entry]
+        else:
+            found = sorted(filter(os.path.isfile, glob.glob(entry, recursive=True)))
+            if not found:
+                reason = "no file matches" if glob.has_magic(entry) else "file not found"
+                hint = f"check the path (relative to {os.getcwd()})"
+                hint += "; write a list as [a,b]" if "," in entry else ""
+                raise DataError("data.path", entry, reason, hint)
+        files += found
+    return files
+
+
+def _text_files_in(folder: str) -> tuple[list[str], list[str]]:
+    """Returns the text files in a folder and its subfolders, and the names of its other files, both
+    without hidden ones. Follows links, but lists each folder and each file only once."""
+    found, others, seen = [], [], {*map(str, Path(os.path.realpath(folder)).parents)}
+    for here, folders, names in os.walk(folder, onerror=_raise_read_error, followlinks=True):
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        if (real := os.path.realpath(here)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        for name in sorted(names):
+            path = str(Path(here, name))
+            if name[0] == "." or (real := os.path.realpath(path)) in seen or not isfile(path):
+                continue
+            seen.add(real)
+            if extension_of(name) in IN_FOLDERS:
+                found.append(path)
+            else:
+                others.append(name)
+    return sorted(found, key=Path), others
+
+
+def _raise_read_error(error: OSError) -> None:
+    with translate_read_errors(error.filename, OSError):
+        raise error
+
+
+def token_files(path: str | list[str] | None) -> list[Path]:
+    """Returns the token files of data.path, *.bin, in order: files, globs, and folders with a
+    manifest or *.bin. [] if it names text files. Raises DataError if it names both."""
+    entries = [path] if isinstance(path, str) else path or []
+    found = [_token_files_of(os.path.expanduser(entry)) for entry in entries]
+    for entry, files in zip(entries, found, strict=True):
+        if any(found) and not files:
+            find_files(entry)  # raises DataError if there is no file
+            reason = "is a text file, but other entries of data.path are token files"
+            hint = "convert it to token files: python -m scripts.prepare_data"
+            raise DataError("data.path", entry, reason, hint)
+    return [*itertools.chain(*found)]
+
+
+def _token_files_of(entry: str) -> list[Path]:
+    if os.path.isdir(entry):
+        folder = Path(entry)
+        if os.path.lexists(folder / MANIFEST):
+            return [folder / shard.file for shard in read_manifest(folder).shards]
+        if os.path.exists(folder / "preparing"):
+            hint = "rerun python -m scripts.prepare_data with the same settings"
+            raise DataError("data.path", entry, "the preparation is not complete", hint)
+        return sorted(folder.glob("*.bin"))
+    if os.path.isfile(entry):
+        return [Path(entry)] if entry.endswith(".bin") else []
+    return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))
+
+
+def files_by_name(path: str | list[str]) -> dict[str, list]:
+    """Returns the files of data.path: {"train": files}, or with "val" as in `split_by_name`."""
+    shards = token_files(path)
+    return split_by_name(shards) if shards else {"train": find_files(path)}
+
+
+def notes_about_repeated(files: Iterable[str | Path], val_files: Iterable = ()) -> list[str]:
+    """Returns notes about files that are read more than once. val_files: those of data.val_path."""
+    counts = Counter(map(os.path.realpath, files))
+    notes = [f"{file} is read more than once" for file, n in counts.most_common(3) if n > 1]
+    both = counts.keys() & {*map(os.path.realpath, val_files)}
+    notes += [f"{file} is also in data.val_path, so training sees it" for file in sorted(both)[:1]]
+    return [sanitize(f"data.path: {note}", keep="") for note in notes]
+
+
+# ------------------------------------------------------------------------------------------ tokens
 
 
 @dataclass
@@ -38,6 +169,7 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
     """
     loaded, is_mixture = LoadedTokens(), config.weights and isinstance(config.path, list)
     sources, key = (config.path if is_mixture else [config.path]), "data.path"
+    files, val_files = [], []
     for source in sources:
         streams = load_streams(config, source, tokenizer, loaded.notes)
         loaded.checksums += itertools.chain(*(s.checksums() for s in streams.values()))
@@ -52,6 +184,7 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
             loaded.notes.append(sanitize(f"data.path={source}: {reason}", keep=""))
         loaded.train.append(train)
         loaded.val += [] if val is None else [val]
+        files += files_by_name(source)["train"]
     if config.val_path:
         sources, key = [config.val_path], "data.val_path"
         try:
@@ -61,14 +194,14 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
             raise
         loaded.val = [streams.get("val", streams["train"])]
         loaded.checksums += loaded.val[0].checksums()
+        by_name = files_by_name(config.val_path)
+        val_files = by_name.get("val", by_name["train"])
     for source, val in zip(sources, loaded.val, strict=False):  # no validation data, or of each
         if len(val) <= config.max_length:
             reason = f"{len(val)} validation tokens, but a window needs {config.max_length + 1}"
             hint = "use a longer text, a smaller data.max_length, or another data.val_fraction"
             raise DataError(key, source, reason, f"{hint} (0: no validation)")
-    val_files = files_by_name(config.val_path) if config.val_path else {}
-    val_files = val_files.get("val") or val_files.get("train", [])
-    loaded.notes += notes_about_repeated(files_by_name(config.path)["train"], val_files)
+    loaded.notes += notes_about_repeated(files, val_files)
     return loaded
 
 
@@ -77,18 +210,36 @@ def load_streams(
 ) -> dict[str, TokenStream]:
     """Returns {"train": stream}; also "val" if some, not all, token files are named val. Appends
     notes about skipped files and texts."""
-    if is_shards(path):
-        return open_shards(path, tokenizer, config.verify, config.token_dtype)
-    files = find_files(path, notes)
-    encoder = StreamEncoder(tokenizer, config.endoftext)
+    if shards := token_files(path):
+        return open_shards(shards, tokenizer)
     options = {"text_key": config.text_key, "encoding": config.encoding}
-    parts = [FilePart(file, **options) for file in files]
-    tokens = concatenate(itertools.chain.from_iterable(encode_part(p, encoder) for p in parts))
+    tokens, empty = encode_files(find_files(path, notes), tokenizer, **options)
     if not len(tokens):
         raise DataError("data.path", path, "the files contain no text", "use other files")
-    if encoder.empty_documents:
-        notes.append(f"data.path: {encoder.empty_documents:,} empty texts skipped")
+    if empty:
+        notes.append(f"data.path: {empty:,} empty texts skipped")
     return {"train": TokenStream([tokens], tokenizer.n_vocab, tokenizer.eot_token)}
+
+
+def encode_files(files: list[str], tokenizer: Tokenizer, **options) -> tuple[np.ndarray, int]:
+    """Returns the token ids of text files, uint16, and the number of their empty documents. Encodes
+    parts of the files in threads. options: text_key and encoding. Raises DataError."""
+
+    def encode(part: FilePart) -> tuple[np.ndarray, int]:
+        encoder = StreamEncoder(tokenizer)
+        return concatenate(encode_part(part, encoder)), encoder.empty_documents
+
+    parts, ids, num_empty = [], bytearray(), 0
+    for file in files:
+        if format_of(file).is_file:
+            parts += split_file(file, PART_BYTES, **options)
+        else:  # each part of a dataset of the hub would need requests
+            parts.append(FilePart(file, **options))
+    with ThreadPoolExecutor(available_cores()) as threads:
+        for of_part, empty in threads.map(encode, parts):
+            ids += memoryview(of_part)
+            num_empty += empty
+    return np.frombuffer(ids, np.uint16), num_empty
 
 
 def split_tokens(

@@ -1,18 +1,21 @@
 """Byte-level BPE tokenizers, as tiktoken encodings: GPT-2's, bytes, and those of a user's text.
 
     tokenizer = get_tokenizer("gpt2")                  # or "byte"; needs no network
+    tokenizer = train_tokenizer(sample, vocab_size)    # a new one
     tokenizer = load_tokenizer("runs/NAME")            # a stored one, tokenizer_json.py
-    tokenizer = train_tokenizer(texts, vocab_size)     # a new one, tokenizer_training.py
 
 A token is a sequence of bytes. To encode a text, a pattern splits it into pieces. Each piece starts
 as single bytes, and the pair of neighbours that forms the token with the smallest id is merged,
-until no pair forms a token (Sennrich et al. 2016; Radford et al. 2019). tiktoken is the reference
-for all ids; encoding.py returns the same ids faster.
+until no pair forms a token (Sennrich et al. 2016; Radford et al. 2019). encoding.py encodes texts
+of any length.
 """
 
 import functools
 import hashlib
 import importlib.util
+import itertools
+import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +27,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT, VOCABULARIES
 
-# How a text is split, by gigatoken's names. GPT-2's pattern separates letters from combining marks:
+# How a text is split. GPT-2's pattern separates letters from combining marks:
 # it splits a word of Hindi or Thai at almost every vowel. The pattern of Qwen 3.5 keeps them
 # together. It also joins a space or another sign with the letters after it, line breaks with the
 # punctuation before them, and splits numbers into digits.
@@ -33,6 +36,19 @@ PATTERNS = {
     "qwen35": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+# Files have a character for each byte, as GPT-2's: printable Latin-1 characters stay, the other
+# bytes have characters from U+0100 on.
+_VISIBLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+_others = itertools.count(256)
+CHARACTERS = [chr(byte if byte in _VISIBLE else next(_others)) for byte in range(256)]
+BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
+
+TRAINED_PATTERN = "qwen35"  # fewer tokens than with GPT-2's pattern in all measured languages
+SAMPLE_BYTES = 16_000_000  # with 100 MB, texts have about as many tokens (docs/data.md)
+BLOCK = 2**16  # bytes
+# Ids of a vocabulary whose size is not given. With fewer, also books of 0.1 MB are learned worse.
+MIN_SIZE, MAX_SIZE = 2**11, 2**15
+LONGEST_TOKEN = 64  # bytes, half as many in some scripts; a longer one is a repeated phrase
 
 
 class Tokenizer(tiktoken.Encoding):
@@ -127,3 +143,81 @@ def _gpt2_ranks() -> dict[bytes, int]:
         del os.environ["TIKTOKEN_CACHE_DIR"]
         if cache is not None:
             os.environ["TIKTOKEN_CACHE_DIR"] = cache
+
+
+# --------------------------------------------------------------------------------------- training
+
+
+class Sample:
+    """Evenly spaced blocks of a text of any length, about `limit` bytes at most.
+
+    At first every block is kept. When they are too many, every second one is removed, and of the
+    following ones every second is kept, and so on.
+    """
+
+    def __init__(self, limit: int = SAMPLE_BYTES):
+        self.limit = limit
+        self.blocks: list[bytes] = []
+        self.size = self.text_bytes = 0  # bytes of the kept blocks, and of all
+        self._count, self._every = 0, 1
+
+    def add(self, text: bytes) -> None:
+        """Adds a part of the text, UTF-8. A character that is divided between blocks is lost."""
+        for start in range(0, len(text), BLOCK):
+            block = text[start : start + BLOCK]
+            self.text_bytes += len(block)
+            if self._count % self._every == 0:
+                self.blocks.append(block)
+                self.size += len(block)
+            self._count += 1
+            if self.size > self.limit and len(self.blocks) > 1:
+                self.blocks = self.blocks[::2]
+                self.size = sum(map(len, self.blocks))
+                self._every *= 2
+
+
+def default_vocab_size(text_bytes: int) -> int:
+    """Returns the size of the vocabulary for a text: the power of two nearest to twice the square
+    root of its bytes, from 2,048 to 32,768."""
+    wanted = 2 ** round(math.log2(2 * math.sqrt(max(text_bytes, 1))))
+    return min(max(wanted, MIN_SIZE), MAX_SIZE)
+
+
+def train_tokenizer(sample: Sample, vocab_size: int | None = None) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer with Hugging Face's library `tokenizers`.
+
+    The most frequent pair of neighbouring tokens becomes a new token, until the vocabulary is
+    complete or no pair occurs twice. The ids: 0 to 255 are the bytes, then come the new tokens in
+    the order in which they were found, and the last id is <|endoftext|>. The same text and size
+    give the same ids. vocab_size=None: default_vocab_size, or fewer ids if the text is too short
+    for them. Raises DataError if it is too short for a given size.
+    """
+    from tokenizers import Regex, models, trainers
+    from tokenizers import Tokenizer as Model
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+    model = Model(models.BPE())
+    of_bytes = ByteLevel(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer = Sequence([Split(Regex(PATTERNS[TRAINED_PATTERN]), "isolated"), of_bytes])
+    trainer = trainers.BpeTrainer(
+        vocab_size=(vocab_size or default_vocab_size(sample.text_bytes)) - 1,
+        min_frequency=2,
+        max_token_length=LONGEST_TOKEN,
+        initial_alphabet=CHARACTERS,
+        show_progress=False,
+    )
+    texts = (
+        text.decode("utf-8", "ignore")
+        for block in sample.blocks
+        for text in block.split(END_OF_TEXT.encode())
+    )
+    model.train_from_iterator(texts, trainer)
+    merges = json.loads(model.to_str())["model"]["merges"]
+    found = 257 + len(merges)
+    if vocab_size and found < vocab_size:
+        reason = f"the text supports {found:,} ids: no other pair of tokens occurs twice"
+        fewer = f"{found}, " if found > 257 else ""
+        raise DataError("data.vocab_size", vocab_size, reason, f"use {fewer}null, or more text")
+    tokens = [*CHARACTERS, *(left + right for left, right in merges)]
+    ranks = {bytes(map(BYTES.get, token)): number for number, token in enumerate(tokens)}
+    return Tokenizer(ranks, TRAINED_PATTERN, {END_OF_TEXT: len(tokens)})

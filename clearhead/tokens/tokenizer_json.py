@@ -8,9 +8,6 @@ Only byte-level BPE as in the GPT-2 family is read: without a normalizer, with o
 and with ids in the order of the merges. tiktoken merges the neighbours whose *token* has the
 smallest id, tokenizers the neighbours that are the first *pair* in the list of merges. Both give
 the same ids if each token is the result of exactly one pair, which is compared here.
-
-The files have a character for each byte, as GPT-2's: printable Latin-1 characters stay, the other
-bytes have characters from U+0100 on.
 """
 
 import functools
@@ -23,18 +20,11 @@ from pathlib import Path
 from clearhead.errors import DataError, message_of
 from clearhead.files import parse_json, read_bounded, read_json, read_object
 from clearhead.tokens import END_OF_TEXT, MAX_VOCABULARY, VOCABULARIES
-from clearhead.tokens.tokenizer import PATTERNS, Tokenizer, get_tokenizer
+from clearhead.tokens.tokenizer import BYTES, CHARACTERS, PATTERNS, Tokenizer, get_tokenizer
 
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 2**26  # of a file
 MAX_TOKEN_BYTES = 2**10
-VISIBLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
-_others = itertools.count(256)
-CHARACTERS = [chr(byte if byte in VISIBLE else next(_others)) for byte in range(256)]
-BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
-
-Merges = list[tuple[bytes, bytes]]
-
 
 # ---------------------------------------------------------------------------------------- writing
 
@@ -89,7 +79,7 @@ def _split(pattern: str) -> dict:
     return of_pattern | {"behavior": "Isolated", "invert": False}
 
 
-def merges_of(ranks: Mapping[bytes, int]) -> Merges:
+def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
     """Returns the pair of tokens that is merged to each token, in the order of the ids."""
     return [_pair(ranks, token) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
 

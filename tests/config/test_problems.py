@@ -64,7 +64,7 @@ trainer.max_steps=0 trainer.warmup_steps=-1 trainer.batch_size=1e9 trainer.sampl
 trainer.threads=0 trainer.threads=1025
 lens.max_tokens=1 lens.frames=1 parallel.timeout=0 parallel.timeout=1800 seed=-1
 seed=99999999999999999999
-optimizer.schedule=linear model.attention=flash data.tokenizer=x data.endoftext=maybe
+optimizer.schedule=linear model.attention=flash data.tokenizer=x data.synthetic=maybe
 trainer.precision=fp8 trainer.compile=maybe trainer.device=tpu trainer.resume=true
 trainer.micro_batch_size=some wandb.mode=of wandb.log_model=true parallel.strategy=many
 data.path= name= data.val_path= wandb.project= lens.prompts=[''] name=../x name=.. name=-rf

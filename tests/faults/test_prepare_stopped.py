@@ -136,18 +136,17 @@ def test_killed_before_each_file_operation(here, tmp_path):
     assert number > 20
 
 
-@pytest.mark.parametrize(
-    ("number", "whom", "codes"),
-    [
-        (signal.SIGINT, "all", {130}),  # Ctrl-C in a terminal
-        (signal.SIGKILL, "a worker", {4}),  # as by the out-of-memory killer
-    ]
-    + [
-        (signal.SIGTERM, "main", {143, -signal.SIGTERM}),
-        (signal.SIGKILL, "main", {-signal.SIGKILL}),
-    ]
-    * CAMPAIGN,
-)
+SIGNALS = [
+    (signal.SIGINT, "all", {130}),  # Ctrl-C in a terminal
+    (signal.SIGKILL, "a worker", {4}),  # as by the out-of-memory killer
+]
+MORE_SIGNALS = [
+    (signal.SIGTERM, "main", {143, -signal.SIGTERM}),
+    (signal.SIGKILL, "main", {-signal.SIGKILL}),
+]
+
+
+@pytest.mark.parametrize(("number", "whom", "codes"), SIGNALS + MORE_SIGNALS * CAMPAIGN)
 def test_stopped_by_a_signal(start, resumed, number, whom, codes):
     """No process remains, no traceback is printed, and the same command resumes."""
     process = start()
@@ -186,19 +185,6 @@ def limited_file_size(size: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_full_disk_at_the_manifest(here, tmp_path):
-    """With many small shards, the manifest is the largest file."""
-    write_source(tmp_path / "a.txt", ["Some words of a text. " * 20])
-    arguments = ["data.path=a.txt", "out=out", "shard_tokens=5"]
-    with limited_file_size(2500):
-        code, _, errors = here(*arguments)
-    assert (code, printed_keys(errors)) == (4, ["out"])
-    kept = finished_shards(tmp_path / "out")
-    assert here(*arguments)[0] == 0
-    check_kept(tmp_path / "out", kept)
-    assert (tmp_path / "out" / "manifest.json").stat().st_size > 2500
 
 
 def test_full_disk(here, tmp_path):

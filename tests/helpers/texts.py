@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from clearhead.errors import ClearheadError
 from clearhead.tokens import END_OF_TEXT
-from clearhead.tokens.paths import find_files
 from clearhead.tokens.prepare import Preparation, PrepareSettings, run_task
 from clearhead.tokens.shards import HEADER_BYTES, open_shards
+from clearhead.tokens.sources import find_files, token_files
 from clearhead.tokens.tokenizer import get_tokenizer
 
 FRAGMENTS = [
@@ -72,20 +72,18 @@ def in_order(collection: list) -> list:
     return [*collection[::2], *collection[1::2]]
 
 
-def encode_at_once(text: str, tokenizer: str = "gpt2", endoftext: str = "token") -> np.ndarray:
+def encode_at_once(text: str, tokenizer: str = "gpt2") -> np.ndarray:
     """Returns the ids of a text by one call of tiktoken."""
-    special = {END_OF_TEXT} if endoftext == "token" else set()
-    encode = get_tokenizer(tokenizer).encode
-    return np.array(encode(text, allowed_special=special, disallowed_special=()), np.uint16)
+    return np.array(get_tokenizer(tokenizer).encode(text, allowed_special="all"), np.uint16)
 
 
-def expected_ids(collection: list, tokenizer: str = "gpt2", endoftext: str = "token") -> list[int]:
+def expected_ids(collection: list, tokenizer: str = "gpt2") -> list[int]:
     """Returns the ids of all documents, one tiktoken call each, each after an end-of-text token."""
     end_of_text, ids = get_tokenizer(tokenizer).eot_token, []
     for kind, texts in collection:
         for text in texts:
             text = text.removeprefix("\ufeff") if "txt" in kind else text
-            own = encode_at_once(text, tokenizer, endoftext).tolist()
+            own = encode_at_once(text, tokenizer).tolist()
             ids += own if own[:1] in ([], [end_of_text]) else [end_of_text, *own]
     return ids
 
@@ -112,8 +110,8 @@ def varied_text(size: int, seed: int = 0) -> str:
 
 
 def preparation(path: object, folder: Path, **changes) -> Preparation:
-    values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "gigatoken", "text_key": "text"}
-    settings = PrepareSettings(**values | {"shard_tokens": 10**8} | changes)
+    values = {"tokenizer": "gpt2", "text_key": "text", "shard_tokens": 10**8}
+    settings = PrepareSettings(**values | changes)
     path = [str(p) for p in path] if isinstance(path, list) else str(path)
     return Preparation(find_files(path), folder, settings)
 
@@ -152,7 +150,7 @@ def check_manifest(folder: Path, manifest: dict, tokenizer: str, shard_tokens: i
     assert json.loads((folder / "manifest.json").read_text()) == manifest
     end_of_text = get_tokenizer(tokenizer).eot_token
     assert (manifest["tokenizer"], manifest["vocab_size"]) == (tokenizer, end_of_text + 1)
-    stream = open_shards(str(folder), get_tokenizer(tokenizer), verify=True)["train"]
+    stream = open_shards(token_files(str(folder)), get_tokenizer(tokenizer))["train"]
     assert manifest["tokens"] == len(stream) == sum(s["tokens"] for s in manifest["shards"])
     starts = np.flatnonzero(np.array(ids_of(folder)) == end_of_text)
     assert stream.document_starts().tolist() == starts.tolist()

@@ -1,7 +1,6 @@
-"""tokens/paths.py, readers.py: files -> documents -> ids, of files and of parts; errors."""
+"""tokens/readers.py, sources.py: files -> documents -> ids, of files and of parts; errors."""
 
 import errno
-import glob
 import json
 import os
 import re
@@ -23,7 +22,6 @@ from hypothesis import strategies as st
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT, VOCABULARIES, readers
 from clearhead.tokens.encoding import StreamEncoder
-from clearhead.tokens.paths import find_files
 from clearhead.tokens.readers import (
     FilePart,
     decoded_blocks,
@@ -32,6 +30,7 @@ from clearhead.tokens.readers import (
     load_hub_dataset,
     split_file,
 )
+from clearhead.tokens.sources import find_files
 from clearhead.tokens.tokenizer import get_tokenizer
 
 some = trials(10, 150)
@@ -67,8 +66,8 @@ def encode_all(path: object, encoder: StreamEncoder, most: int = 10**9) -> list[
     return [token for part in arrays for ids in part for token in ids.tolist()]
 
 
-def ids_of(texts: list[str], tokenizer: str = "gpt2", endoftext: str = "token") -> list[int]:
-    return expected_ids([("jsonl", texts)], tokenizer, endoftext)
+def ids_of(texts: list[str], tokenizer: str = "gpt2") -> list[int]:
+    return expected_ids([("jsonl", texts)], tokenizer)
 
 
 def check_refused(path: object, *rest) -> DataError:
@@ -86,18 +85,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder():
-    return StreamEncoder(get_tokenizer("gpt2"), "token")
+    return StreamEncoder(get_tokenizer("gpt2"))
 
 
 def test_find_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    texts = "A.TXT B.Jsonl.GZ a.ndjson.zst b/b.txt.gz b/d.jsonl c.ndjson e.txt.zst f.MD.GZ"
-    texts += " i.parquet"
+    texts = "A.TXT B.Jsonl.GZ a.ndjson.zst b/b.txt.gz e.txt.zst f.MD.GZ i.parquet"
     texts = [f"all/{name}" for name in texts.split()]
     others = "b.txt a.txt c.html deep/z.txt deep/er/y.txt a[1].txt x.txt.bak"
-    ignored = "all/j.bin all/k.json all/l.gz all/m.zip notes/a.html"
-    ignored += " .git/x.txt .hidden .x.txt all/.git/y.txt"
+    ignored = "all/j.bin all/k.json all/l.gz notes/a.html .git/x.txt .hidden .x.txt all/.git/y.txt"
     for name in (*texts, *others.split(), *ignored.split()):
         write(tmp_path / name)
     (tmp_path / "folder.txt").mkdir()
@@ -108,27 +105,17 @@ def test_find_files(tmp_path, monkeypatch):
         ("a[1].txt", ["a[1].txt"]),  # a file with this name has precedence over the pattern
         (["b.txt", "deep", "c.html", "b.*"], ["b.txt", *deep, "c.html", "b.txt"]),
         ("~/deep", [f"{tmp_path}/{name}" for name in deep]),
+        ("*.txt", ["a.txt", "a[1].txt", "b.txt"]),
+        ("**/er/**/*.txt", ["deep/er/y.txt"]),
     ):
         assert find_files(path) == expected, path
     find_files(["all", "deep", "a.txt", "c.html"], notes := [])
     (note,) = notes  # of the folder that has other files
-    assert {*re.findall(r"\d+ [.\w]+", note)} == {
-        f"{len(texts)} files",
-        "1 .bin",
-        "1 .gz",
-        "1 .json",
-        "1 .zip",
-    }
-    for path in ("missing.txt", "notes", "zero byte\0.txt"):
+    found = {*re.findall(r"\d+ [.\w]+", note)}
+    assert found == {f"{len(texts)} files", "1 .bin", "1 .gz", "1 .json"}
+    for path in ("missing.txt", "notes", "no/*", "zero byte\0.txt"):
         with refused(DataError, "data.path", path):
             find_files(["a.txt", path])
-    patterns = "* *.txt ** **/ **/*.txt */ deep/** **/er/**/*.txt .* **/.* .git/* "
-    for pattern in [*patterns.split(), "[!a]*", "a[[]1].txt", "no/*", f"{tmp_path}/**/y.txt"]:
-        if expected := sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True))):
-            assert find_files(pattern) == expected, pattern
-        else:
-            with refused(DataError, "data.path", pattern):
-                find_files(pattern)
 
 
 def test_links_are_followed_and_not_circular(tmp_path):
@@ -137,17 +124,16 @@ def test_links_are_followed_and_not_circular(tmp_path):
     write(tmp_path / "elsewhere" / "b.txt")
     for n, target in enumerate([top, top.parent, tmp_path / "elsewhere", top / "gone"]):
         (top / f"link{n}").symlink_to(target)
-    for name in ("sub/a.txt", "z.txt"):  # linked files are listed once
-        (top / name).parent.mkdir(exist_ok=True)
-        (top / name).symlink_to(a)
+    (top / "z.txt").symlink_to(a)  # a linked file is listed once
     with time_limit():
         assert find_files(str(top)) == [str(a), f"{top}/link2/b.txt"]
 
 
-def test_invalid_text_is_refused(tmp_path):
+def test_invalid_text_is_refused(tmp_path, monkeypatch):
+    """With its byte, also if a character continues in the next block."""
+    good = "Größe und Straße, überall. ".encode()
     for content, numbers in (  # numbers: in the reason
         (b"x" * 2_000_000 + b"\0", (2_000_000,)),
-        ("café".encode("latin1"), (0xE9, 3)),
         ("text".encode("utf-16"), ()),
         (b"PK\x03\x04\x14\0", (5,)),  # zip
         (b"\x88\xd8\x34\x01\1\0\0\0", ()),  # token file
@@ -155,6 +141,18 @@ def test_invalid_text_is_refused(tmp_path):
         for ending in ("", ".gz", ".zst"):
             path = write(tmp_path / f"bad.txt{ending}", content)
             assert set(numbers) <= numbers_in(check_refused(path)), content[:9]
+    for block in (2**20, len(good), 5):
+        monkeypatch.setattr(readers, "BLOCK", block)
+        for end in (b"\xe9 " + good, b"\xc3", b"\0"):  # a wrong byte; a truncated file; no text
+            error = check_refused(write(tmp_path / "a.txt", good + end))
+            assert {len(good), end[0]} <= numbers_in(error)
+    for encoding, content in (
+        ("latin-1", good.decode().encode("utf-16")),  # all bytes are valid
+        ("utf-16", "text".encode("utf-32")),
+        ("utf-7", b"+2AA-"),  # a lone surrogate
+    ):
+        with refused(DataError, "data.path", write(path := tmp_path / "a.txt", content)):
+            read(path, encoding=encoding)
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
@@ -174,11 +172,12 @@ def test_whole_and_damaged_archives(ending, tmp_path):
 
 
 def test_json_lines(tmp_path):
+    """A lone surrogate becomes U+FFFD, as in tiktoken; a surrogate pair is one character."""
     lines = (
         '\n{"text": "one", "id": 1}\n   \t\r\n  {"id": 2, "text": "two\\n"}  \r\n{"text": ""}\n\n\n'
-        '{"text": "é日 \u2028 \\u65e5 \\ud83d\\ude42 \\u0000"}\n{"text": "\ufeffmark"}'
+        '{"text": "é日 \u2028 \\u65e5 \\ud83d\\ude42 \\ude42 \\u0000"}\n{"text": "\ufeffmark"}'
     )
-    texts = ["one", "two\n", "", "é日 \u2028 日 🙂 \0", "\ufeffmark"]
+    texts = ["one", "two\n", "", "é日 \u2028 日 🙂 \ufffd \0", "\ufeffmark"]
     for name in ("a.JSON", "a.ndjson.gz", "a.jsonl.zst"):
         assert read(write(tmp_path / name, lines)) == [text.encode() for text in texts]
     assert read(write(tmp_path / "a.jsonl", "\ufeff" + json_line("é") * 2)) == ["é".encode()] * 2
@@ -218,24 +217,6 @@ def test_text_in_another_encoding(tmp_path):
         assert b"".join(b"".join(blocks) for blocks in documents(part)).decode() == text * 9
 
 
-def test_bytes_that_are_not_of_the_encoding(tmp_path, monkeypatch):
-    good = "Größe und Straße, überall. ".encode()
-    for block in (2**20, len(good), 5):  # 5: characters that continue in the next block
-        monkeypatch.setattr(readers, "BLOCK", block)
-        for end in (b"\xe9 " + good, b"\xc3", b"\0"):  # a wrong byte; a truncated file; no text
-            error = check_refused(write(tmp_path / "a.txt", good + end))
-            assert {len(good), end[0]} <= numbers_in(error)
-    for encoding, content in (
-        ("ascii", good),
-        ("latin-1", good.decode().encode("utf-16")),  # all bytes are valid
-        ("utf-16", "text".encode("utf-16-le")),  # no byte-order mark
-        ("utf-16", "text".encode("utf-32")),
-        ("utf-7", b"+2AA-"),  # a lone surrogate
-    ):
-        with refused(DataError, "data.path", write(path := tmp_path / "a.txt", content)):
-            read(path, encoding=encoding)
-
-
 def test_a_new_text_format(tmp_path, monkeypatch, encoder):
     """Its files are split, and a wrong byte has the answer for text."""
 
@@ -258,19 +239,12 @@ def test_a_new_text_format(tmp_path, monkeypatch, encoder):
 
 def test_invalid_json_line_is_refused(tmp_path):
     good = b'{"text": "good"}\n'
-    for line, words in (  # words: keys, types and programs in the message
-        (b"some text", ""),
-        (b'{"text": "a\xff"}', "0xff"),
-        (b'{"id": 1, "a\\nb": ""}', "'id' 'a\\nb' data.text_key"),
-        (b'{"text": 5}', "int 'text'"),
-        (b'[{"text": "a"}]', ""),
-        (b'{"a":' * 100_000, ""),
-    ):
+    lines = [b"some text", b'{"text": "a\xff"}', b'{"id": 1, "a\\nb": ""}', b'{"text": 5}']
+    for line in (*lines, b'[{"text": "a"}]', b'{"a":' * 100_000):
         path = write(tmp_path / "a.jsonl", good + b"\n" + line + b"\n" + good)
         assert b"".join(next(documents(FilePart(str(path))))) == b"good"  # is read first
         for error in (check_refused(path), check_refused(path, 17)):
             assert 18 in numbers_in(error), line
-            assert all(word in str(error) for word in words.split()), line
 
 
 def test_one_of_several_keys(tmp_path):
@@ -285,66 +259,33 @@ def test_one_of_several_keys(tmp_path):
 
 
 def test_parquet(tmp_path):
-    texts = ["one", "", "é日🙂\n\0", "one"] * 200  # more rows than one batch
+    texts = ["one", "", "é日🙂\n\0", "one", None] * 200  # more rows than one batch
     for kind in ("string", "large_string", "string_view", "dictionary"):
         column = pyarrow.array(texts)
         column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
-        assert read(write_parquet(tmp_path / "a.parquet", column)) == [t.encode() for t in texts]
-
-
-def test_parquet_of_many_row_groups(tmp_path):
-    texts = [f"Text {n}." for n in range(700)] + [None]
-    path = write_parquet(tmp_path / "a.parquet", texts, row_group_size=1)
-    single, parts = list(split_file(str(path), 1)), list(split_file(str(path), 5000))
-    assert [part.start for part in single] == list(range(701))
-    assert 5 < len(parts) < 701
-    assert all(part.size >= 5000 for part in parts[:-1])
-    for part in parts:
-        assert part.size == sum(one.size for one in single[part.start : part.stop])
-    assert sum(part.size for part in parts) == sum(one.size for one in single)
-    assert read(path, 0, 700) == read(path, 0, 300) + read(path, 300, 700)
-    assert read(path, 300, 700) == [text.encode() for text in texts[300:700]]
-    assert read(path, 699) == [texts[699].encode(), b""]  # null
-
-
-def test_small_parquet_file_with_much_text(tmp_path, monkeypatch):
-    """A dictionary holds a repeated text once, so the size of the rows is not in the file."""
-    monkeypatch.setattr(readers, "MAX_RECORD", 2**21)
-    path = write_parquet(tmp_path / "a.parquet", ["a" * 10**6] * 40, compression="zstd")
-    before = pyarrow.total_allocated_bytes()
-    held = [pyarrow.total_allocated_bytes() - before for _ in documents(FilePart(str(path)))]
-    assert len(held) == 40
-    assert max(held) < 5e6
-
-
-def test_invalid_parquet_is_refused(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", ["a"], "content")
-    assert "'content'" in check_refused(path).reason
-    check_refused(write_parquet(path, [b"a", b"b"]))
-    write_parquet(path, [f"text {n}" for n in range(60)])
+        path = write_parquet(tmp_path / "a.parquet", column, row_group_size=300)
+        expected = [(text or "").encode() for text in texts]
+        assert read(path) == read_parts(path, 1) == expected
     whole = path.read_bytes()
     for content in [whole[:end] for end in range(0, len(whole), 23)]:
         path.write_bytes(content)
         check_refused(path)
-        with refused(DataError, "data.path", path):
-            list(split_file(str(path), 9))
+    assert "'content'" in check_refused(write_parquet(path, ["a"], "content")).reason
+    check_refused(write_parquet(path, [b"a", b"b"]))
 
 
 DOCUMENTS = ["one", "", f"{END_OF_TEXT}two", END_OF_TEXT, "é日🙂 ", "three " * 99]
 
 
-@pytest.mark.parametrize("endoftext", ["token", "text"])
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_each_document_or_text_file_begins_with_the_end_of_text_token(name, endoftext, tmp_path):
-    encoder = StreamEncoder(
-        get_tokenizer(name), endoftext, chunk_bytes=100
-    )  # a long document has several chunks
+def test_each_document_or_text_file_begins_with_the_end_of_text_token(name, tmp_path):
+    encoder = StreamEncoder(get_tokenizer(name), 100)  # a long document has several chunks
     for file in ("a.jsonl", "a.ndjson.gz", "a.parquet"):
         path = write_source(tmp_path / file, DOCUMENTS)
-        assert encode_all(path, encoder) == ids_of(DOCUMENTS, name, endoftext)
+        assert encode_all(path, encoder) == ids_of(DOCUMENTS, name)
     for text in ("one", f"{END_OF_TEXT}one"):
         path = write(tmp_path / "a.txt", "\ufeff" + text)
-        assert encode_all(path, encoder) == ids_of([text], name, endoftext), text
+        assert encode_all(path, encoder) == ids_of([text], name), text
     for text in ("\ufeff", ""):
         assert encode_all(write(tmp_path / "a.txt", text), encoder) == []
 
@@ -386,20 +327,6 @@ def test_bad_bytes_are_refused_whichever_part_has_them(folder, content, most):
     with refused(DataError, "data.path", path) as caught:
         read_parts(path, most)
     assert expected <= numbers_in(caught.value)
-
-
-# A lone surrogate becomes U+FFFD, as in tiktoken; a surrogate pair is one character.
-surrogates = st.sampled_from(["a\ud800", "\udc00b\ud83d", "\ud83d\ude42", "\ude42\ud83d"])
-
-
-@some
-@given(st.lists(any_text | surrogates, min_size=1, max_size=8), sizes, st.integers(1, 4))
-def test_parts_of_records_give_the_ids_of_the_whole(folder, encoder, texts, most, group):
-    lines = write(folder / "a.jsonl", "".join(map(json_line, texts)).rstrip("\n"))
-    assert encode_all(lines, encoder, most) == encode_all(lines, encoder) == ids_of(texts)
-    texts = [text.encode(errors="replace").decode() for text in texts]  # Parquet has UTF-8
-    rows = write_parquet(folder / "a.parquet", texts, row_group_size=group)
-    assert encode_all(rows, encoder, 7 * most) == encode_all(rows, encoder) == ids_of(texts)
 
 
 def test_a_document_that_is_too_long_for_memory_is_refused(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from helpers.texts import numbers_in, peak_memory, write_packed, write_source
 from clearhead.errors import DataError
 from clearhead.tokens import VOCABULARIES
 from clearhead.tokens import shards as module
-from clearhead.tokens.shards import MANIFEST, ShardWriter, is_shards, open_shards, write_manifest
+from clearhead.tokens.shards import MANIFEST, ShardWriter, open_shards, write_manifest
+from clearhead.tokens.sources import token_files
 from clearhead.tokens.token_stream import TokenStream
 from clearhead.tokens.tokenizer import get_tokenizer
 
@@ -43,11 +45,12 @@ def write_shards(folder: Path, shards: dict[str, list[int]], tokenizer: str = "g
 
 
 def opened(
-    path: object, tokenizer: str = "gpt2", verify: str | bool = True
+    path: object, tokenizer: str = "gpt2", most: int | None = None
 ) -> dict[str, TokenStream]:
-    return open_shards(
-        path if isinstance(path, list) else str(path), get_tokenizer(tokenizer), verify
-    )
+    """most: number of bytes that are read; 0: only the headers."""
+    files = token_files(path if isinstance(path, list) else str(path))
+    with mock.patch.object(module, "MAX_VERIFIED", module.MAX_VERIFIED if most is None else most):
+        return open_shards(files, get_tokenizer(tokenizer))
 
 
 def ids_in(stream: TokenStream) -> list[int]:
@@ -107,24 +110,10 @@ def test_ids_of_another_width_or_vocabulary_are_refused(tmp_path):
     ids = np.random.default_rng(0).integers(0, 60, 5000)
     ids[::7] = 0
     path = tmp_path / "a.bin"
-    header = tmp_path / "header.bin"
-    header.write_bytes(llm_c_bytes([9]))
     for dtype, bits in (("<u4", 32), ("<i8", 64)):
         path.write_bytes(ids.astype(dtype).tobytes())
         with refuses(path, bits):
             opened(path)
-        name = f"uint{bits}"
-        stream = open_shards([str(header), str(path)], get_tokenizer("gpt2"), dtype=name)["train"]
-        assert ids_in(stream) == [9, *ids.tolist()]
-        for bad in (-1, 70_000):  # 70,000 is 4,464 in 16 bits
-            path.write_bytes(np.append(ids, bad).astype(dtype).tobytes())
-            for verify in (True, False):
-                with refuses(path, len(ids) * bits // 8):
-                    ids_in(
-                        open_shards([str(header), str(path)], get_tokenizer("gpt2"), verify, name)[
-                            "train"
-                        ]
-                    )
     with open(path, "wb") as file:
         np.save(file, ids.astype("<u2"))
     with refuses(path):
@@ -145,31 +134,12 @@ def test_format_is_frozen(tmp_path):
     entry = {"file": "a.bin", "tokens": 7, "documents": 2}
     entry["sha256"] = hashlib.sha256(HAND_MADE).hexdigest()
     expected = {"format": "clearhead-shards", "version": 2, "tokenizer": "gpt2"}
-    expected |= {"vocab_size": 50257, "tokens": 7, "documents": 2}
+    expected |= {"vocab_size": 50257, "tokens": 7, "documents": 2, "empty_documents": 0}
     assert json.loads((tmp_path / MANIFEST).read_bytes()) == expected | {"shards": [entry]}
     assert read(path) == HAND_MADE_IDS
     stream = opened(path)["train"]
     assert (stream.dtype, stream.vocab_size, stream.end_of_text) == (np.uint16, 50257, 50256)
     assert not stream.arrays[0].flags.writeable
-
-
-def test_a_long_shard(tmp_path):
-    """Longer than the buffers of the writer and of the reader."""
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, 50257, 2**21 + 1000).astype(np.uint16)
-    ids[rng.integers(0, len(ids), 500)] = EOT
-    path = tmp_path / "a.bin"
-    writer = ShardWriter(path, EOT)
-    for piece in np.split(ids, [2**20 - 1, 2**20, 2**20 + 1, 2**21]):
-        writer.append(piece)
-    entry = writer.close()
-    write_manifest(tmp_path, [entry], get_tokenizer("gpt2"))
-    raw = shard(20240520, 1, len(ids), ids=[]) + ids.tobytes()
-    assert path.read_bytes() == raw
-    assert entry.sha256 == hashlib.sha256(raw).hexdigest()
-    stream = opened(tmp_path)["train"]
-    assert np.array_equal(stream.arrays[0], ids)
-    assert np.array_equal(stream.document_starts(), np.union1d([0], np.flatnonzero(ids == EOT)))
 
 
 IDS = ids_of(3000)
@@ -178,24 +148,20 @@ COMPLETE = llm_c_bytes(IDS)  # 7024 bytes
 # (content of the file, numbers that the error must contain)
 DAMAGED = {
     "Llama 3's tokens": (shard(20240801, 7, 4, ids=[62464, 1, 1, 0, 2, 0, 3, 0]), (20240801,)),
-    "empty": (b"", (0,)),
-    "version 7": (shard(20240520, 7, 3000, ids=IDS), (7, 4)),
     "one token is missing": (shard(20240520, 1, 3001, ids=IDS), (7024, 3001, 7026)),
-    "count -1 in 64 bits": (COMPLETE[:8] + b"\xff" * 8 + COMPLETE[16:], (18446744073709551615,)),
-    "one byte too many": (COMPLETE + b"\0", (7024, 7025, 3000)),
     "plain ids like a header": (plain([1, 2, 3, 4, 5, 6, *[0] * 506, 1, 2, 3]), (131073, 0)),
 }
 
 
 def test_damaged_shard_is_refused(tmp_path, subtests):
-    """Without a manifest and with the manifest of the undamaged file; also with verify=false."""
+    """Without a manifest and with the manifest of the undamaged file; before bytes are read."""
     folder = write_shards(tmp_path / "prepared", {"a.bin": IDS})
     alone = tmp_path / "a.bin"
     for damage, (content, numbers) in DAMAGED.items():
         for path, file in ((alone, alone), (folder, folder / "a.bin")):
             file.write_bytes(content)
             with subtests.test(damage, path=path), refuses(file, *numbers):
-                opened(path, verify=False)
+                opened(path, most=0)
 
 
 NOT_FILES = SPECIAL_FILES | {"missing": Path.unlink}
@@ -211,32 +177,21 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(kind, tmp_path):
             opened(tmp_path)
 
 
-# Invalid values in the manifest, and in the entry of its second shard.
-BAD_VALUES = {
-    "version": 3,
-    "tokenizer": "words",
-    "shards": [],
-    "tokens": 3069,
-}
-BAD_SHARDS = [{"file": file} for file in ("../b.bin", "a\nb.bin", "a.bin")]  # the last one twice
-BAD_SHARDS += [{"tokens": "70"}, {"tokens": 69}, {"sha256": 5}, {"sha256": "0"}]
-NOT_OBJECTS = (b"", b"\xff\xfe\xff", b"9" * 5000, b"[" * 100_000, b"[]", b"{}")
-
-
 def test_damaged_manifest_is_refused(tmp_path, subtests):
-    """Also a manifest whose totals do not match its shards."""
+    """Other damage: tests/faults/test_fuzz.py."""
     folder = write_shards(tmp_path / "folder", {"a.bin": IDS, "b.bin": ids_of(70)})
-    file, path = folder / "b.bin", folder / MANIFEST
-    (tmp_path / "b.bin").write_bytes(file.read_bytes())  # the target of "../b.bin"
+    (tmp_path / "b.bin").write_bytes((folder / "b.bin").read_bytes())  # the target of "../b.bin"
+    path = folder / MANIFEST
     valid = json.loads(path.read_bytes())
     first, second = valid["shards"]
-    damaged = [valid | {key: value} for key, value in BAD_VALUES.items()]
-    damaged += [valid | {"shards": [first, second | changes]} for changes in BAD_SHARDS]
-    for content in (*NOT_OBJECTS, *(json.dumps(values).encode() for values in damaged)):
-        path.write_bytes(content)
-        with subtests.test(content[:999]), refused(DataError, "data.path", exit_code=3) as caught:
+    damaged = [b"{}", *({**valid, key: value} for key, value in (("version", 3), ("tokens", 3069)))]
+    for changes in ({"file": "../b.bin"}, {"file": "a.bin"}, {"tokens": 69}, {"sha256": "0"}):
+        damaged.append(valid | {"shards": [first, second | changes]})
+    for values in damaged:
+        path.write_bytes(values if isinstance(values, bytes) else json.dumps(values).encode())
+        with subtests.test(values), refused(DataError, "data.path", exit_code=3) as caught:
             opened(folder)
-        assert caught.value.value in (path, file)
+        assert caught.value.value in (path, folder / "b.bin")
 
 
 def test_another_tokenizer_is_refused(tmp_path):
@@ -244,56 +199,39 @@ def test_another_tokenizer_is_refused(tmp_path):
     path = write_shards(tmp_path, {"a.bin": [1, 2, 3]}, tokenizer="byte") / "a.bin"
     assert read(path, "byte") == [1, 2, 3]
     with refused(DataError, "data.tokenizer", "gpt2", 3):
-        opened(path, "gpt2", verify=False)
+        opened(path, "gpt2", most=0)
 
 
 def test_plain_ids_are_read(tmp_path):
-    """Files as written by nanoGPT's prepare.py, of any length."""
+    """Files as written by nanoGPT's prepare.py, of any length. Unlike them, a header of another
+    format has zeros after its three numbers."""
     train = [EOT, *range(1, 200), EOT, EOT] * 5
-    path = tmp_path / "some.bin"
-    for length in (1, 511, 512, 513):
-        path.write_bytes(plain(train[:length]))
-        assert read(path) == train[:length]
-    assert opened(path)["train"].document_starts().tolist() == [0, 200, 201, 202, 402, 403, 404]
+    path = tmp_path / "train.bin"
+    for ids in (train[:1], train[:511], train[:512], train[:513], [*range(1, 7), *[0] * 505, 1]):
+        path.write_bytes(plain(ids))
+        assert read(path) == ids
     for content, number in ((plain(train)[:-1], 2019), (plain([*train, 50257]), 50257)):
         path.write_bytes(content)
         with refuses(path, number):
             opened(path)
-
-
-def test_plain_ids_are_told_from_headers_and_texts(tmp_path):
-    """A header has zeros after its three numbers."""
-    path = tmp_path / "train.bin"
-    for position, length in ((6, 515), (511, 515), (0, 511)):  # (0, 511): no full header
-        ids = [1, 2, 3, 4, 5, 6, *[0] * 509][:length]
-        ids[position] = 1
-        path.write_bytes(plain(ids))
-        assert read(path) == ids
     path.write_bytes(b"This is a text, and not at all of token ids.")
     with refuses(path, int.from_bytes(b"This", "little"), 0, 257):
-        opened(path, "byte", verify=False)
-    path.write_bytes(plain([*[5] * 511, 257]))
-    with refuses(path, 257):
-        opened(path, "byte", verify=False)
+        opened(path, "byte", most=0)
     write_shards(tmp_path, {"train.bin": ids_of(600)})
     path.write_bytes(plain(ids_of(1112)))  # with a manifest every file needs a header
     with refuses(path, struct.unpack("<i", plain(ids_of(2)))[0]):
-        opened(tmp_path, verify=False)
+        opened(tmp_path, most=0)
 
 
-@pytest.fixture
-def tree(tmp_path, monkeypatch):
-    """Token files and text files in the working directory, which is also the home directory."""
+def test_data_path_names_token_files(tmp_path, monkeypatch):
+    """And not texts. Both together and an incomplete preparation are refused."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     write_shards(tmp_path / "prepared", {"c.bin": [1, 2], "a.bin": [3], "b.bin": [4, 5]})
     for name, token in {"y/2": 12, "y/10": 10, "y/deep/3": 13, "y/[1]": 14, "y/1": 11}.items():
         write_packed(tmp_path / f"{name}.bin", llm_c_bytes([token]))
-    for name in ("prepared/notes.txt", "y/log.txt", "plain.txt"):
+    for name in ("prepared/notes.txt", "y/log.txt", "plain.txt", "half/preparing/0.json"):
         write_source(tmp_path / name, ["a text"])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-
-def test_data_path_names_token_files(tree, subtests):
     for path, expected in (
         ("prepared", [1, 2, 3, 4, 5]),  # the order in the manifest
         ("prepared/[abc].bin", [3, 4, 5, 1, 2]),
@@ -303,57 +241,31 @@ def test_data_path_names_token_files(tree, subtests):
         (["~/y/2.bin", "prepared", "~/y/?.bin"], [12, 1, 2, 3, 4, 5, 11, 12]),
         ("**/[23].bin", [12, 13]),
     ):
-        with subtests.test(path=path):
-            assert is_shards(path)
-            assert read(path) == expected
+        assert read(path) == expected, path
     for path in (None, "", [], "nothing.bin", "no/*.bin", "plain.txt", ["*.txt"]):
-        assert not is_shards(path), path
-
-
-def test_texts_and_token_files_do_not_mix(tree, subtests):
+        assert token_files(path) == [], path
     for other in ("plain.txt", "*.txt", "hub:name", "nothing.bin", "no/*.bin"):
         for path in (["prepared", other], [other, "y/*.bin"]):
-            with subtests.test(path=path), refuses(other):
+            with refuses(other):
                 opened(path)
-
-
-def test_unfinished_preparation_is_refused(tmp_path):
-    write_packed(tmp_path / "a.bin", llm_c_bytes([1]))
-    write_source(tmp_path / "preparing" / "plan.json", ["{}"])
-    with refuses(tmp_path):
-        opened(tmp_path)
-
-
-def test_files_named_val_are_validation_data(tmp_path):
-    """Except when all files are named val. Other validation files: tests/test_data.py."""
-    for names, val in (
-        (("a.bin", "b.val.bin", "c-val-2.bin", "val_3.bin"), [1, 2, 3]),
-        (("fineweb_val_000000.bin", "val.bin"), []),
-        (("arrival.bin", "b.bin", "interval_1.bin", "valley.bin"), []),
-    ):
-        shards = {name: [n] for n, name in enumerate(names)}
-        found = opened(write_shards(tmp_path / names[0], shards))
-        assert ids_in(found["train"]) == [n for n in range(len(names)) if n not in val]
-        assert (ids_in(found["val"]) if "val" in found else []) == val
+    with refuses("half"):
+        opened("half")
 
 
 SIZE = 7024 + 1026 + 2448  # bytes of the files below
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
-@pytest.mark.parametrize(
-    ("verify", "most", "is_read"),
-    [(True, 0, True), ("auto", SIZE, True), ("auto", SIZE - 1, False), (False, 2**30, False)],
-)
-def test_verify_reads_all_bytes(verify, most, is_read, with_manifest, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("most", "is_read"), [(SIZE, True), (SIZE - 1, False)])
+def test_all_bytes_are_read_of_files_up_to_a_size(
+    most, is_read, with_manifest, tmp_path, monkeypatch
+):
     """An id outside the vocabulary is found; with a manifest, any other damage too."""
-    assert module.MAX_VERIFIED == 2**30  # as --help says
     monkeypatch.setattr(module, "BLOCK", 2000)
-    monkeypatch.setattr(module, "MAX_VERIFIED", most)
     write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5], "val.bin": ids_of(712)})
     if not with_manifest:
         (tmp_path / MANIFEST).unlink()
-    assert sorted(opened(tmp_path, verify=verify)) == ["train", "val"]
+    assert sorted(opened(tmp_path, most=most)) == ["train", "val"]
     for name, byte in (("a.bin", 1024), ("a.bin", 5024), ("b.bin", -2), ("val.bin", -2)):
         path = tmp_path / name
         whole = path.read_bytes()
@@ -363,7 +275,7 @@ def test_verify_reads_all_bytes(verify, most, is_read, with_manifest, tmp_path, 
             numbers = [byte % len(whole)] if is_bad_id else []
             is_found = is_read and (is_bad_id or with_manifest)
             with refuses(path, *numbers) if is_found else contextlib.nullcontext():
-                opened(tmp_path, verify=verify)
+                opened(tmp_path, most=most)
         path.write_bytes(whole)
 
 
@@ -372,7 +284,7 @@ def test_checksums_of_token_files(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 2000)
 
     def checksums() -> list[str]:
-        return [checksum for _, checksum in opened(tmp_path, verify=False)["train"].checksums()]
+        return [checksum for _, checksum in opened(tmp_path, most=0)["train"].checksums()]
 
     path = write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5]}) / "a.bin"
     whole = [hashlib.sha256((tmp_path / name).read_bytes()) for name in ("a.bin", "b.bin")]
@@ -403,7 +315,7 @@ def test_opening_three_gigabytes_reads_the_header_only(tmp_path):
     path.write_bytes(shard(20240520, 1, count, ids=[]))
     os.truncate(path, 1024 + 2 * count)
     put(path, -4, plain([60000, 17]))
-    streams, peak = peak_memory(lambda: opened(path, verify=False))
+    streams, peak = peak_memory(lambda: opened(path))
     assert peak < 2**22
     stream, byte = streams["train"], 1024 + 2 * (count - 2)
     assert stream.gather(np.array([count // 2, count - 1]), 1).tolist() == [[0], [17]]

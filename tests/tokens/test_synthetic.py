@@ -5,8 +5,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from helpers.refusals import refused
 from helpers.runs import rows
 
+from clearhead.config.schema import DataConfig
+from clearhead.errors import ConfigError
 from clearhead.tokens.synthetic import BOS, IGNORED, SYMBOLS, CycleWalks, RepeatedSequences
 from train import fit
 
@@ -91,6 +94,13 @@ def test_validation_repeats_each_sequence_once(length):
         assert len(set(first)) == half
         assert second == first[:-1]  # the last symbol is only a target
         assert targets == [IGNORED] * (half + 1) + first[1:]
+
+
+def test_another_tokenizer_and_short_windows_are_refused():
+    values = {"path": None, "tokenizer": "byte", "max_length": 64, "synthetic": "induction"}
+    for changes in ({"tokenizer": "gpt2"}, {"max_length": 15}):
+        with refused(ConfigError, "data.synthetic", exit_code=2):
+            DataConfig.with_defaults(**values | changes)
 
 
 def test_a_run_logs_its_accuracy(make_run):

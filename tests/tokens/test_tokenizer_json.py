@@ -92,60 +92,52 @@ def changed(change) -> bytes:
     return json.dumps(content).encode()
 
 
-def test_other_tokenizers_are_refused(tmp_path):
-    """Each in one line that names the directory."""
-    word = {"type": "WordPiece", "unk_token": "[UNK]", "vocab": {"[UNK]": 0}}
-    unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0]]}
-    many = {f"<{n}>": 340 + n for n in range(2**16)}
-    cases = {
-        "no JSON": b"{",
-        "not an object": b"[]",
-        "no model": b"{}",
-        "WordPiece": changed(lambda c: c.update(model=word)),
-        "Unigram": changed(lambda c: c.update(model=unigram)),
-        "SentencePiece": changed(lambda c: c["model"].update(byte_fallback=True)),
-        "a normalizer": changed(lambda c: c.update(normalizer={"type": "NFC"})),
-        "a space": changed(lambda c: c["pre_tokenizer"].update(add_prefix_space=True)),
-        "no bytes": changed(lambda c: c.update(pre_tokenizer={"type": "Whitespace"})),
-        "no pattern": changed(lambda c: c["pre_tokenizer"].update(use_regex=False)),
-        "no end of text": changed(lambda c: c["added_tokens"][0].update(content="<end>")),
-        "an added word": changed(
-            lambda c: c["added_tokens"].append({"id": 340, "content": "boat", "special": False})
-        ),
-        "a gap": changed(lambda c: c["model"]["vocab"].update({"<x>": 500})),
-        "a text as id": changed(lambda c: c["model"]["vocab"].update({"<x>": "340"})),
-        "too many": changed(lambda c: c["model"]["vocab"].update(many)),
-        "no byte": changed(
-            lambda c: c["model"]["vocab"].update({"<x>": c["model"]["vocab"].pop("a")})
-        ),
-        "a lost merge": changed(lambda c: c["model"]["merges"].pop(0)),
-        "a foreign letter": changed(lambda c: c["model"]["merges"].append(["a", "船"])),
-        "another order": changed(lambda c: c["model"]["merges"].reverse()),
-        "a long token": changed(lambda c: c["model"]["merges"].append(["a" * 600, "b" * 600])),
-        "nothing in it": b"",
-    }
-    for what, content in cases.items():
-        (tmp_path / "tokenizer.json").write_bytes(content)
-        with refused(DataError, "data.tokenizer", tmp_path, exit_code=3):
-            load_tokenizer(str(tmp_path))
-            raise AssertionError(what)
-    (tmp_path / "tokenizer.json").write_bytes(to_json(get_tokenizer("byte")))
-    for name, content in (
-        ("added_tokens.json", {"<x>": [1]}),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"257": {"content": ["<x>"]}}}),
-    ):
-        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
-        with refused(DataError, "data.tokenizer", tmp_path, exit_code=3):
-            load_tokenizer(str(tmp_path))
-        (tmp_path / name).unlink()
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ["<x>"]}', encoding="utf-8")
-    assert load_tokenizer(str(tmp_path)) is get_tokenizer("byte")
-    for source in ("words", str(tmp_path / "no")):
-        with refused(DataError, "data.tokenizer", source, exit_code=3):
-            load_tokenizer(source)
-    (tmp_path / "tokenizer.json").unlink()
+WORD_PIECE = {"type": "WordPiece", "unk_token": "[UNK]", "vocab": {"[UNK]": 0}}
+MANY = {f"<{n}>": 340 + n for n in range(2**16)}
+REFUSED = {
+    "nothing": b"",
+    "no model": b"{}",
+    "WordPiece": changed(lambda c: c.update(model=WORD_PIECE)),
+    "SentencePiece": changed(lambda c: c["model"].update(byte_fallback=True)),
+    "a normalizer": changed(lambda c: c.update(normalizer={"type": "NFC"})),
+    "a space": changed(lambda c: c["pre_tokenizer"].update(add_prefix_space=True)),
+    "no bytes": changed(lambda c: c.update(pre_tokenizer={"type": "Whitespace"})),
+    "no pattern": changed(lambda c: c["pre_tokenizer"].update(use_regex=False)),
+    "no end of text": changed(lambda c: c["added_tokens"][0].update(content="<end>")),
+    "an added word": changed(
+        lambda c: c["added_tokens"].append({"id": 340, "content": "boat", "special": False})
+    ),
+    "a gap": changed(lambda c: c["model"]["vocab"].update({"<x>": 500})),
+    "a text as id": changed(lambda c: c["model"]["vocab"].update({"<x>": "340"})),
+    "too many": changed(lambda c: c["model"]["vocab"].update(MANY)),
+    "no byte": changed(lambda c: c["model"]["vocab"].update({"<x>": c["model"]["vocab"].pop("a")})),
+    "a lost merge": changed(lambda c: c["model"]["merges"].pop(0)),
+    "a foreign letter": changed(lambda c: c["model"]["merges"].append(["a", "船"])),
+    "another order": changed(lambda c: c["model"]["merges"].reverse()),
+    "a long token": changed(lambda c: c["model"]["merges"].append(["a" * 600, "b" * 600])),
+}
+
+
+@pytest.mark.parametrize("content", REFUSED.values(), ids=REFUSED)
+def test_other_tokenizers_are_refused(content, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(content)
     with refused(DataError, "data.tokenizer", tmp_path, exit_code=3):
         load_tokenizer(str(tmp_path))
+
+
+def test_damaged_added_tokens_and_missing_files_are_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(to_json(get_tokenizer("byte")))
+    added, settings = tmp_path / "added_tokens.json", tmp_path / "tokenizer_config.json"
+    added.write_text('{"<x>": [1]}')
+    with refused(DataError, "data.tokenizer", tmp_path, exit_code=3):
+        load_tokenizer(str(tmp_path))
+    added.unlink()
+    settings.write_text('{"eos_token": ["<x>"]}')
+    assert load_tokenizer(str(tmp_path)) is get_tokenizer("byte")
+    (tmp_path / "tokenizer.json").unlink()
+    for source in ("words", str(tmp_path)):
+        with refused(DataError, "data.tokenizer", source, exit_code=3):
+            load_tokenizer(source)
 
 
 def test_merges_in_another_order_of_pairs_are_refused():
