@@ -18,7 +18,7 @@ from torch import Tensor
 from .ablation import COLUMNS, Ablate, removal_lines
 from .capturing import AttentionFunction, Captured, Visit, capture
 from .config import DEFAULT_PROMPTS, LensConfig
-from .copying import copying_step
+from .drawing import caption
 from .heads import (
     ALL_NAMES,
     KINDS,
@@ -36,9 +36,8 @@ from .heads import (
     title_of_head,
 )
 from .heatmap import fitted, rgb
-from .history import History, Row, atomic_write, evenly_spaced
+from .history import History, Row, atomic_write, copying_step, evenly_spaced
 from .page import MAX_HISTORY
-from .panel import caption
 from .passages import excerpts, text_prompts
 from .prompts import make_prompt, repeated_prompt
 from .recording import record

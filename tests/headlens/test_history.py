@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from clearhead import files
-from headlens.history import History, Row
+from headlens.history import History, Row, copying_begins, loss_of_copy
 from headlens.statistics import STATISTICS
 
 NAN = math.nan
@@ -80,3 +80,29 @@ def test_an_incomplete_file_is_removed(tmp_path, monkeypatch):
     parts[0].touch()
     files.remove_temporary_files(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_copying_begins_at_the_first_low_snapshot_after_a_clear_drop():
+    K = 62
+    high, low = math.log(K), 0.05
+    for length in (2, 5, 41):
+        for first in range(1, length):
+            noise = 0.1 * np.random.default_rng(first).standard_normal(length)
+            losses = np.where(np.arange(length) < first, high, low) + noise
+            assert copying_begins(losses, K) == first
+    assert copying_begins([4.1, 4.2, 4.0, 3.0, 1.0, 0.3, 0.1, 0.1], K) == 4
+    for losses in (
+        high + 0.3 * np.random.default_rng(0).standard_normal(40),
+        np.linspace(11, 6, 20),  # of a language model: falls slowly and stays high
+        [4.1, 4.1, 3.5, 3.5],  # a small drop
+        [0.1] * 10,  # copies from the beginning
+        [4.1],
+        [],
+        [4.1, math.nan, 0.1],
+    ):
+        assert copying_begins(losses, K) is None
+
+
+def test_loss_of_the_second_copy():
+    """R has 3 tokens: [BOS] a b c a b c. Positions 4 and 5 predict the second b and c."""
+    assert loss_of_copy(np.float32([9, 9, 9, 9, 1, 2]), period=3) == 1.5

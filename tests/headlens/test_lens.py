@@ -25,12 +25,12 @@ from clearhead.errors import ConfigError
 from clearhead.output.charts import curves
 from data import get_tokenizer
 from headlens.config import DEFAULT_PROMPTS, LensConfig
+from headlens.drawing import draw_panel
 from headlens.heads import COLUMNS, KINDS
 from headlens.heatmap import fitted, rgb
 from headlens.history import Row, read_history
 from headlens.lens import MAX_FILES, MAX_THUMBNAILS, Lens
 from headlens.page import page, run_data
-from headlens.panel import draw_panel
 from headlens.prompts import Prompt
 from headlens.recording import to_codes
 from headlens.render import render_run

@@ -13,9 +13,8 @@ import torch
 
 from headlens.capturing import capture
 from headlens.page import END, START, run_data
-from headlens.predictions import predict
 from headlens.prompts import Prompt
-from headlens.recording import record, uniform_of
+from headlens.recording import predict, record, uniform_of
 from headlens.snapshot_data import SnapshotData
 
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
