@@ -2,13 +2,9 @@
 
 import json
 import math
-import os
-from pathlib import Path
 
 import numpy as np
-import pytest
 
-from clearhead import files
 from headlens.history import History, Row, copying_begins, loss_of_copy
 from headlens.statistics import STATISTICS
 
@@ -63,23 +59,6 @@ def test_damaged_lines_are_dropped(tmp_path):
             out.write(damaged)
         History(file, step=80).add(row(80))
         assert [line["step"] for line in logged(file)] == [40, 80], damaged[:40]
-
-
-def test_an_incomplete_file_is_removed(tmp_path, monkeypatch):
-    """Immediately after an error; at the next start after a kill."""
-    parts = []
-
-    def broken(part, _):
-        parts.append(Path(part))
-        raise BlockingIOError
-
-    monkeypatch.setattr(os, "replace", broken)
-    with pytest.raises(BlockingIOError):
-        History(tmp_path / "statistics.jsonl", step=0)
-    assert list(tmp_path.iterdir()) == []
-    parts[0].touch()
-    files.remove_temporary_files(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_copying_begins_at_the_first_low_snapshot_after_a_clear_drop():

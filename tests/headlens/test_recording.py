@@ -79,12 +79,6 @@ def assert_norms(codes, largest, oracle, hidden_states):
             np.testing.assert_allclose(found[layer, head], wanted, atol=2 / 255 * wanted.max())
 
 
-def test_separators():
-    yes = [".", ",", " --", "\n", " \n\n", " ", "…", "?!", "«"]
-    no = ["a", "", "1", "$", "don't", "<|endoftext|>", "␣"]
-    assert [is_separator(token) for token in yes + no] == [True] * len(yes) + [False] * len(no)
-
-
 def test_weights_and_statistics_are_those_of_transformers(tmp_path):
     """The statistics are the mean over the prompts on which they are defined."""
     import transformers
@@ -200,31 +194,6 @@ def random_states():
     return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_snapshot_changes_nothing(training):
-    """Random states, mode, parameters, gradients and outputs of the model stay the same."""
-    model = byte_model(dropout=0.5).train(training)
-    ids = torch.tensor([text_prompt().token_ids])
-    model(ids[:, :-1], ids[:, 1:])[1].backward()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    torch.manual_seed(3)
-    output = model(ids)[0]
-    torch.manual_seed(3)
-    before = random_states()
-    prompts = [text_prompt(), repeated()]
-    frame = record(capturing(model), prompts, step=0)
-    assert random_states() == before
-    assert all(module.training == training for module in model.modules())
-    assert torch.equal(model(ids)[0], output)
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad
-        assert torch.equal(parameter.grad, grads[name])
-        assert torch.equal(parameter, state[name])
-    again = record(capturing(model), prompts, step=0)  # no dropout, so all snapshots are equal
-    assert all(np.array_equal(a, b) for a, b in zip(frame.codes, again.codes, strict=True))
-
-
 def test_weights_of_one_layer_at_a_time_are_in_memory():
     """At 1,024 tokens: when a layer is captured, the weights of earlier layers are freed."""
     model, alive, most = byte_model(context_length=1024), [], []
@@ -270,30 +239,6 @@ def test_compiled_model_is_not_compiled_again_and_trains_the_same():
     assert trained(snapshots=True) == (losses, graphs)
 
 
-def test_prompt_is_tokenized_truncated_and_named():
-    prompt = text_prompt("She sat on the bank, again.", limit=5)
-    assert prompt.token_ids == list(b"She s")
-    assert prompt.tokens == list("She s")
-    assert (prompt.truncated, prompt.shown, prompt.period) == (True, 5, 0)
-    assert not text_prompt("12345", limit=5).truncated
-    for text, name in (  # names for files and dashboards
-        ("渡船的钟声响了", "prompt"),
-        ("../../etc/passwd", "etc-passwd"),
-        ("漢字 and words", "and-words"),
-    ):
-        assert text_prompt(text).name == f"1-{name}"
-
-
-def test_tokens_are_shown_as_text_bytes_or_numbers():
-    gpt2 = get_tokenizer("gpt2")
-    texts = token_texts(gpt2.encode_ordinary("a 漢"), gpt2.decode_single_token_bytes)
-    assert texts[0] == "a"
-    assert all("�" not in text for text in texts)
-    assert "".join(texts[1:]).endswith("<0xA2>")  # 漢 is E6 BC A2, in several tokens
-    assert token_texts([50300], gpt2.decode_single_token_bytes) == ["<id 50300>"]
-    assert text_prompt("a \ud83d b").text == "a � b"  # a lone surrogate
-
-
 def test_tokens_that_share_a_character_have_it_in_their_labels():
     words = [
         "の".encode() + b"\xe3",
@@ -329,3 +274,29 @@ def test_repeated_prompt_is_bos_and_two_equal_copies():
         5,
     }  # fewer tokens than the period
     assert repeated(period=1) is repeated(vocabulary=[256]) is None
+
+
+def test_prompt_is_tokenized_truncated_and_named():
+    prompt = text_prompt("She sat on the bank, again.", limit=5)
+    assert (prompt.token_ids, prompt.tokens) == (list(b"She s"), list("She s"))
+    assert (prompt.truncated, prompt.shown, prompt.period) == (True, 5, 0)
+    assert not text_prompt("12345", limit=5).truncated
+    for text, name in (  # names for files and dashboards
+        ("渡船的钟声响了", "prompt"),
+        ("../../etc/passwd", "etc-passwd"),
+        ("漢字 and words", "and-words"),
+    ):
+        assert text_prompt(text).name == f"1-{name}"
+    assert text_prompt("a \ud83d b").text == "a � b"  # a lone surrogate
+
+
+def test_tokens_are_shown_as_text_bytes_or_numbers_and_separators_are_known():
+    gpt2 = get_tokenizer("gpt2")
+    texts = token_texts(gpt2.encode_ordinary("a 漢"), gpt2.decode_single_token_bytes)
+    assert texts[0] == "a"
+    assert all("�" not in text for text in texts)
+    assert "".join(texts[1:]).endswith("<0xA2>")  # 漢 is E6 BC A2, in several tokens
+    assert token_texts([50300], gpt2.decode_single_token_bytes) == ["<id 50300>"]
+    yes = [".", ",", " --", "\n", " \n\n", " ", "…", "?!", "«"]
+    no = ["a", "", "1", "$", "don't", "<|endoftext|>", "␣"]
+    assert [is_separator(token) for token in yes + no] == [True] * len(yes) + [False] * len(no)

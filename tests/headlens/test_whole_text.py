@@ -221,17 +221,6 @@ def test_a_text_with_few_tokens_has_fewer_contexts():
     assert not set(data.row.names.ravel()) & set(range(1, len(NAMES) + 1))  # so it names no head
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_model_that_has_diverged_has_no_contexts():
-    model = model_of_letters(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.fill_(float("nan"))
-    data = measured(model, story())
-    assert (data.contexts.cells[:, :, 0] == -1).all()
-    assert np.isnan(data.row.values["previous_token"]).all()
-
-
 def test_windows_of_a_text():
     tokens = lens_tokenizer(BYTE)
     windows = windows_of(STORY, tokens, context_length=50)
@@ -278,10 +267,3 @@ def test_the_windows_have_one_percent_of_the_trained_tokens(changes, shape):
     assert windows.shape == shape
     known, _ = data.val.batch(np.array([0, len(data.val) - 1]))
     assert torch.equal(windows[[0, -1]], known[:, : shape[1]])  # evenly spaced
-
-
-def test_the_path_of_a_file_is_no_text(tmp_path):
-    path = tmp_path / "my.txt"
-    path.write_text(STORY)
-    with pytest.raises(ValueError, match="path of a file"):
-        Lens(BYTE, context_length=64, text=str(path))
