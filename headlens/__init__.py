@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .config import DEFAULT_PROMPTS, LensConfig
     from .drawing import draw_figure
     from .heads import KINDS, as_csv
-    from .lens import Lens, Snapshot, clearest_prompt
+    from .lens import Lens, Snapshot
     from .live_snapshots import LiveSnapshots
     from .matching import matched_heads
     from .page import live_page, run_data, trainer_curves

@@ -2,7 +2,7 @@
 
     draw_panel(codes, prompt, step, heads, uniform, path)  # a PNG for a dashboard
     write_animation(path, prompt, codes, steps, heads)     # an animated WebP
-    png = draw_figure(read_snapshot(path), prompt=0)       # a PNG for a paper
+    png = draw_figure(read_snapshot(path))                 # a PNG for a paper
 
 All of them consist of the same parts: a title, the grid of all heads, enlarged heads with tokens.
 Pillow draws an image in a few milliseconds; training waits until it is written.
@@ -20,6 +20,7 @@ import PIL.WebPImagePlugin  # noqa: F401  so that Pillow does not import all of 
 from PIL import Image, ImageDraw, ImageFont
 
 from .fonts import DrawnText, drawn, font_of
+from .heads import clearest_prompts, head_table, most_significant
 from .heatmap import (
     ACCENT_INDEX,
     INK,
@@ -101,11 +102,16 @@ def draw_panel(
     atomic_write(path, png_of(image, compress_level=1))
 
 
-def draw_figure(data: SnapshotData, prompt: int, head: tuple[int, int] | None = None) -> bytes:
+def draw_figure(
+    data: SnapshotData, head: tuple[int, int] | None = None, prompt: int | None = None
+) -> bytes:
     """Returns a figure of a snapshot as a PNG: all heads, or one head with its tokens.
 
-    prompt: index of the prompt. head: (layer, head); None for all heads.
+    head: (layer, head); None for all heads. prompt: its index; None: the one on which the head, or
+    the most significant of all heads, is clearest.
     """
+    if prompt is None:
+        prompt = _clearest_prompt(data, head)
     codes, shown = data.codes[prompt], data.prompts[prompt]
     heads = _all_heads(codes, shown) if head is None else _one_head(codes[head], shown)
     what = "all heads" if head is None else f"L{head[0]} H{head[1]}"
@@ -140,6 +146,14 @@ def _one_head(codes: np.ndarray, prompt: Prompt) -> Image.Image:
     image, _ = _canvas(MARGIN + width + MARGIN, 10 + size)
     _draw_head(image, (MARGIN, 10), codes, prompt, size, 40)
     return image
+
+
+def _clearest_prompt(data: SnapshotData, head: tuple[int, int] | None) -> int:
+    """Returns the index of the prompt on which a head, or the most significant one, is clearest."""
+    table = head_table([data.row], data.uniform)
+    row = (most_significant(table) or table)[0]
+    prompts = clearest_prompts(data.of_prompts, [prompt.uniform for prompt in data.prompts])
+    return int(prompts[head or (row["layer"], row["head"])])
 
 
 def write_animation(

@@ -29,7 +29,6 @@ from .heads import (
     counts_of_names,
     head_table,
     heads_by_name,
-    most_significant,
     only_on,
     target_of,
     title_of,
@@ -299,15 +298,6 @@ class Lens:
             image = rgb(fitted(codes, THUMBNAIL)) if row["rank"] <= MAX_THUMBNAILS else None
             rows.append({"heatmap": image} | row)
         return rows
-
-
-def clearest_prompt(data: SnapshotData, head: tuple[int, int] | None = None) -> int:
-    """Returns the index of the prompt on which a head, (layer, head), is most significant; without
-    one, the most significant head."""
-    table = head_table([data.row], data.uniform)
-    row = (most_significant(table) or table)[0]
-    prompts = clearest_prompts(data.of_prompts, [prompt.uniform for prompt in data.prompts])
-    return int(prompts[head or (row["layer"], row["head"])])
 
 
 def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:

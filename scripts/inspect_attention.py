@@ -155,11 +155,11 @@ def check_figure(settings: InspectConfig, lens: "Lens", trained: "Model") -> Non
 
 def draw(data: "SnapshotData", settings: InspectConfig) -> None:
     """Writes the figure of all heads or of one head."""
-    from headlens import clearest_prompt, draw_figure
+    from headlens import draw_figure
 
     place = None if settings.head is None else (settings.layer, settings.head)
-    prompt = settings.prompt or (1 if settings.texts else clearest_prompt(data, place) + 1)
-    write_out(settings.figure, draw_figure(data, prompt - 1, place), "figure")
+    prompt = settings.prompt - 1 if settings.prompt else 0 if settings.texts else None
+    write_out(settings.figure, draw_figure(data, place, prompt), "figure")
     print(sanitize(f"wrote {settings.figure}"))
 
 

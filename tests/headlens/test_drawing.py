@@ -52,7 +52,7 @@ def figure(codes, head=None):
     data = dataclasses.replace(
         data, codes=[codes] * 2, prompts=[Prompt("", "", [], []), prompt_of(codes)]
     )
-    pixels = pixels_of(io.BytesIO(draw_figure(data, 1, head)))
+    pixels = pixels_of(io.BytesIO(draw_figure(data, head, 1)))
     assert (pixels[:, [0, -1]] == 255).all()  # nothing reaches the edge
     assert (pixels[[0, -1]] == 255).all()
     return pixels[:-120]

@@ -15,7 +15,7 @@ from helpers.runs import train_in
 from clearhead.models.huggingface import to_hf
 from clearhead.models.pretrained import load_pretrained
 from data import get_tokenizer
-from headlens import KINDS, clearest_prompt, draw_figure, read_snapshot
+from headlens import KINDS, draw_figure, read_snapshot
 from scripts.inspect_attention import main
 
 
@@ -122,7 +122,7 @@ def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
             known = {key: c for key, c in prompt.uniform.items() if key in KINDS and c is not None}
             significance.append(max((values[key][head] - c) / (1 - c) for key, c in known.items()))
         clear[head] = significance.index(max(significance))
-        assert clearest_prompt(data, head) == clear[head]
+        assert draw_figure(data, head) == draw_figure(data, head, clear[head])
     head, chosen = ("layer=1", "head=0"), f"prompt={1 + clear[1, 0]}"
     for name, *more in (("grid",), ("best", *head), ("chosen", *head, chosen)):
         in_process(main, home, "checkpoint=runs/seen", f"figure={name}.png", *more)
@@ -131,7 +131,7 @@ def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
     assert drawn["best"] == drawn["chosen"] != drawn["grid"]
     texts = ("text=The fox.", "figure=text.png", "out=text.npz", *head)
     in_process(main, home, "checkpoint=runs/seen", *texts)
-    expected = draw_figure(read_snapshot(home / "text.npz"), 0, (1, 0))
+    expected = draw_figure(read_snapshot(home / "text.npz"), (1, 0), 0)
     assert (home / "text.png").read_bytes() == expected
 
 

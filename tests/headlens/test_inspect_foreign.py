@@ -81,7 +81,7 @@ def test_two_models_a_figure_and_data(in_process, home):
     assert (code, err) == (0, "")
     data = read_snapshot(home / "head.npz")
     assert data.row.names.shape == (3, 4)
-    assert (home / "head.png").read_bytes() == draw_figure(data, 0, (2, 3))
+    assert (home / "head.png").read_bytes() == draw_figure(data, (2, 3), 0)
 
 
 def test_time_lapse_of_the_checkpoints_of_trainer(in_process, home):
