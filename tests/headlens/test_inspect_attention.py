@@ -39,6 +39,7 @@ def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     assert (run["name"], run["layers"], run["heads"]) == ("one", 2, 2)
     assert [len(p["tokens"]) for p in run["prompts"]] == [8, 31]  # BOS and 15 tokens, twice
     assert run["prompts"][0]["text"] == "".join(run["prompts"][0]["tokens"]) == "The fox."
+    assert run["opening_prompt"] == 0
     kinds = [line for line in told.splitlines() if re.search(r" L\d H\d \d\.\d\d", line)]
     assert len(kinds) == len(KINDS) - 1  # no head is positional
     (frame,) = run["frames"]
@@ -58,6 +59,7 @@ def test_hugging_face_directory_and_two_models(in_process, home):
     (run,) = read(home / "hf.html")
     assert (run["name"], run["layers"], run["heads"]) == ("gpt2", 3, 4)
     assert len(run["prompts"]) == 4  # three sentences and the repeated tokens
+    assert "opening_prompt" not in run
     first, *repeated = run["prompts"][-1]["tokens"]
     assert (first, len(repeated)) == ("<|endoftext|>", 46)  # of 48 positions
 

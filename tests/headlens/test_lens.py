@@ -26,7 +26,6 @@ from data import get_tokenizer
 from headlens.config import DEFAULT_PROMPTS, LensConfig
 from headlens.drawing import draw_panel
 from headlens.heads import COLUMNS, KINDS
-from headlens.heatmap import fitted, rgb
 from headlens.history import Row, read_history
 from headlens.lens import MAX_FILES, MAX_THUMBNAILS, Lens
 from headlens.page import page, run_data
@@ -287,22 +286,6 @@ def test_a_model_that_has_diverged_has_no_ablation(tmp_path):
     lens = lens_on("the bank")
     taken(lens, model_at(9), 10, 10, tmp_path, ablate=lambda groups: {"loss": math.nan})
     assert lens.most_important_heads() == []
-
-
-def test_thumbnails_are_on_the_prompt_where_the_head_is_most_significant(tmp_path, monkeypatch):
-    monkeypatch.setattr("headlens.lens.MAX_THUMBNAILS", 1)
-    lens = lens_on("aaaaaa", "bbbbbb", repeat_length=0)
-    weights = uniform_attention(6)[0]
-    previous = torch.eye(6)[[0, 0, 1, 2, 3, 4]]
-
-    def capture_attention(ids, capture):
-        capture(0, torch.stack([weights, previous if ids[0] == ord("b") else weights]))
-
-    snapshot = taken(lens, GivenModel(capture_attention), 10, 10, tmp_path)
-    first, second = snapshot.tables["attention/table"]
-    expected = rgb(fitted(to_codes(previous[*np.tril_indices(6)]).numpy(), 128))
-    np.testing.assert_array_equal(first["heatmap"], expected)
-    assert (first["head"], second["heatmap"]) == (1, None)
 
 
 def test_panels_enlarge_heads_with_a_name_on_every_prompt(tmp_path):
