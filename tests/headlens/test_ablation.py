@@ -14,8 +14,8 @@ from helpers.models import random_ids, tiny_model
 
 from clearhead.models.head_removal import ablate_heads
 from clearhead.tokens.windows import IGNORED, WindowDataset
+from headlens import read_snapshot
 from headlens.ablation import COLUMNS, removal_lines
-from headlens.snapshot_data import read_snapshot
 from train import fit
 
 HEADS = [(layer, head) for layer in (0, 1) for head in range(4)]

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from headlens.assemble import assemble_html, join_modules
+from headlens import assemble_html
+from headlens.assemble import join_modules
 
 
 def written(folder, **modules):

@@ -9,19 +9,17 @@ from helpers.tally import trials
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headlens import KINDS, STATISTICS, as_csv
 from headlens.heads import (
     ALL_NAMES,
     COLUMNS,
-    KINDS,
     NAMES,
-    as_csv,
     clearest,
     head_table,
     most_significant,
     names_of,
 )
 from headlens.history import Row
-from headlens.statistics import STATISTICS
 
 NAN = math.nan
 UNIFORM = dict.fromkeys(NAMES, 0.2)

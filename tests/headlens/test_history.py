@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 
+from headlens import STATISTICS
 from headlens.history import History, Row, copying_begins, loss_of_copy
-from headlens.statistics import STATISTICS
 
 NAN = math.nan
 

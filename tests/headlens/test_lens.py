@@ -23,20 +23,25 @@ from hypothesis import strategies as st
 from clearhead.config.schema import LensSettings
 from clearhead.errors import ConfigError
 from data import get_tokenizer
-from headlens.config import DEFAULT_PROMPTS, LensConfig
-from headlens.drawing import draw_panel
-from headlens.heads import COLUMNS, KINDS
-from headlens.history import Row, read_history
-from headlens.lens import MAX_FILES, MAX_THUMBNAILS, Lens
-from headlens.page import page, run_data
-from headlens.prompts import Prompt
-from headlens.recording import to_codes
-from headlens.snapshot_data import (
+from headlens import (
+    DEFAULT_PROMPTS,
+    KINDS,
+    STATISTICS,
+    Lens,
+    LensConfig,
     read_snapshot,
+    run_data,
     snapshot_bytes,
     write_snapshot,
 )
-from headlens.statistics import STATISTICS, uniform_attention
+from headlens.drawing import draw_panel
+from headlens.heads import COLUMNS
+from headlens.history import Row, read_history
+from headlens.lens import MAX_FILES, MAX_THUMBNAILS
+from headlens.page import page
+from headlens.prompts import Prompt
+from headlens.recording import to_codes
+from headlens.statistics import uniform_attention
 from train import fit
 
 BYTE = get_tokenizer("byte")

@@ -5,7 +5,8 @@ import unicodedata
 
 import pytest
 
-from headlens.passages import beginning, passages
+from headlens import beginning
+from headlens.passages import passages
 
 TEXTS = {
     "English": "The tide was low at noon. Mr. Gosse looked at Wenna, and then Gosse looked away. "

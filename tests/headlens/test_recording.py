@@ -10,8 +10,7 @@ from helpers.models import tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from data import get_tokenizer
-from headlens import recording
-from headlens.capturing import Captured, LayerAttention, capture
+from headlens import STATISTICS, Captured, LayerAttention, capture, recording
 from headlens.prompts import (
     is_separator,
     labels_of,
@@ -22,7 +21,7 @@ from headlens.prompts import (
 )
 from headlens.recording import record, to_codes, uniform_of
 from headlens.snapshot_data import from_codes, triangle_to_square
-from headlens.statistics import STATISTICS, uniform_attention
+from headlens.statistics import uniform_attention
 
 BYTE = get_tokenizer("byte")
 

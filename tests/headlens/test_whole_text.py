@@ -11,13 +11,10 @@ from helpers.models import tiny_model
 from clearhead.config import compose
 from clearhead.run.lens_runner import text_windows
 from data import get_tokenizer, load_datasets
-from headlens.capturing import capture
-from headlens.config import LensConfig
+from headlens import Lens, LensConfig, capture, lens_tokenizer, read_snapshot, write_snapshot
 from headlens.heads import NAMES, PLACES, head_table
-from headlens.lens import Lens
 from headlens.recording import record
-from headlens.snapshot_data import CONTEXTS, from_codes, read_snapshot, write_snapshot
-from headlens.tokens import lens_tokenizer
+from headlens.snapshot_data import CONTEXTS, from_codes
 from headlens.whole_text import Text, TextRecorder, windows_of
 
 BYTE = get_tokenizer("byte")
