@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from headlens import STATISTICS
-from headlens.history import History, Row, copying_begins, loss_of_copy
+from headlens.history import History, Row, copying_begins, loss_of_copy, read_history
 
 NAN = math.nan
 
@@ -33,21 +33,19 @@ def test_rows_are_appended_and_read_on_resume(tmp_path):
     resumed = History(file, step=80)  # removes this step and later steps
     assert [row.step for row in resumed.rows] == [0, 40]
     np.testing.assert_array_equal(resumed.rows[1].values["entropy"], [[40, 1], [2, NAN]])
-    row_80 = row(80)
-    row_80.names = np.array([[1, 0], [2, 8]])
-    row_80.places, row_80.offsets = np.array([[0, 0], [1, 2]]), np.array([[2, 3], [4, 8]])
-    row_80.errors = {"induction": np.float32([[0.123456, NAN], [0, 1]])}
-    row_80.losses = [np.float32([1.5, NAN]), np.float32([])]
-    resumed.add(row_80)
-    assert [of_prompt.tolist()[:1] for of_prompt in resumed.rows[-1].losses] == [[1.5], []]
-    assert logged(file)[-1]["losses"] == [[1.5, None], []]
-    assert resumed.rows[-1].names.tolist() == logged(file)[-1]["names"] == [[1, 0], [2, 8]]
-    assert resumed.rows[-1].places.tolist() == logged(file)[-1]["places"] == [[0, 0], [1, 2]]
-    assert resumed.rows[-1].offsets.tolist() == [[2, 3], [4, 8]]
-    assert logged(file)[-1]["errors"] == {"induction": [[0.1235, None], [0, 1]]}
-    found = resumed.rows[-1].errors["induction"]
-    np.testing.assert_array_equal(found, np.float32([[0.1235, NAN], [0, 1]]))
+    added = row(80)
+    added.names = np.array([[1, 0], [2, 8]])
+    added.places, added.offsets = np.array([[0, 0], [1, 2]]), np.array([[2, 3], [4, 8]])
+    added.errors = {"induction": np.float32([[0.1235, NAN], [0, 1]])}
+    added.losses = [np.float32([1.5, NAN]), np.float32([])]
+    resumed.add(added)
     assert [line["step"] for line in logged(file)] == [0, 40, 80]
+    (*_, found) = read_history(file)
+    for key in ("names", "places", "offsets"):
+        np.testing.assert_array_equal(getattr(found, key), getattr(added, key))
+    np.testing.assert_array_equal(found.errors["induction"], added.errors["induction"])
+    for of_prompt, expected in zip(found.losses, added.losses, strict=True):
+        np.testing.assert_array_equal(of_prompt, expected)
 
 
 def test_damaged_lines_are_dropped(tmp_path):

@@ -183,32 +183,6 @@ def test_weights_of_one_layer_at_a_time_are_in_memory():
     assert all(ref.expired() for ref in alive)
 
 
-def test_compiled_model_is_not_compiled_again_and_trains_the_same():
-    ids = torch.tensor([text_prompt().token_ids])
-
-    def trained(snapshots):
-        torch._dynamo.reset()
-        model = byte_model(dropout=0.1, num_layers=1)
-        graphs = []
-        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(1) or graph.forward)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(3):
-            optimizer.zero_grad()
-            _, loss = compiled(ids[:, :-1], ids[:, 1:])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            if snapshots:
-                record(capturing(model), [text_prompt(), repeated()], step)
-        return losses, len(graphs)
-
-    losses, graphs = trained(snapshots=False)
-    assert graphs >= 1
-    assert losses[2] != losses[0]
-    assert trained(snapshots=True) == (losses, graphs)
-
-
 def test_tokens_that_share_a_character_have_it_in_their_labels():
     words = [
         "の".encode() + b"\xe3",
