@@ -49,6 +49,12 @@ def test_change_and_its_error_have_the_same_decimals():
     assert formatted_change(0.5, None) == "+0.50"
 
 
+def test_values_of_a_diverged_run():
+    for value in (1e25, -1e100, 1.7e308):
+        assert float(rounded(value, 4).replace("−", "-")) == value
+    assert formatted_change(0.5, math.inf) == formatted_change(0.5, math.nan) == "+0.50 ± –"
+
+
 def test_no_rounded_value_is_a_zero_with_decimals():
     for value in VALUES:
         for text in (formatted(value), formatted(value, True), formatted_loss(value, True)):

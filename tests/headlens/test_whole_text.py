@@ -91,6 +91,12 @@ def test_statistics_and_errors_by_plain_loops(monkeypatch):
         assert data.row.offsets[place] == best[1]
         for values, wanted in zip((data.row.values, data.row.errors), offsets[best], strict=True):
             assert values["offset"][place] == pytest.approx(wanted[place], abs=1e-5)
+    for key in found:
+        of_windows = [targets_in(window)[key] for window in windows.tolist()]
+        chances = [
+            len(keys) / (q + 1) for queries in of_windows for q, keys in enumerate(queries) if keys
+        ]
+        assert data.uniform[key] == pytest.approx(np.mean(chances), abs=1e-5), key
 
 
 def planted(input_ids, kinds, share=0.6):
