@@ -48,6 +48,7 @@ class Captured:
 
 
 Visit = Callable[[int, LayerAttention], None]
+Receive = Callable[[LayerAttention], None]
 # (weights, values) of each layer; its return value is the logits of the model, or None
 Yielded = Generator[tuple[Tensor, Tensor | None], None, Tensor | None]
 AttentionFunction = Callable[[nn.Module, Tensor], Yielded]
@@ -184,11 +185,7 @@ def _check(weights: Tensor, ids: Tensor, model: nn.Module) -> None:
 
 
 def _of_ours(
-    model: Any,
-    ids: Tensor,
-    receive: Callable[[LayerAttention], None],
-    logit_lens: bool,
-    all_logits: bool,
+    model: Any, ids: Tensor, receive: Receive, logit_lens: bool, all_logits: bool
 ) -> Tensor:
     """Runs our GPT and passes its layers on. Returns its logits."""
     options = {} if all_logits else {"logits_at": ids.new_zeros(len(ids))}
@@ -199,7 +196,7 @@ def _of_ours(
     return model.capture_attention(ids, callback, logit_lens, **options)
 
 
-def _of_generator(layers: Yielded, receive: Callable[[LayerAttention], None]) -> Tensor | None:
+def _of_generator(layers: Yielded, receive: Receive) -> Tensor | None:
     """Passes the layers of a generator on. Returns its return value, the logits."""
     while True:
         try:
@@ -221,11 +218,7 @@ _receiver: contextvars.ContextVar[Callable] = contextvars.ContextVar("receiver")
 
 
 def _of_transformers(
-    model: Any,
-    ids: Tensor,
-    receive: Callable[[LayerAttention], None],
-    logit_lens: bool,
-    all_logits: bool,
+    model: Any, ids: Tensor, receive: Receive, logit_lens: bool, all_logits: bool
 ) -> Tensor | None:
     """Runs a model of transformers and passes its layers on. Returns its logits."""
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -4,6 +4,7 @@ page.
 Lens.inspect records a model without a training run.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .ablation import COLUMNS, Ablate, removal_lines
-from .capturing import AttentionFunction, Captured, Visit, capture
+from .capturing import AttentionFunction, capture
 from .config import DEFAULT_PROMPTS, LensConfig
 from .drawing import caption
 from .heads import (
@@ -205,13 +206,9 @@ class Lens:
 
     def _record(self, model: Any, step: int) -> SnapshotData:
         """Returns the data of a step."""
-
-        def run_prompt(input_ids: Tensor, visit: Visit) -> Captured:
-            return capture(model, input_ids, visit, self.attention, self.config.logit_lens)
-
-        def run_text(input_ids: Tensor, visit: Visit) -> Captured:
-            return capture(model, input_ids, visit, self.attention, logits=False)
-
+        run = functools.partial(capture, model, attention=self.attention)
+        run_text = functools.partial(run, logits=False)
+        run_prompt = functools.partial(run, logit_lens=self.config.logit_lens)
         on_text = TextRecorder(self.text).run(run_text) if self.text else None
         run_name, token_bytes = self.run_name, self.tokenizer.token_bytes
         return record(run_prompt, self.prompts, step, on_text, run_name, token_bytes)
