@@ -15,11 +15,14 @@ docs/reference.md describes the public names below, and headlens.trainer has Len
 needs transformers. All else may change. In reading order: capturing.py (weights of a model),
 statistics.py, whole_text.py and recording.py (what is measured of the heads at one step), heads.py
 (their names), history.py and snapshot_data.py (files), lens.py (snapshots during training),
-render.py and page/ (images and pages), ablation.py (what the model loses without a head).
+drawing.py, render.py and page/ (images and pages), ablation.py (what the model loses without a
+head).
 """
 
 # ruff: noqa: F401
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,43 +30,28 @@ if TYPE_CHECKING:
     from .assemble import assemble_html, content_security_policy
     from .capturing import Captured, LayerAttention, capture
     from .config import DEFAULT_PROMPTS, LensConfig
-    from .figure import draw_figure
+    from .drawing import draw_figure
     from .heads import KINDS, as_csv
-    from .lens import Lens, Snapshot, clearest_prompt
+    from .lens import Lens, Snapshot
     from .live_snapshots import LiveSnapshots
     from .matching import matched_heads
-    from .notebook import show
     from .page import live_page, run_data, trainer_curves
     from .passages import beginning, text_prompts
-    from .render import page_html, render_run, write_page
+    from .render import page_html, render_run, show, write_page
     from .report import heads_section
     from .rounding import formatted, rounded
     from .snapshot_data import SnapshotData, read_snapshot, snapshot_bytes, write_snapshot
     from .statistics import STATISTICS
     from .tokens import lens_tokenizer
 
-# Where each public name is: torch and matplotlib take seconds, so it is imported when it is used.
-_PLACES = {
-    "ablation": ["ablate"],
-    "assemble": ["assemble_html", "content_security_policy"],
-    "capturing": ["Captured", "LayerAttention", "capture"],
-    "config": ["DEFAULT_PROMPTS", "LensConfig"],
-    "figure": ["draw_figure"],
-    "heads": ["KINDS", "as_csv"],
-    "lens": ["Lens", "Snapshot", "clearest_prompt"],
-    "live_snapshots": ["LiveSnapshots"],
-    "matching": ["matched_heads"],
-    "notebook": ["show"],
-    "page": ["live_page", "run_data", "trainer_curves"],
-    "passages": ["beginning", "text_prompts"],
-    "render": ["page_html", "render_run", "write_page"],
-    "report": ["heads_section"],
-    "rounding": ["formatted", "rounded"],
-    "snapshot_data": ["SnapshotData", "read_snapshot", "snapshot_bytes", "write_snapshot"],
-    "statistics": ["STATISTICS"],
-    "tokens": ["lens_tokenizer"],
+# {name: file}, read from the imports above, which only type checkers run: torch takes seconds to
+# import, so a file is imported when one of its names is used.
+_PLACE_OF = {
+    alias.name: statement.module
+    for statement in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    if isinstance(statement, ast.ImportFrom) and statement.level
+    for alias in statement.names
 }
-_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
 __all__ = list(_PLACE_OF)
 
 

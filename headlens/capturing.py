@@ -48,6 +48,7 @@ class Captured:
 
 
 Visit = Callable[[int, LayerAttention], None]
+Receive = Callable[[LayerAttention], None]
 # (weights, values) of each layer; its return value is the logits of the model, or None
 Yielded = Generator[tuple[Tensor, Tensor | None], None, Tensor | None]
 AttentionFunction = Callable[[nn.Module, Tensor], Yielded]
@@ -83,13 +84,14 @@ def capture(
     """
     model = unwrapped(model)
     ids = _on_device(input_ids, model)
+    is_ours = not attention and hasattr(model, "capture_attention")
     if not attention:
         _check_ids(ids, model)
     result, count = Captured(), 0
 
-    def receive(attended: LayerAttention, is_known: bool = False) -> None:
+    def receive(attended: LayerAttention) -> None:
         nonlocal count
-        if not is_known:
+        if not is_ours:
             _check(attended.weights, ids, model)
         if visit:
             with torch.autocast(ids.device.type, enabled=False):
@@ -100,20 +102,17 @@ def capture(
 
     with _unchanged(model, ids.device):
         if attention:
-            result.logits = _of_generator(attention(model, ids), receive)
-        elif hasattr(model, "capture_attention"):
-            ours = lambda _, *tensors: receive(LayerAttention(*tensors), is_known=True)  # noqa: E731
-            options = {} if logits else {"logits_at": ids.new_zeros(len(ids))}
-            found = cast(Any, model).capture_attention(ids, ours, logit_lens, **options)
-            result.logits = found if logits else None
-        elif hasattr(model, "set_attn_implementation"):  # a model of transformers
+            found = _of_generator(attention(model, ids), receive)
+        elif is_ours:
+            found = _of_ours(cast(Any, model), ids, receive, logit_lens, logits)
+        elif hasattr(model, "set_attn_implementation"):
             found = _of_transformers(cast(Any, model), ids, receive, logit_lens, logits)
-            result.logits = found if logits else None
         else:
             raise TypeError(f"{type(model).__name__} is not a model of transformers; {ADVICE}")
     if not count:
         advice = EAGER if attention else ADVICE
         raise ValueError(f"{type(model).__name__}: no attention weights of any layer; {advice}")
+    result.logits = found if logits else None
     return result
 
 
@@ -185,7 +184,19 @@ def _check(weights: Tensor, ids: Tensor, model: nn.Module) -> None:
         raise ValueError(f"{name} attends to future tokens; the lens needs causal attention")
 
 
-def _of_generator(layers: Yielded, receive: Callable[[LayerAttention], None]) -> Tensor | None:
+def _of_ours(
+    model: Any, ids: Tensor, receive: Receive, logit_lens: bool, all_logits: bool
+) -> Tensor:
+    """Runs our GPT and passes its layers on. Returns its logits."""
+    options = {} if all_logits else {"logits_at": ids.new_zeros(len(ids))}
+
+    def callback(_: int, *tensors: Tensor) -> None:
+        receive(LayerAttention(*tensors))
+
+    return model.capture_attention(ids, callback, logit_lens, **options)
+
+
+def _of_generator(layers: Yielded, receive: Receive) -> Tensor | None:
     """Passes the layers of a generator on. Returns its return value, the logits."""
     while True:
         try:
@@ -207,11 +218,7 @@ _receiver: contextvars.ContextVar[Callable] = contextvars.ContextVar("receiver")
 
 
 def _of_transformers(
-    model: Any,
-    ids: Tensor,
-    receive: Callable[[LayerAttention], None],
-    logit_lens: bool,
-    all_logits: bool,
+    model: Any, ids: Tensor, receive: Receive, logit_lens: bool, all_logits: bool
 ) -> Tensor | None:
     """Runs a model of transformers and passes its layers on. Returns its logits."""
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -107,15 +107,6 @@ def installed() -> tuple[str, ...]:
     return tuple(found)
 
 
-def families() -> list[str]:
-    """Returns the names of the fonts' families for matplotlib, and makes the fonts known to it."""
-    from matplotlib.font_manager import FontProperties, fontManager
-
-    for path in installed():
-        fontManager.addfont(path)
-    return ["DejaVu Sans", *(FontProperties(fname=path).get_name() for path in installed())]
-
-
 def _is_drawn(character: str, known: Set[int]) -> bool:
     needs_raqm = unicodedata.bidirectional(character) in ("R", "AL", "AN")
     needs_raqm |= unicodedata.category(character) in ("Mn", "Mc")

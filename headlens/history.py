@@ -1,4 +1,5 @@
-"""Statistics of every head at all snapshots of a run: statistics.jsonl.
+"""Statistics of every head at all snapshots of a run, statistics.jsonl, and the step at which the
+model learns to copy.
 
 attention/statistics.jsonl has one line for each snapshot:
 
@@ -14,13 +15,16 @@ Shapes: L layers, H heads, T tokens of a prompt.
 
 import contextlib
 import json
+import math
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from .prompts import Prompt
 from .statistics import STATISTICS
 
 MAX_LINE_BYTES = 2**22  # a line of 2,000 heads has about 200,000 bytes
@@ -132,3 +136,47 @@ def read_history(file: Path) -> list[Row]:
 
 def _line(row: Row) -> str:
     return json.dumps(row_values(row)) + "\n"
+
+
+def copying_step(prompts: Sequence[Prompt], history: Sequence[Row]) -> int | None:
+    """Returns the step at which the model has learned to copy, or None: the first step with a low
+    loss on the repeated sequence.
+
+    In the second copy of [BOS] + R + R, each token can be predicted by copying. The loss there
+    falls from about ln K, K being the number of tokens that R is drawn from, to almost 0 when
+    induction heads form (Olsson et al. 2022, In-context Learning and Induction Heads: a phase
+    change).
+    """
+    rows = [row for row in history if len(row.losses) == len(prompts)]
+    for number, prompt in enumerate(prompts):
+        if prompt.period:
+            losses = [loss_of_copy(row.losses[number], prompt.period) for row in rows]
+            first = copying_begins(losses, prompt.num_symbols)
+            return None if first is None else rows[first].step
+    return None
+
+
+def copying_begins(losses: Sequence[float | np.ndarray], num_symbols: int) -> int | None:
+    """Returns the index of the first snapshot after the drop, or None if there is no clear drop.
+
+    losses: the mean loss on the second copy at each snapshot, in nats. num_symbols: K. The losses
+    are fitted by two constants, one before and one after a snapshot, with the least squared error.
+    The drop is clear if it is at least ln(K) / 4 and the second constant is below ln(K) / 2.
+    """
+    values = np.asarray(losses, np.float64)
+    if len(values) < 2 or not np.isfinite(values).all():
+        return None
+    splits = range(1, len(values))
+    errors = [values[:n].var() * n + values[n:].var() * (len(values) - n) for n in splits]
+    first = 1 + int(np.argmin(errors))
+    before, after = values[:first].mean(), values[first:].mean()
+    is_clear = before - after >= math.log(num_symbols) / 4 and after < math.log(num_symbols) / 2
+    return first if is_clear else None
+
+
+def loss_of_copy(losses: np.ndarray, period: int) -> np.ndarray:
+    """Returns the mean loss on the second copy of a repeated sequence. losses: (..., T - 1).
+
+    The first token of the second copy is not counted, because it is not predictable.
+    """
+    return losses[..., period + 1 : 2 * period].mean(-1)

@@ -4,6 +4,7 @@ page.
 Lens.inspect records a model without a training run.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .ablation import COLUMNS, Ablate, removal_lines
-from .capturing import AttentionFunction, Captured, Visit, capture
+from .capturing import AttentionFunction, capture
 from .config import DEFAULT_PROMPTS, LensConfig
-from .copying import copying_step
+from .drawing import caption
 from .heads import (
     ALL_NAMES,
     KINDS,
@@ -29,16 +30,14 @@ from .heads import (
     counts_of_names,
     head_table,
     heads_by_name,
-    most_significant,
     only_on,
     target_of,
     title_of,
     title_of_head,
 )
 from .heatmap import fitted, rgb
-from .history import History, Row, atomic_write, evenly_spaced
+from .history import History, Row, atomic_write, copying_step, evenly_spaced
 from .page import MAX_HISTORY
-from .panel import caption
 from .passages import excerpts, text_prompts
 from .prompts import make_prompt, repeated_prompt
 from .recording import record
@@ -207,13 +206,9 @@ class Lens:
 
     def _record(self, model: Any, step: int) -> SnapshotData:
         """Returns the data of a step."""
-
-        def run_prompt(input_ids: Tensor, visit: Visit) -> Captured:
-            return capture(model, input_ids, visit, self.attention, self.config.logit_lens)
-
-        def run_text(input_ids: Tensor, visit: Visit) -> Captured:
-            return capture(model, input_ids, visit, self.attention, logits=False)
-
+        run = functools.partial(capture, model, attention=self.attention)
+        run_text = functools.partial(run, logits=False)
+        run_prompt = functools.partial(run, logit_lens=self.config.logit_lens)
         on_text = TextRecorder(self.text).run(run_text) if self.text else None
         run_name, token_bytes = self.run_name, self.tokenizer.token_bytes
         return record(run_prompt, self.prompts, step, on_text, run_name, token_bytes)
@@ -300,15 +295,6 @@ class Lens:
             image = rgb(fitted(codes, THUMBNAIL)) if row["rank"] <= MAX_THUMBNAILS else None
             rows.append({"heatmap": image} | row)
         return rows
-
-
-def clearest_prompt(data: SnapshotData, head: tuple[int, int] | None = None) -> int:
-    """Returns the index of the prompt on which a head, (layer, head), is most significant; without
-    one, the most significant head."""
-    table = head_table([data.row], data.uniform)
-    row = (most_significant(table) or table)[0]
-    prompts = clearest_prompts(data.of_prompts, [prompt.uniform for prompt in data.prompts])
-    return int(prompts[head or (row["layer"], row["head"])])
 
 
 def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:

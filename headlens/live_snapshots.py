@@ -45,7 +45,6 @@ class LiveSnapshots:
 
     def __init__(self, folder: Path, most: int = 24):
         self.folder, self.most = folder, most
-        self.prompts: dict[File, int] = {}  # a hash of the prompts of each snapshot
 
     def version(self) -> str:
         return self._version(self._files())
@@ -57,8 +56,7 @@ class LiveSnapshots:
         if not files:
             raise FileNotFoundError("the run has no snapshot yet")
         chosen = steadily_spaced(files, self.most)
-        self.prompts = {file: self._prompts(file) for file in chosen}
-        same = [file for file in chosen if self.prompts[file] == self.prompts[chosen[-1]]]
+        same = [file for file in chosen if _prompts(file) == _prompts(chosen[-1])]
         frames = [{"step": file.step, "address": file.address} for file in same]
         history = read_history(self.folder / "statistics.jsonl")
         run = run_data([_read(chosen[-1])], history, frames=frames)
@@ -81,10 +79,6 @@ class LiveSnapshots:
             return ""
         known = [*files, *_regular(self.folder / "statistics.jsonl")]
         return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
-
-    def _prompts(self, file: File) -> int:
-        known = self.prompts.get(file)
-        return hash(repr(_read(file).prompts)) if known is None else known
 
 
 def steadily_spaced(items: list, most: int) -> list:
@@ -111,6 +105,12 @@ def _regular(path: Path) -> Iterator[File]:
 @functools.lru_cache(2)
 def _read(file: File) -> SnapshotData:
     return read_snapshot(file.path)
+
+
+@functools.lru_cache(1000)
+def _prompts(file: File) -> int:
+    """Returns a hash of the prompts of a snapshot."""
+    return hash(repr(_read(file).prompts))
 
 
 @functools.lru_cache(KEPT)

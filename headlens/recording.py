@@ -6,7 +6,7 @@ capture(input_ids, visit) runs the model, see capturing.py. Each layer is reduce
 statistics and to one byte per weight before the next layer runs, so the weights of only one layer
 are in memory. The weights of all layers of GPT-2 small at 1,024 tokens are 576 MiB.
 
-Shapes: L layers, H heads, T tokens.
+Shapes: L layers, H heads, T tokens, V vocabulary.
 """
 
 import warnings
@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import pad_sequence
 from .capturing import Captured, LayerAttention, Visit
 from .heads import names_of
 from .history import Row, json_values
-from .predictions import MOST_LIKELY, Predictions, predict
 from .prompts import Prompt, token_texts
 from .snapshot_data import SnapshotData, from_codes
 from .statistics import (
@@ -36,10 +35,20 @@ from .statistics import (
 from .whole_text import TextRecorder
 
 TOKENS_AT_ONCE = 256  # of prompts, with padding: the logits of a large vocabulary take memory
+MOST_LIKELY = 5  # next tokens recorded for each position
 MIN_COMPARED = 8  # tokens; `positional` ignores shorter prompts
 
 CaptureIds = Callable[[Tensor, Visit], Captured]
 Values = dict[str, np.ndarray]  # by statistic, (L, H)
+
+
+@dataclass
+class Predictions:
+    """Predictions of the next token at each position of a prompt."""
+
+    losses: np.ndarray  # fp32 (T - 1): -ln p(next token), in nats, of positions 0 to T - 2
+    token_ids: np.ndarray  # int64 (T, 5): the most likely next tokens, the most likely first
+    probabilities: np.ndarray  # fp32 (T, 5)
 
 
 @dataclass
@@ -146,6 +155,18 @@ def uniform_of(prompts: Sequence[Prompt]) -> dict[str, float | None]:
 def to_codes(attn_weights: Tensor) -> Tensor:
     """Returns weights as bytes, round(255 sqrt(w)). The error is at most 1/255."""
     return (attn_weights.sqrt() * 255).round().to(torch.uint8)
+
+
+def predict(logits: Tensor, token_ids: Sequence[int]) -> Predictions:
+    """Returns the predictions at all positions. logits: (T, V) or (1, T, V)."""
+    logits = logits.detach().reshape(len(token_ids), -1)
+    log_probabilities = logits.float().log_softmax(-1)  # (T, V)
+    following = torch.tensor(token_ids[1:], dtype=torch.int64, device=logits.device)
+    losses = -log_probabilities[:-1].gather(-1, following[:, None])[:, 0]
+    most = log_probabilities.topk(min(MOST_LIKELY, logits.shape[-1]))
+    return Predictions(
+        losses.cpu().numpy(), most.indices.cpu().numpy(), most.values.exp().cpu().numpy()
+    )
 
 
 def _run(capture: CaptureIds, recorders: Sequence[_Recorder]) -> None:

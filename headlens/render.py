@@ -1,17 +1,19 @@
 """Makes the images and the page of a run from its snapshot files.
 
 render_run(Path("runs/first/attention"))  # after a change of the page
+show("runs/first")  # the page in a notebook, as the last line of a cell
 """
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
+from typing import Any
 
-from .animation import write_animation
+from .drawing import draw_panel, write_animation
 from .heads import head_table, heads_by_name, most_significant, prompt_of
 from .heatmap import grid_url
 from .history import Row, atomic_write, evenly_spaced, read_history
 from .page import page, run_data
-from .panel import draw_panel
 from .prompts import Prompt
 from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
 
@@ -109,3 +111,33 @@ def write_page(
     title = f"{snapshots[-1].run}: {path.stem}"
     data = run_data(snapshots, history, curves)
     atomic_write(path, page_html([data], title, snapshots[-1]).encode())
+
+
+def show(
+    run: str | Path,
+    frames: int = 24,
+    curves: Mapping[str, list] | None = None,
+    height: int = 900,
+) -> Any:
+    """Returns the page of a run as an IPython.display.HTML, made from its snapshot files.
+
+    run: a run directory, or a folder with snapshots (step_*.npz). frames: steps of the page, at
+    most. curves: as for `page.run_data`. height: in pixels. Raises ValueError without a snapshot,
+    ImportError without IPython.
+    """
+    try:
+        from IPython.display import HTML
+    except ImportError as error:
+        reason = "lens.show needs IPython: use it in a notebook, or open attention/timelapse.html"
+        raise ImportError(reason) from error
+    folder = Path(run)
+    if (folder / "attention").is_dir():
+        folder = folder / "attention"
+    snapshots = shown_snapshots(folder, frames)
+    if not snapshots:
+        raise ValueError(f"{run} has no attention snapshot (step_*.npz)")
+    data = run_data(snapshots, read_history(folder / "statistics.jsonl"), curves)
+    source = escape(page([data], snapshots[-1].run))
+    style = f"width: 100%; height: {height}px; border: 0"
+    frame = f'<iframe sandbox="allow-scripts allow-downloads" style="{style}" srcdoc="{source}">'
+    return HTML(f"<div>{frame}</iframe></div>")

@@ -109,7 +109,6 @@ def induction(attention: Attention) -> Tensor:
     Induction Heads: "prefix matching").
     """
     followed = duplicate_token(attention).roll(1, dims=-1)  # token k - 1 is the query token
-    followed[..., 0] = False
     return followed & (attention.back() > 0)
 
 

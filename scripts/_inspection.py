@@ -91,8 +91,8 @@ class InspectConfig(ScriptConfig):
     )
     figure: OutFile = Field(
         "",
-        pattern=r"(?i)(\.pdf|\.svg|\.png|^)$",
-        description="also draw the heatmaps: a .pdf, .svg or .png file",
+        pattern=r"(?i)(\.png|^)$",
+        description="also draw the heatmaps: a .png file",
     )
     prompt: Positive | None = Field(
         None,

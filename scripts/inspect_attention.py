@@ -3,7 +3,7 @@
     python -m scripts.inspect_attention checkpoint=runs/NAME text="The bell rang twice."
     python -m scripts.inspect_attention checkpoint=DIR compare=runs/NAME out=two.html
     python -m scripts.inspect_attention checkpoint=runs/NAME ablation=exact
-    python -m scripts.inspect_attention checkpoint=runs/NAME figure=head.pdf layer=1 head=2
+    python -m scripts.inspect_attention checkpoint=runs/NAME figure=head.png layer=1 head=2
     python -m scripts.inspect_attention checkpoint=hub:gpt2 out=gpt2.npz   # for compare_heads
     python -m scripts.inspect_attention checkpoints='out/checkpoint-*' text="The bell rang twice."
 
@@ -155,12 +155,11 @@ def check_figure(settings: InspectConfig, lens: "Lens", trained: "Model") -> Non
 
 def draw(data: "SnapshotData", settings: InspectConfig) -> None:
     """Writes the figure of all heads or of one head."""
-    from headlens import clearest_prompt, draw_figure
+    from headlens import draw_figure
 
     place = None if settings.head is None else (settings.layer, settings.head)
-    prompt = settings.prompt or (1 if settings.texts else clearest_prompt(data, place) + 1)
-    kind = Path(settings.figure).suffix[1:].lower()
-    write_out(settings.figure, draw_figure(data, kind, prompt - 1, place), "figure")
+    prompt = settings.prompt - 1 if settings.prompt else 0 if settings.texts else None
+    write_out(settings.figure, draw_figure(data, place, prompt), "figure")
     print(sanitize(f"wrote {settings.figure}"))
 
 

@@ -21,10 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from ..assemble import assemble_html, content_security_policy
-from ..copying import copying_step
 from ..heads import ALL_NAMES, KINDS, NAMES, first_rows, targets_on, title_of
 from ..heatmap import VIRIDIS
-from ..history import Row, evenly_spaced, json_values
+from ..history import Row, copying_step, evenly_spaced, json_values
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from headlens.assemble import assemble_html, content_security_policy, inline_blocks, join_modules
+from headlens import assemble_html
+from headlens.assemble import join_modules
 
 
 def written(folder, **modules):
@@ -41,19 +42,6 @@ def test_modules_that_cannot_be_joined_are_refused(tmp_path, main):
     folder = written(tmp_path, main=main, one='import { x } from "./main.js";\n', two="")
     with pytest.raises(ValueError):  # noqa: PT011
         join_modules(folder)
-
-
-def test_policy_has_the_hash_of_each_script_and_style_that_runs(tmp_path):
-    written(tmp_path, main="start();\n")
-    (tmp_path / "style.css").write_text("p { color: red; }\n", encoding="utf-8")
-    (tmp_path / "index.html").write_text(
-        '<link rel="stylesheet" href="style.css"><!-- <script>no()</script> -->'
-        '<script type="application/json">{}</script>'
-        '<script type="module" src="main.js"></script>'
-    )
-    html = assemble_html(tmp_path / "index.html").encode()
-    assert [kind for kind, _ in inline_blocks(html)] == ["style", "script"]
-    assert content_security_policy(html).count("sha256-") == 2
 
 
 def test_comments_on_their_own_lines_and_indentation_are_removed(tmp_path):

@@ -6,9 +6,9 @@ import pytest
 from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 
-from headlens import draw_figure, fonts
+from headlens import fonts
+from headlens.drawing import fit_title
 from headlens.fonts import drawn, font_of
-from headlens.heatmap import fit_title
 from headlens.prompts import Prompt
 
 OTHER = f"{matplotlib.get_data_path()}/fonts/ttf/STIXNonUni.ttf"  # has U+E000, DejaVu Sans has not
@@ -104,14 +104,3 @@ def test_a_title_fits(monkeypatch, tokens):
         title = fit_title(prompt, width, 16)
         assert title.length <= width
         assert title.length > width / 2
-
-
-def test_a_figure_has_codes_too(monkeypatch):
-    from types import SimpleNamespace
-
-    only(monkeypatch)
-    prompt = Prompt("1-x", "船は", [1, 2], ["船", "は"])
-    data = SimpleNamespace(codes=[np.zeros((1, 1, 3), np.uint8)], prompts=[prompt], run="r", step=1)
-    figure = draw_figure(data, "svg", 0, (0, 0)).decode()
-    assert "\\u8239" in figure
-    assert "船" not in figure

@@ -9,19 +9,17 @@ from helpers.tally import trials
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headlens import KINDS, STATISTICS, as_csv
 from headlens.heads import (
     ALL_NAMES,
     COLUMNS,
-    KINDS,
     NAMES,
-    as_csv,
     clearest,
     head_table,
     most_significant,
     names_of,
 )
 from headlens.history import Row
-from headlens.statistics import STATISTICS
 
 NAN = math.nan
 UNIFORM = dict.fromkeys(NAMES, 0.2)
@@ -173,41 +171,23 @@ def test_since_step_is_the_first_of_the_last_snapshots_with_the_name():
     assert (head["name"], head["since_step"]) == ("previous_token", 10)
 
 
-def test_most_significant_head_of_each_name():
-    last = row(0, induction=[[0.8, 0.6], [0, 0]], previous_token=[[0, 0], [0.7, 0.1]])
-    found = [
-        (head["name"], head["layer"], head["head"])
-        for head in most_significant(head_table([last], UNIFORM))
-    ]
-    assert found == [("induction", 0, 0), ("previous_token", 1, 0)]
-
-
-def test_heads_that_attend_to_themselves_or_to_the_first_token_come_last():
-    values = {"diagonal": [[0.9, 0], [0, 0]], "first_token": [[0, 0.8], [0, 0]]}
-    last = row(0, **values, previous_token=[[0, 0], [0.7, 0]])
-    found = [head["name"] for head in most_significant(head_table([last], UNIFORM))]
-    assert found == ["previous_token", "diagonal", "first_token"]
-
-
-def test_the_clearest_positional_head_is_the_one_with_the_largest_value():
-    """It is the last row; the significance of a positional head is of other statistics."""
-    positional = [[0.3, 0.6], [0.4, 0]]
+def test_the_clearest_head_of_each_name():
+    """The most significant one; names that say least come later, and then the positional head with
+    the largest value, whose significance is of other statistics."""
     last = row(
         0,
-        positional=positional,
-        induction=[
-            [
-                0.3,
-                0,
-            ],
-            [0.1, 0.9],
-        ],
+        diagonal=[[0.9, 0], [0, 0]],
+        first_token=[[0, 0.8], [0, 0]],
+        induction=[[0, 0], [0.7, 0.6]],
+        previous_token=[[0, 0], [0, 0.65]],
     )
     table = head_table([last], UNIFORM)
-    found = [(head["name"], head["layer"], head["head"]) for head in clearest(table)]
-    assert found == [("induction", 1, 1), ("positional", 0, 1)]
-
-
-def test_significance_of_a_head_without_defined_statistics():
-    (head,) = head_table(one_head(**dict.fromkeys(NAMES, NAN)), UNIFORM)
-    assert (head["name"], head["significance"]) == ("", None)
+    assert [head["name"] for head in most_significant(table)] == [
+        *("induction", "previous_token", "diagonal", "first_token")
+    ]
+    last = row(0, positional=[[0.3, 0.6], [0.4, 0]], induction=[[0.3, 0], [0.1, 0.9]])
+    found = clearest(head_table([last], UNIFORM))
+    assert [(head["name"], head["layer"], head["head"]) for head in found] == [
+        ("induction", 1, 1),
+        ("positional", 0, 1),
+    ]

@@ -2,15 +2,11 @@
 
 import json
 import math
-import os
-from pathlib import Path
 
 import numpy as np
-import pytest
 
-from clearhead import files
-from headlens.history import History, Row
-from headlens.statistics import STATISTICS
+from headlens import STATISTICS
+from headlens.history import History, Row, copying_begins, loss_of_copy, read_history
 
 NAN = math.nan
 
@@ -37,21 +33,19 @@ def test_rows_are_appended_and_read_on_resume(tmp_path):
     resumed = History(file, step=80)  # removes this step and later steps
     assert [row.step for row in resumed.rows] == [0, 40]
     np.testing.assert_array_equal(resumed.rows[1].values["entropy"], [[40, 1], [2, NAN]])
-    row_80 = row(80)
-    row_80.names = np.array([[1, 0], [2, 8]])
-    row_80.places, row_80.offsets = np.array([[0, 0], [1, 2]]), np.array([[2, 3], [4, 8]])
-    row_80.errors = {"induction": np.float32([[0.123456, NAN], [0, 1]])}
-    row_80.losses = [np.float32([1.5, NAN]), np.float32([])]
-    resumed.add(row_80)
-    assert [of_prompt.tolist()[:1] for of_prompt in resumed.rows[-1].losses] == [[1.5], []]
-    assert logged(file)[-1]["losses"] == [[1.5, None], []]
-    assert resumed.rows[-1].names.tolist() == logged(file)[-1]["names"] == [[1, 0], [2, 8]]
-    assert resumed.rows[-1].places.tolist() == logged(file)[-1]["places"] == [[0, 0], [1, 2]]
-    assert resumed.rows[-1].offsets.tolist() == [[2, 3], [4, 8]]
-    assert logged(file)[-1]["errors"] == {"induction": [[0.1235, None], [0, 1]]}
-    found = resumed.rows[-1].errors["induction"]
-    np.testing.assert_array_equal(found, np.float32([[0.1235, NAN], [0, 1]]))
+    added = row(80)
+    added.names = np.array([[1, 0], [2, 8]])
+    added.places, added.offsets = np.array([[0, 0], [1, 2]]), np.array([[2, 3], [4, 8]])
+    added.errors = {"induction": np.float32([[0.1235, NAN], [0, 1]])}
+    added.losses = [np.float32([1.5, NAN]), np.float32([])]
+    resumed.add(added)
     assert [line["step"] for line in logged(file)] == [0, 40, 80]
+    (*_, found) = read_history(file)
+    for key in ("names", "places", "offsets"):
+        np.testing.assert_array_equal(getattr(found, key), getattr(added, key))
+    np.testing.assert_array_equal(found.errors["induction"], added.errors["induction"])
+    for of_prompt, expected in zip(found.losses, added.losses, strict=True):
+        np.testing.assert_array_equal(of_prompt, expected)
 
 
 def test_damaged_lines_are_dropped(tmp_path):
@@ -65,18 +59,27 @@ def test_damaged_lines_are_dropped(tmp_path):
         assert [line["step"] for line in logged(file)] == [40, 80], damaged[:40]
 
 
-def test_an_incomplete_file_is_removed(tmp_path, monkeypatch):
-    """Immediately after an error; at the next start after a kill."""
-    parts = []
+def test_copying_begins_at_the_first_low_snapshot_after_a_clear_drop():
+    K = 62
+    high, low = math.log(K), 0.05
+    for length in (2, 5, 41):
+        for first in range(1, length):
+            noise = 0.1 * np.random.default_rng(first).standard_normal(length)
+            losses = np.where(np.arange(length) < first, high, low) + noise
+            assert copying_begins(losses, K) == first
+    assert copying_begins([4.1, 4.2, 4.0, 3.0, 1.0, 0.3, 0.1, 0.1], K) == 4
+    for losses in (
+        high + 0.3 * np.random.default_rng(0).standard_normal(40),
+        np.linspace(11, 6, 20),  # of a language model: falls slowly and stays high
+        [4.1, 4.1, 3.5, 3.5],  # a small drop
+        [0.1] * 10,  # copies from the beginning
+        [4.1],
+        [],
+        [4.1, math.nan, 0.1],
+    ):
+        assert copying_begins(losses, K) is None
 
-    def broken(part, _):
-        parts.append(Path(part))
-        raise BlockingIOError
 
-    monkeypatch.setattr(os, "replace", broken)
-    with pytest.raises(BlockingIOError):
-        History(tmp_path / "statistics.jsonl", step=0)
-    assert list(tmp_path.iterdir()) == []
-    parts[0].touch()
-    files.remove_temporary_files(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def test_loss_of_the_second_copy():
+    """R has 3 tokens: [BOS] a b c a b c. Positions 4 and 5 predict the second b and c."""
+    assert loss_of_copy(np.float32([9, 9, 9, 9, 1, 2]), period=3) == 1.5

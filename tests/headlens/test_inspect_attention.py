@@ -1,25 +1,21 @@
 """scripts/inspect_attention.py: one page for one model, or for two."""
 
-import base64
 import csv
-import io
 import json
 import re
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 from helpers.models import tiny_model
-from helpers.pages import VIRIDIS, a_run, read, unpacked
+from helpers.pages import read, unpacked
 from helpers.refusals import printed_keys
 from helpers.runs import train_in
-from PIL import Image
 
 from clearhead.models.huggingface import to_hf
 from clearhead.models.pretrained import load_pretrained
 from data import get_tokenizer
-from headlens import KINDS, clearest_prompt, draw_figure, read_snapshot
+from headlens import KINDS, draw_figure, read_snapshot
 from scripts.inspect_attention import main
 
 
@@ -43,6 +39,7 @@ def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     assert (run["name"], run["layers"], run["heads"]) == ("one", 2, 2)
     assert [len(p["tokens"]) for p in run["prompts"]] == [8, 31]  # BOS and 15 tokens, twice
     assert run["prompts"][0]["text"] == "".join(run["prompts"][0]["tokens"]) == "The fox."
+    assert run["opening_prompt"] == 0
     kinds = [line for line in told.splitlines() if re.search(r" L\d H\d \d\.\d\d", line)]
     assert len(kinds) == len(KINDS) - 1  # no head is positional
     (frame,) = run["frames"]
@@ -62,6 +59,7 @@ def test_hugging_face_directory_and_two_models(in_process, home):
     (run,) = read(home / "hf.html")
     assert (run["name"], run["layers"], run["heads"]) == ("gpt2", 3, 4)
     assert len(run["prompts"]) == 4  # three sentences and the repeated tokens
+    assert "opening_prompt" not in run
     first, *repeated = run["prompts"][-1]["tokens"]
     assert (first, len(repeated)) == ("<|endoftext|>", 46)  # of 48 positions
 
@@ -115,54 +113,6 @@ def test_a_text_that_is_truncated_is_reported(in_process, home):
         assert (code, bool(err)) == (0, is_long)
 
 
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def test_figure_of_one_head(in_process, home):
-    """Each token on both axes, the run, the head and the step."""
-    chosen = ("figure=head.svg", "prompt=1", "layer=1", "head=0", "max_tokens=8")
-    code, _, err = in_process(main, home, "checkpoint=runs/one", "text=the fox.", *chosen)
-    assert (code, err) == (0, "")
-    drawing = ElementTree.parse(home / "head.svg")
-    texts = ["".join(text.itertext()) for text in drawing.iter(f"{SVG}text")]
-    assert [texts.count(token) for token in "thfox."] == [2] * 6
-    assert any(re.search(r"one\b.*L1 H0.*\b4\b", text) for text in texts)
-
-
-def test_weights_in_a_figure():
-    """Of one head, and of all heads in their places."""
-    run = a_run()
-    expected = VIRIDIS[np.rint(255 * np.sqrt(run.weights[120][0])).astype(int)]  # (2, 3, 12, 12, 3)
-    for head, places in (((1, 2), [(1, 2)]), (None, [*np.ndindex(2, 3)])):
-        pixels = []
-        for image in ElementTree.fromstring(draw_figure(run.snapshots[-1], "svg", 0, head)).iter():
-            if data := image.get("{http://www.w3.org/1999/xlink}href", "").partition(",")[2]:
-                picture = Image.open(io.BytesIO(base64.b64decode(data)))
-                pixels.append(np.asarray(picture.convert("RGB")).astype(int))
-        found = max(pixels, key=np.size)
-        rows, columns = (1, 1) if head else (2, 3)
-        gap = 0.08 if rows > 1 else 0
-        for layer, number in places:
-            y, x = (0, 0) if head else (layer, number)
-            high, wide = found.shape[0] / (rows - gap), found.shape[1] / (columns - gap)
-            centres = (np.arange(12) + 0.5) / 12 * (1 - gap)
-            ys, xs = ((y + centres) * high).astype(int), ((x + centres) * wide).astype(int)
-            difference = np.abs(found[np.ix_(ys, xs)] - expected[layer, number])
-            assert difference[np.tril_indices(12)].max() <= 3
-
-
-def test_figure_of_all_heads(in_process, home):
-    first = {}
-    for kind, start in (("pdf", b"%PDF"), ("png", b"\x89PNG"), ("svg", b"<?xml")):
-        in_process(main, home, "checkpoint=runs/one", f"figure=heads.{kind}", "prompt=2")
-        first[kind] = (home / f"heads.{kind}").read_bytes()
-        assert first[kind].startswith(start)
-    assert b"FontFile2" in first["pdf"]  # TrueType: text that a program can change
-    assert [first["svg"].count(b">L%d<" % n) for n in range(3)] == [1, 1, 0]
-    in_process(main, home, "checkpoint=runs/one", "figure=again.svg", "prompt=2")
-    assert (home / "again.svg").read_bytes() == first["svg"]
-
-
 def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
     """Unless the settings name a prompt, a text or a page."""
     before = set(home.iterdir())
@@ -174,17 +124,17 @@ def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
             known = {key: c for key, c in prompt.uniform.items() if key in KINDS and c is not None}
             significance.append(max((values[key][head] - c) / (1 - c) for key, c in known.items()))
         clear[head] = significance.index(max(significance))
-        assert clearest_prompt(data, head) == clear[head]
+        assert draw_figure(data, head) == draw_figure(data, head, clear[head])
     head, chosen = ("layer=1", "head=0"), f"prompt={1 + clear[1, 0]}"
     for name, *more in (("grid",), ("best", *head), ("chosen", *head, chosen)):
-        in_process(main, home, "checkpoint=runs/seen", f"figure={name}.svg", *more)
+        in_process(main, home, "checkpoint=runs/seen", f"figure={name}.png", *more)
     drawn = {path.stem: path.read_bytes() for path in set(home.iterdir()) - before}
     assert drawn.keys() == {"chosen", "best", "grid"}
-    assert drawn["best"] == drawn["chosen"]
-    texts = ("text=The fox.", "figure=text.svg", "out=with.html", "repeat_length=30")
+    assert drawn["best"] == drawn["chosen"] != drawn["grid"]
+    texts = ("text=The fox.", "figure=text.png", "out=text.npz", *head)
     in_process(main, home, "checkpoint=runs/seen", *texts)
-    assert b"The fox." in (home / "text.svg").read_bytes()
-    assert (home / "with.html").exists()
+    expected = draw_figure(read_snapshot(home / "text.npz"), (1, 0), 0)
+    assert (home / "text.png").read_bytes() == expected
 
 
 def test_bad_values(in_process, home):
@@ -193,13 +143,13 @@ def test_bad_values(in_process, home):
     before = sorted(home.iterdir())
     for code, keys, arguments in (
         (2, ["max_tokens", "out"], ["max_tokens=1", "out=none/page.html"]),
-        (2, ["figure"], ["figure=heads.gif"]),
+        (2, ["figure"], ["figure=heads.pdf"]),
         (2, ["out"], ["out=text.txt"]),
-        (2, ["head", "layer", "prompt"], ["figure=a.pdf", "layer=2", "head=2", "prompt=5"]),
-        (2, ["layer"], ["figure=a.pdf", "layer=2", "head=0", "ablation=exact"]),
+        (2, ["head", "layer", "prompt"], ["figure=a.png", "layer=2", "head=2", "prompt=5"]),
+        (2, ["layer"], ["figure=a.png", "layer=2", "head=0", "ablation=exact"]),
         (2, ["text"], ["checkpoint=runs/none-left", "repeat_length=0"]),
-        (2, ["head"], ["figure=a.pdf", "layer=1"]),
-        (2, ["layer"], ["figure=a.pdf", "head=1"]),
+        (2, ["head"], ["figure=a.png", "layer=1"]),
+        (2, ["layer"], ["figure=a.png", "head=1"]),
         (3, ["checkpoint"], ["checkpoint=runs/none"]),
         (3, ["compare"], ["compare=runs/none"]),
         (3, ["tokenizer"], ["checkpoint=other", "text=The fox"]),

@@ -10,7 +10,6 @@ import torch
 from headlens.matching import (
     MatchedRun,
     all_pairs,
-    assign,
     directions,
     match_heads,
     mean_similarity,
@@ -75,10 +74,6 @@ def test_similarity_is_the_cosine_after_subtracting_uniform_attention():
                     of_b += (y[q, k] - uniform) ** 2
             cosines.append(dot / math.sqrt(of_a * of_b))
         assert found[layer, a, b] == pytest.approx(np.mean(cosines), abs=1e-5)
-
-
-def test_assignment_has_the_largest_sum():
-    assert assign(np.array([[0.9, 0.8, 0.1], [0.8, 0.1, 0.2]])).tolist() == [1, 0]  # not 0.9 + 0.2
 
 
 def test_random_maps_are_not_similar():

@@ -7,10 +7,9 @@ import pytest
 from helpers.loops import targets
 from helpers.pages import HISTORY, PROMPTS, a_run, unpacked
 
-from headlens.heads import ALL_NAMES, KINDS, NAMES, head_table
-from headlens.page import run_data
+from headlens import KINDS, STATISTICS, run_data
+from headlens.heads import ALL_NAMES, NAMES, head_table
 from headlens.recording import uniform_of
-from headlens.statistics import STATISTICS
 
 
 def test_details_of_a_frame():

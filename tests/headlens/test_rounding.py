@@ -6,14 +6,9 @@ from pathlib import Path
 import pytest
 
 import headlens
+from headlens import formatted, rounded
 from headlens.assemble import join_modules
-from headlens.rounding import (
-    formatted,
-    formatted_change,
-    formatted_loss,
-    loss_digits,
-    rounded,
-)
+from headlens.rounding import formatted_change, formatted_loss, loss_digits
 
 TEXT = Path(headlens.__file__).parent / "page" / "text.js"
 SIZES = [0, 1e-12, 0.0000499, 0.00005, 0.0001, 0.0048, 0.00499, 0.005, 0.00501, 0.0999, 0.1, 0.125]

@@ -11,9 +11,9 @@ from helpers.tally import trials
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headlens import STATISTICS
 from headlens.statistics import (
     MEASURED,
-    STATISTICS,
     HeadStatistics,
     best_offsets,
     by_statistic,

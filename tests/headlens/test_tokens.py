@@ -5,7 +5,7 @@ import tiktoken
 from helpers.foreign import WORDS, byte_level_tokenizer, sentencepiece_tokenizer
 
 from data import get_tokenizer
-from headlens.tokens import lens_tokenizer
+from headlens import lens_tokenizer
 
 TEXTS = [WORDS, "The fox", "naïve 😀 ☃\x00\x7f\xad", "  two  spaces ", "<0xE2> <s> <|endoftext|>"]
 

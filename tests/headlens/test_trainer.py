@@ -166,16 +166,16 @@ def test_the_logit_lens_of_a_training_in_mixed_precision(tmp_path):
 def test_an_unknown_option_and_sharded_weights_are_refused_at_once(tmp_path, monkeypatch):
     with pytest.raises(TypeError, match="contextlength"):
         callback(contextlength=24)
-    run = trainer(tmp_path)
+
+    def begins(run, error):
+        with pytest.raises(ValueError, match=error):
+            callback().on_train_begin(run.args, state, run.control, model=run.model)
+
     state = TrainerState(max_steps=3)
-    next(run.model.parameters()).ds_id = 0  # as ZeRO-3 marks its parameters
-    with pytest.raises(ValueError, match="ZeRO-3"):
-        callback().on_train_begin(run.args, state, run.control, model=run.model)
-    run = trainer(tmp_path)
-    run.args.fsdp = True
-    with pytest.raises(ValueError, match="FSDP"):
-        callback().on_train_begin(run.args, state, run.control, model=run.model)
-    run = trainer(tmp_path)
+    sharded, fsdp = trainer(tmp_path), trainer(tmp_path)
+    next(sharded.model.parameters()).ds_id = 0  # as ZeRO-3 marks its parameters
+    begins(sharded, "ZeRO-3")
+    fsdp.args.fsdp = True
+    begins(fsdp, "FSDP")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as accelerate launch --use_fsdp does
-    with pytest.raises(ValueError, match="FSDP"):
-        callback().on_train_begin(run.args, state, run.control, model=run.model)
+    begins(trainer(tmp_path), "FSDP")

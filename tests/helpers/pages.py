@@ -11,12 +11,10 @@ import matplotlib
 import numpy as np
 import torch
 
-from headlens.capturing import capture
-from headlens.page import END, START, run_data
-from headlens.predictions import predict
+from headlens import SnapshotData, capture, run_data
+from headlens.page import END, START
 from headlens.prompts import Prompt
-from headlens.recording import record, uniform_of
-from headlens.snapshot_data import SnapshotData
+from headlens.recording import predict, record, uniform_of
 
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
 WORDS = ["She", " sat", " on", " the", "\n", " bank", " of", " a", " river", ",", " ", " far"]

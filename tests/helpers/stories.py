@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from headlens.page import run_data
+from headlens import run_data
 from headlens.recording import record
 from helpers import pages
 from helpers.pages import STEPS, text_of
