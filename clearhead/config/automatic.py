@@ -14,8 +14,8 @@ AUTOMATIC = (
 
 
 def automatic_values(config: Config, on_gpu: bool, epoch: int | None) -> dict[str, int]:
-    """Returns values for those settings in AUTOMATIC that are null. Without trainer.max_steps, the
-    steps between validations and the like follow from the used time, so they stay null.
+    """Returns values for those settings in AUTOMATIC that are null. With trainer.max_minutes, the
+    steps between validations and the like follow from the progress of the run, so they stay null.
 
     on_gpu: whether the model is trained on a GPU. epoch: the largest number of steps between
     validations, unless it is below 20; None: no limit.
@@ -23,7 +23,7 @@ def automatic_values(config: Config, on_gpu: bool, epoch: int | None) -> dict[st
     trainer, given = config.trainer, flat(config.model_dump())
     steps = trainer.max_steps or EXPECTED_STEPS
     values: dict[str, int] = {}
-    if trainer.max_steps:
+    if not trainer.max_minutes:
         values = automatic_intervals(steps, on_gpu, epoch)
         values["trainer.warmup_steps"] = automatic_warmup(steps)
     # A validation window takes at most a third of the time of a training window: validation takes

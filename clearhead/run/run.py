@@ -21,6 +21,7 @@ from clearhead.checkpoint.run_directory import (
 )
 from clearhead.checkpoint.saving import Checkpointer
 from clearhead.compute.optimizers import learning_rate
+from clearhead.config.automatic import automatic_warmup
 from clearhead.config.schema import Config
 from clearhead.errors import RunError, best_effort
 from clearhead.files import as_json, atomic_write, last_values, read_object
@@ -63,9 +64,11 @@ class Run:
 
     def is_due(self, what: str) -> bool:
         """Returns whether something is due after this step: "log", "eval" or "save". After the last
-        step everything is, and nothing else if trainer.<what>_every is 0."""
+        step everything is, and nothing else if trainer.<what>_every is 0. With a time limit, the
+        number of steps is not known after step 1, which has a row unless log_every is given."""
         step, every = self.state.step, self.interval(what)
-        return step == self.stop.last_step or (every > 0 and step % every == 0)
+        is_first = step == 1 and what == "log" and self.config.trainer.log_every is None
+        return step == self.stop.last_step or is_first or (every > 0 and step % every == 0)
 
     def interval(self, what: str) -> int:
         """Returns trainer.<what>_every. If it is null, it follows from the expected steps."""
@@ -75,17 +78,20 @@ class Run:
 
     def learning_rate(self, peak: float) -> float:
         """Returns the learning rate of this step for parameters with this peak. With a time limit,
-        the used time counts if it is further than the steps."""
+        the used time counts if it is further than the steps. Then the warm-up, unless it is given,
+        is a tenth of the run, but at least 24 steps and at most a fifth of max_steps."""
         trainer, schedule, step = self.config.trainer, self.config.optimizer, self.state.step
-        used, steps, warmup = self.stop.used_time(), trainer.max_steps, trainer.warmup_steps
-        if steps is not None:
-            return learning_rate(max(step, int((steps - 1) * used)), schedule, warmup, steps, peak)
-        # Without max_steps, a thousandth of the time counts as a step, and the warm-up is a tenth
-        # of the time, but at least 24 steps.
-        part = 100 if warmup is None else 0
-        least = 24 if warmup is None else max(1, warmup)
-        rate = learning_rate(int(999 * used), schedule, part, 1000, peak)
-        return min(rate, peak * (step + 1) / least)
+        steps, warmup = trainer.max_steps, trainer.warmup_steps
+        if not trainer.max_minutes:
+            return learning_rate(step, schedule, warmup, steps, peak)
+        parts = steps or 1000  # without max_steps, a thousandth of the time counts as a step
+        position = max(step if steps else 0, int((parts - 1) * self.stop.used_time()))
+        if warmup is None:
+            part, least = max(automatic_warmup(parts), parts // 10), min(24, parts // 5)
+        else:
+            part, least = warmup if steps else 0, warmup
+        rate = learning_rate(position, schedule, part, parts, peak)
+        return min(rate, peak * (step + 1) / max(1, least))
 
     def __enter__(self) -> "Run":
         if self.is_closed:

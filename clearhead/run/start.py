@@ -24,7 +24,7 @@ from clearhead.checkpoint.run_directory import (
 )
 from clearhead.config.automatic import AUTOMATIC, automatic_values
 from clearhead.config.schema import Config
-from clearhead.config.stored import PROMPTS, names_run
+from clearhead.config.stored import PROMPTS, names_run, refuse_dropped
 from clearhead.config.validation import validate
 from clearhead.config.yaml_files import flat, nested
 from clearhead.errors import CheckpointError, DataError, Problem, as_yaml, format_problem, refuse
@@ -83,9 +83,10 @@ def start(config: Config, strategy: Strategy, closing: contextlib.ExitStack) -> 
         notes += short_tokens(config, tokenizer, data)
     is_compiled = should_compile(config, strategy, notes)
     config = complete(config, strategy, tokenizer, data, is_compiled)
-    notes += long_warmup(config)
     ended = found.state is not None and found.state.has_ended(config.trainer)
     was_finished = ended and found.state.step == found.summarized
+    if ended and not was_finished:
+        refuse(found.state.exceeded_limits(config.trainer))
     notes = data.notes + notes
     return Start(
         config, strategy, closing, found, tokenizer, data, is_compiled, was_finished, notes
@@ -196,6 +197,7 @@ def refuse_or_note_changes(
     note about others that differ."""
     saved, run = found.state.settings, Path(config.runs_dir, config.name)
     with strategy.raise_on_all_ranks():
+        refuse_dropped(saved, run)
         refuse(changed_settings(saved, config.model_dump(), run))
     if changes := other_changes(saved, config):
         notes.append(f"resuming with other settings than before: {', '.join(changes)}")
@@ -263,12 +265,3 @@ def epoch_of(config: Config, data: LoadedData) -> int | None:
     the run: a small text overfits within a few epochs. Otherwise None."""
     epoch = math.ceil(len(data.train) / config.trainer.batch_size)
     return epoch if config.trainer.patience else None
-
-
-def long_warmup(config: Config) -> list[str]:
-    """Returns a note if most steps are warm-up, as with the settings of a longer run."""
-    steps, warmup = config.trainer.max_steps, config.trainer.warmup_steps
-    if steps is None or 2 * warmup <= steps:
-        return []
-    reason = f"the learning rate rises in most of the {steps:,} steps"
-    return [f"trainer.warmup_steps={warmup}: {reason}; use fewer"]

@@ -16,9 +16,9 @@ from clearhead.run.time_limit import TimeLimit
 class Stop:
     """The used time and the last step of a run, on all ranks.
 
-    last_step: trainer.max_steps, or when the run ends earlier, the step at which it does. If only
-    the time is limited, it is the number of steps that the time so far allows, rounded up to a
-    power of two, so that the intervals that follow from it seldom change.
+    last_step: trainer.max_steps, or when the run ends earlier, the step at which it does. With a
+    time limit, it is at most the number of steps that the time so far allows, rounded up to a power
+    of two, so that the intervals that follow from it seldom change.
 
     The exchange of a step starts before its forward pass. Results are read as late as possible: the
     number of targets before the first backward pass, and only if it varies; the used time before
@@ -42,7 +42,7 @@ class Stop:
         self.intervals = intervals
         self.targets_per_step, self.max_steps = targets_per_step, trainer.max_steps
         self._sums = lambda: [0.0, limit.used]
-        self.last_step = self.max_steps or self._expected_steps(state.step)
+        self.last_step = self._expected_steps(state.step)
         if state.has_ended(trainer):
             self.last_step = state.step
 
@@ -64,7 +64,8 @@ class Stop:
         return self._sums()[1] if self.limit.exists else 0.0
 
     def progress(self, step: int) -> float:
-        """Returns the completed fraction of the run: of its steps or of its time."""
+        """Returns the completed fraction of the run: of its steps or of its time, whichever is
+        larger."""
         return max(self.used_time(), step / self.max_steps if self.max_steps else 0.0)
 
     def is_out_of_time(self, step: int) -> bool:
@@ -73,15 +74,19 @@ class Stop:
         if self.used_time() >= 1 and step < self.last_step:
             self.last_step = step
             return True
-        if not self.max_steps and step < self.last_step:
+        if step < self.last_step:
             self.last_step = self._expected_steps(step)
         return False
 
     def _expected_steps(self, step: int) -> int:
-        """Returns a power of two above step + 1, so that the next step is not the last one."""
+        """Returns max_steps or, if the time so far allows fewer steps, a power of two above
+        step + 1, so that the next step is not the last one."""
+        if not self.limit.exists:
+            return self.max_steps
         used = self.used_time()
         expected = step / used if step and used else EXPECTED_STEPS - 1
-        return 1 << int(max(expected, step + 1)).bit_length()
+        in_time = 1 << int(max(expected, step + 1)).bit_length()
+        return min(in_time, self.max_steps or in_time)
 
     def is_stopped(self) -> bool:
         """Returns whether a signal stops all ranks after this step; signals.received is then the

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import TEXT, TINY
 from helpers.refusals import printed_keys, refused
-from helpers.runs import rows
+from helpers.runs import repeatable_rows, rows
 from helpers.settings import settings
 
 import train
@@ -138,24 +138,50 @@ def test_a_resumed_run_continues_with_the_time_that_is_left(simulated):
     assert longer.state.step > rest.state.step
 
 
-def test_steps_and_time_limit_a_run_together(simulated, tmp_path):
+def test_steps_and_time_limit_a_run_together(simulated):
     """The one that comes first. With time for all steps, it equals a run without a limit."""
-    both = ("trainer.max_steps=100", "trainer.max_minutes=100")
+    both = ("trainer.max_steps=100", "trainer.max_minutes=100", "trainer.eval_every=null")
     run, _ = simulated(lambda step: 1.0, *both, "name=steps")
-    plain, _ = simulated(lambda step: 1.0, "trainer.max_steps=100", "name=plain")
+    plain, _ = simulated(lambda step: 1.0, both[0], both[2], "name=plain")
     assert run.state.step == 100
-    assert rates(run) == rates(plain)
+    assert repeatable_rows(run.directory) == repeatable_rows(plain.directory)
     slow, seconds = simulated(lambda step: 120.0, *both, "name=slow")
     assert (45 < slow.state.step < 50, seconds <= 6000) == (True, True)
     schedule = slow.config.optimizer
     assert rates(slow)[-1] == pytest.approx(schedule.min_lr_ratio * schedule.lr)
 
 
-def test_with_a_shorter_limit_a_finished_run_names_the_time_that_it_has_used(simulated, capsys):
-    limited = ("trainer.max_steps=null", "name=a")
-    simulated(lambda step: 1000.0, *limited, "trainer.max_minutes=100")
-    simulated(lambda step: 1000.0, *limited, "trainer.max_minutes=50")
-    assert re.findall(r"trainer\.max_minutes above (\d+)", capsys.readouterr().out) == ["100"]
+def test_with_more_steps_than_the_time_allows_the_time_rules(simulated):
+    """Rows, validations, snapshots and learning rate are those of a run without max_steps."""
+    own = (*LIMITED, "trainer.log_every=null")
+    time, _ = simulated(lambda step: 20.0, *own, "name=time")
+    both, _ = simulated(lambda step: 20.0, *own, "trainer.max_steps=1000000", "name=both")
+    steps, n = [[row["step"] for row in rows(run.directory)] for run in (time, both)]
+    assert steps == n == [*range(time.state.step + 1)]  # also step 1 has a row of its own
+    kinds = [[sorted(row) for row in rows(run.directory)] for run in (time, both)]
+    assert kinds[0] == kinds[1]
+    assert rates(both)[:30] == sorted(rates(both)[:30])
+    assert rates(both) == pytest.approx(rates(time), abs=0.02 * max(rates(time)))
+
+
+@pytest.mark.parametrize("before", ["finished", "stopped"])
+def test_a_limit_below_what_was_trained_is_refused_unless_the_run_has_finished(
+    simulated, capsys, before
+):
+    limited = ("trainer.max_steps=null", "lens=off", "name=a")
+    stop_at = {"finished": None, "stopped": 5}[before]
+    run, _ = simulated(lambda step: 600.0, *limited, "trainer.max_minutes=100", stop_at=stop_at)
+    step = run.state.step
+    if before == "finished":
+        again, _ = simulated(lambda step: 600.0, *limited, "trainer.max_minutes=30")
+        assert (again.was_finished, again.state.step) == (True, step)
+        assert re.findall(r"trainer\.max_minutes above (\d+)", capsys.readouterr().out) == ["100"]
+        return
+    for shorter, key in (("max_minutes=30", "max_minutes"), ("max_steps=3", "max_steps")):
+        with refused(ConfigError, f"trainer.{key}", exit_code=2):
+            simulated(lambda step: 600.0, *limited, "trainer.max_minutes=100", f"trainer.{shorter}")
+    rest, _ = simulated(lambda step: 600.0, *limited, "trainer.max_minutes=100")
+    assert rest.state.step > step
 
 
 @pytest.mark.parametrize(
