@@ -19,7 +19,7 @@ from clearhead.checkpoint.format import MODEL, OPTIMIZER, State
 from clearhead.checkpoint.saving import Checkpointer, Saver
 from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors, read_tensors
 from clearhead.compute.cross_entropy import LOGITS_AT_ONCE
-from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer
+from clearhead.compute.optimizers import MAX_SKIPS, NonFiniteCheck, build_optimizer
 from clearhead.config.automatic import automatic_intervals
 from clearhead.config.schema import Config
 from clearhead.errors import exit_code_of, refuse, shorten
@@ -274,7 +274,7 @@ def build_metrics(begin: Start, state: State, model: GPT, log: RunLog) -> Metric
     trainer, length = config.trainer, config.data.max_length
     metrics = Metrics(
         strategy,
-        NonFiniteCheck(trainer.max_skips, strategy.device),
+        NonFiniteCheck(MAX_SKIPS, strategy.device),
         log.console,
         tokens_per_step=trainer.batch_size * length,
         flops_per_token=model.flops_per_token(length),
