@@ -72,20 +72,17 @@ def settings_of(run: Path) -> dict | None:
     return settings if isinstance(settings, dict) else None
 
 
-def refuse_dropped(stored: dict, run: object, given: Collection[str] = ()) -> None:
-    """Raises ConfigError if a run was trained with a value that this version does not support.
+def dropped_settings(stored: dict, run: object, given: Collection[str] = ()) -> list[Problem]:
+    """Returns a problem for each setting in DROPPED with which a run was trained.
 
-    stored: its settings. given: keys and groups on the command line, which replace the stored ones.
+    stored: its settings, flat. given: keys and groups on the command line, which replace them.
     """
-    known, reason = flat(stored), f"{run} was trained with this value, which is not supported"
-    hint = "use the version that trained it"
-    refuse(
-        [
-            Problem(key, known[key], reason, hint)
-            for key, supported in DROPPED.items()
-            if known.get(key, supported) != supported and not is_of(key, given)
-        ]
-    )
+    reason = f"{run} was trained with this value, which is not supported any more"
+    return [
+        Problem(key, stored[key], reason, "use the version that trained it")
+        for key, supported in DROPPED.items()
+        if stored.get(key, supported) != supported and not is_of(key, given)
+    ]
 
 
 def with_settings_of(path: Path, config: Config, given: list[str], is_new: bool) -> Config:
@@ -107,7 +104,7 @@ def with_settings_of(path: Path, config: Config, given: list[str], is_new: bool)
     if broken := sorted(GROUPS.keys() & known.keys()):
         reason = f"its stored {broken[0]} must be a group of settings"
         raise CheckpointError(key, path, reason, "use another run")
-    refuse_dropped(stored, path, given)
+    refuse(dropped_settings(known, path, given))
     composed = flat(config.model_dump())
     merged = composed | {
         name: value

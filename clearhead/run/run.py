@@ -1,10 +1,11 @@
-"""The components of a training run as one dataclass.
+"""The components of a training run as one dataclass, and its errors with a message for users.
 
 `build_run` (run/build.py) creates a Run; `fit` (train.py) trains it.
 """
 
 import contextlib
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,15 +24,21 @@ from clearhead.checkpoint.saving import Checkpointer
 from clearhead.compute.optimizers import learning_rate
 from clearhead.config.automatic import automatic_warmup
 from clearhead.config.schema import Config
-from clearhead.errors import RunError, best_effort
+from clearhead.errors import (
+    DivergedError,
+    NotSavedError,
+    RankLostError,
+    RunError,
+    best_effort,
+)
 from clearhead.files import as_json, atomic_write, last_values, read_object
 from clearhead.output.run_log import Metrics, RunLog
 from clearhead.output.summary import results, stopped, times, where_to_look, write_summary
+from clearhead.parallel.memory import is_out_of_memory, out_of_memory_error
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator
 from clearhead.run.lens_runner import LensRunner
 from clearhead.run.stop import Stop
-from clearhead.run.translate_errors import translate_errors
 from model import GPT
 
 
@@ -211,3 +218,38 @@ class Run:
         if self.state.val_loss is not None:
             return self.state.val_loss
         return last_values(self.directory / "metrics.jsonl").get("train/loss", math.inf)
+
+
+@contextlib.contextmanager
+def translate_errors(
+    config: Config,
+    strategy: Strategy,
+    checkpointer: Checkpointer | None = None,
+    micro_batch_size: int | None = None,
+) -> Iterator[None]:
+    """Raises OutOfMemoryError if a step does not fit into memory, RankLostError if another rank
+    died or timed out, and other errors unchanged. Hints name the newest intact checkpoint.
+
+    micro_batch_size: of the steps inside; None if there are no steps.
+    """
+    try:
+        yield
+    except DivergedError as error:
+        if checkpointer:
+            error.hint += f"; {checkpointer.describe()}"
+        raise
+    except NotSavedError as error:
+        if checkpointer:
+            error.hint += f"; {checkpointer.how_to_resume()}"
+        raise
+    except Exception as error:
+        if micro_batch_size and is_out_of_memory(error):
+            intact = checkpointer.describe() if checkpointer else "no checkpoint was saved yet"
+            raise out_of_memory_error(config, strategy, micro_batch_size, intact) from error
+        if not strategy.is_lost_rank(error):
+            raise
+        # The first sentence of the library's message, without its file names and addresses.
+        text = re.sub(r"\[[^\]]*\](:\d+)?:?\s*", "", " ".join(str(error).split()))
+        reason = f"another rank died or timed out ({text.partition('. ')[0].strip()})"
+        hint = checkpointer.how_to_resume() if checkpointer else "rerun the same command"
+        raise RankLostError("parallel.timeout", config.parallel.timeout, reason, hint) from error

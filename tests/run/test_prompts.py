@@ -16,7 +16,7 @@ from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config import compose
 from clearhead.errors import CheckpointError
-from clearhead.run.prompts import choose_prompts
+from clearhead.run.lens_runner import choose_prompts
 from clearhead.tokens.token_stream import TokenStream
 from clearhead.tokens.tokenizer import get_tokenizer
 from data import GPTDatasetV1

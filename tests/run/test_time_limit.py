@@ -18,7 +18,7 @@ import train
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.errors import ConfigError
 from clearhead.output.comparison import read
-from clearhead.run import stop, time_limit
+from clearhead.run import stop
 from scripts import plan
 from train import fit
 
@@ -47,7 +47,7 @@ def simulated(make_run, monkeypatch):
 
         run.strategy.update = slow_update
         with monkeypatch.context() as patched:
-            patched.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now[0]))
+            patched.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[0]))
             if stop_at:
                 with pytest.raises(SystemExit):
                     fit(run)
@@ -214,7 +214,7 @@ def test_a_run_without_time_for_a_step_is_refused(make_run, tmp_path):
 
 
 def test_the_limit_begins_with_the_process(in_process, tmp_path, monkeypatch):
-    monkeypatch.setattr(time_limit, "STARTED", time.monotonic() - 10**6)
+    monkeypatch.setattr(stop, "STARTED", time.monotonic() - 10**6)
     arguments = [*TINY, "data.path=text.txt", "trainer.max_minutes=100"]
     (tmp_path / "text.txt").write_text("a text, " * 200)
     code, _, err = in_process(train.main, tmp_path, *arguments)
@@ -223,8 +223,8 @@ def test_the_limit_begins_with_the_process(in_process, tmp_path, monkeypatch):
 
 def test_a_real_run_ends_within_its_limit(in_process, tmp_path, monkeypatch):
     """Everything from its start to its end, with its summary."""
-    monkeypatch.setattr(time_limit, "STARTED", started := time.monotonic())
-    monkeypatch.setattr(time_limit, "EXIT_SECONDS", 1.0)
+    monkeypatch.setattr(stop, "STARTED", started := time.monotonic())
+    monkeypatch.setattr(stop, "EXIT_SECONDS", 1.0)
     (tmp_path / "text.txt").write_text(TEXT)
     arguments = [*TINY, *OPEN, "name=a", "data.path=text.txt", "trainer.max_minutes=0.1"]
     code, _, err = in_process(train.main, tmp_path, *arguments)
@@ -258,8 +258,8 @@ def repeat_of(run) -> str | None:
 def test_the_last_step_leaves_time_for_another_step_and_two_validations(monkeypatch):
     """Steps of 2 s and a validation of 10 s, of which there is one before the first step."""
     now = 0.0
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
-    limit = time_limit.TimeLimit(TWO_MINUTES, CPU, 0.0)
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now))
+    limit = stop.TimeLimit(TWO_MINUTES, CPU, 0.0)
     now = 10.0
     limit.exclude(10)
     while limit.start_step() < 1:
@@ -287,9 +287,9 @@ class Gpu:
 def test_a_run_on_a_gpu_ends_in_time(monkeypatch, every):
     """Steps of 0.4 s. The program waits every N steps, and if it is five steps ahead."""
     gpu = Gpu()
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: gpu.now))
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: gpu.now))
     monkeypatch.setattr(torch, "get_device_module", lambda _: gpu)
-    limit, steps = time_limit.TimeLimit(TWO_MINUTES, torch.device("cuda"), 0.0), 0
+    limit, steps = stop.TimeLimit(TWO_MINUTES, torch.device("cuda"), 0.0), 0
     while limit.start_step() < 1:
         gpu.step(0.4)
         steps += 1
@@ -303,8 +303,8 @@ def test_a_run_on_a_gpu_ends_in_time(monkeypatch, every):
 def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
     """Steps of 0.01 s, then steps of 1 s. The end of the run does not become 100 times slower."""
     now = 0.0
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
-    limit = time_limit.TimeLimit(TWO_MINUTES, CPU, 0.0)
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now))
+    limit = stop.TimeLimit(TWO_MINUTES, CPU, 0.0)
     for seconds in [0.01] * 30 + [1.0] * 60:
         now += seconds
         assert limit.start_step() < 1
@@ -316,8 +316,8 @@ def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
 def test_compiling_the_model_does_not_end_a_run(monkeypatch):
     """The first step takes half of the time, and the others 0.1 s."""
     now = 0.0
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
-    limit = time_limit.TimeLimit(TWO_MINUTES, CPU, 0.0, is_compiled=True)
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now))
+    limit = stop.TimeLimit(TWO_MINUTES, CPU, 0.0, is_compiled=True)
     limit.start_step()
     now = 60.0
     while limit.start_step() < 1:
