@@ -86,18 +86,7 @@ def find_checkpoint(
         hint = f"did you mean {near}?" if near else "give a run directory or a checkpoint"
         raise CheckpointError(key, path, "directory not found", hint)
     hint = "give runs/NAME or runs/NAME/checkpoints/step_..."
-    reason = "contains no checkpoint"
-    pickles = [f for f in (path, *sorted(path.glob("*"))) if f.suffix in (".pt", ".pth", ".bin")]
-    if (path / "last").exists():
-        hint = f"did you mean {path / 'last'}?"
-    elif (path / "adapter_config.json").is_file():
-        reason = "is an adapter (PEFT) without the weights of its model"
-        hint = "merge them: AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()"
-        hint += ".save_pretrained(...)"
-    elif pickles:
-        reason = f"{pickles[0].name} is a pickle, which can execute code"
-        hint = "if you trust its author, convert it to safetensors (docs/checkpoints.md)"
-    raise CheckpointError(key, path, reason, hint)
+    raise CheckpointError(key, path, "contains no checkpoint", hint)
 
 
 def read_found(

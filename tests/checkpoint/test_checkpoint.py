@@ -87,17 +87,6 @@ def test_find_accepts_a_run_or_a_checkpoint(saved):
             listing.find_checkpoint(path)
 
 
-@pytest.mark.parametrize("name", ["adapter_config.json", "ckpt.pt", "pytorch_model.bin"])
-def test_the_hint_for_files_of_other_programs_is_a_conversion(tmp_path, name):
-    with refused(CheckpointError, "checkpoint", tmp_path) as plain:
-        listing.find_checkpoint(tmp_path)
-    (tmp_path / name).write_bytes(b"{}")
-    for path in (tmp_path, tmp_path / name)[: 1 + name.endswith(("pt", "bin"))]:
-        with refused(CheckpointError, "checkpoint", path) as caught:
-            listing.find_checkpoint(path)
-        assert caught.value.hint != plain.value.hint
-
-
 # Text that the error must contain -> a change of model.safetensors.
 TENSORS = {
     "pos_emb.weight": lambda t: t.pop("pos_emb.weight"),
@@ -238,24 +227,6 @@ def test_pinned_copies_are_complete(make_run, monkeypatch):
         assert_same(some, others)
     pointers = {p.data_ptr() for p in run.model.parameters()}
     assert pointers.isdisjoint(tensor.data_ptr() for tensor in found[0].values())
-
-
-@pytest.mark.parametrize(("device", "available"), [("cpu", 1e12), ("cuda", 1e12), ("cuda", 0)])
-def test_copies_are_pinned_on_a_gpu_if_there_is_memory(make_run, monkeypatch, device, available):
-    """The first checkpoint decides: its pinned memory is kept, so that less is available later."""
-    run, pins, left = make_run(), [], [available, 0]
-
-    def collecting(model, optimizer, strategy, copy, pin):
-        pins.append(pin)
-        return collect(model, optimizer, strategy, copy)
-
-    monkeypatch.setattr(saving, "collect", collecting)
-    monkeypatch.setattr(saving, "available_memory", lambda: left.pop(0))
-    run.strategy.device = torch.device(device)
-    for _ in range(2):
-        run.checkpointer.save(run.state, is_last=False)
-        run.checkpointer.wait(run.state)
-    assert pins == [device == "cuda" and available > 0] * 2
 
 
 def test_pinned_memory_is_freed_at_the_end_of_a_run(make_run, monkeypatch):
