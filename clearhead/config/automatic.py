@@ -1,16 +1,22 @@
 """Settings that are null: their values follow from the length of the run."""
 
-from clearhead.config.schema import Config
+from clearhead.config.schema import Config, TrainerConfig
 from clearhead.config.yaml_files import flat
 from headlens import LensConfig
 
 LOG_EVERY_ON_GPU = 10  # at least: the host waits for the GPU at each row, and then it for the host
-# For what is decided before the first step of a run that only trainer.max_minutes limits.
-EXPECTED_STEPS = 4096
+EXPECTED_STEPS = 4096  # at most, of a run with trainer.max_minutes, before its first step
 AUTOMATIC = (
     *("trainer.warmup_steps", "trainer.eval_every", "trainer.eval_windows", "trainer.log_every"),
     "lens.every",
 )
+
+
+def expected_steps(trainer: TrainerConfig) -> int:
+    """Returns the number of steps for what is decided before the first step."""
+    if not trainer.max_minutes:
+        return trainer.max_steps
+    return min(trainer.max_steps or EXPECTED_STEPS, EXPECTED_STEPS)
 
 
 def automatic_values(config: Config, on_gpu: bool, epoch: int | None) -> dict[str, int]:
@@ -21,7 +27,7 @@ def automatic_values(config: Config, on_gpu: bool, epoch: int | None) -> dict[st
     validations, unless it is below 20; None: no limit.
     """
     trainer, given = config.trainer, flat(config.model_dump())
-    steps = trainer.max_steps or EXPECTED_STEPS
+    steps = expected_steps(trainer)
     values: dict[str, int] = {}
     if not trainer.max_minutes:
         values = automatic_intervals(steps, on_gpu, epoch)

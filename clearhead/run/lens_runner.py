@@ -14,7 +14,7 @@ import torch
 from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config.application import is_in_sweep
-from clearhead.config.automatic import EXPECTED_STEPS
+from clearhead.config.automatic import expected_steps
 from clearhead.config.schema import Config
 from clearhead.errors import MAX_FAILURES, Failures, best_effort
 from clearhead.files import read_rows
@@ -137,7 +137,7 @@ def build_lens(
                 tokenizer,
                 config.lens,
                 context_length=config.data.max_length,
-                max_steps=config.trainer.max_steps or EXPECTED_STEPS,
+                max_steps=expected_steps(config.trainer),
                 folder=directory / "attention",
                 run_name=directory.name,
                 text=text_windows(config, data.val or data.train),
@@ -170,7 +170,7 @@ def text_windows(config: Config, dataset: WindowDataset) -> torch.Tensor:
     """
     trainer, longest = config.trainer, min(config.data.max_length, MAX_TOKENS)
     shortest = longest if config.data.synthetic else min(MIN_TOKENS, longest)
-    max_steps = trainer.max_steps or EXPECTED_STEPS
+    max_steps = expected_steps(trainer)
     steps = min(config.lens.interval(max_steps), max_steps)
     budget = int(0.01 * steps * trainer.batch_size * config.data.max_length)
     length = min(max(budget // MANY_WINDOWS, shortest), longest)

@@ -18,7 +18,7 @@ from attention import SCORES
 from clearhead.checkpoint.listing import has_checkpoint
 from clearhead.checkpoint.resume import ResumePoint, find_resume_point, settings_to_resume
 from clearhead.checkpoint.run_directory import has_other_files, lock_directory
-from clearhead.config.automatic import automatic_values
+from clearhead.config.automatic import automatic_values, expected_steps
 from clearhead.config.schema import Config
 from clearhead.config.stored import PROMPTS
 from clearhead.config.yaml_files import flat
@@ -133,7 +133,7 @@ def should_compile(config: Config, strategy: Strategy, notes: list[str]) -> bool
     trainer, length = config.trainer, config.data.max_length
     if trainer.compile != "auto" or trainer.max_steps is None:  # the length is not known
         return trainer.compile is True
-    tokens = trainer.batch_size * length * trainer.max_steps
+    tokens = trainer.batch_size * length * expected_steps(trainer)
     flops = meta_model(config.model).flops_per_token(length) * tokens / strategy.world_size
     if device.should_compile(strategy.device, flops):
         return True
