@@ -150,10 +150,10 @@ class State:
         """Returns a problem for each limit that is below what was trained already. A run without
         these steps or minutes would have had a lower learning rate at its end."""
         return [
-            Problem(f"trainer.{key}", limit, f"the run has used {used:g}", f"use {used:g} or more")
+            Problem(key, limit, "the run has used more already", f"use {math.ceil(used)} or more")
             for key, limit, used in (
-                ("max_steps", trainer.max_steps, self.step),
-                ("max_minutes", trainer.max_minutes, self.minutes),
+                ("trainer.max_steps", trainer.max_steps, self.step),
+                ("trainer.max_minutes", trainer.max_minutes, self.minutes),
             )
             if limit is not None and used > limit
         ]

@@ -26,7 +26,6 @@ from helpers.runs import (
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
-import train
 from clearhead import files
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing, saving
@@ -36,7 +35,6 @@ from clearhead.errors import (
     DamagedCheckpointError,
     DivergedError,
     NotSavedError,
-    RunError,
 )
 from train import fit, save, save_if_due, stop, train_step
 
@@ -236,29 +234,6 @@ def test_pinned_memory_is_freed_at_the_end_of_a_run(make_run, monkeypatch):
     with run:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert calls == [True]
-
-
-@pytest.mark.parametrize("saves", ["after", "before"])
-def test_a_run_whose_directory_is_removed_ends_and_does_not_write_it_again(
-    make_run, tmp_path, monkeypatch, saves
-):
-    """At the next row, also if a checkpoint is saved before it."""
-    monkeypatch.setattr(saving, "RETRY_AFTER", 0)
-    run = make_run("name=a", "trainer.eval_every=0", "trainer.save_every=3", "trainer.log_every=1")
-    log_row = train.log_row
-
-    def remove(run):
-        if run.state.step == 2:
-            shutil.rmtree(run.directory)
-            if saves == "before":
-                save(run)
-        return log_row(run)
-
-    monkeypatch.setattr(train, "log_row", remove)
-    with refused(RunError, "name", "a", exit_code=4):
-        fit(run)
-    assert run.state.step == 2
-    assert not run.directory.exists()
 
 
 def test_a_full_disk_does_not_end_training(make_run, monkeypatch):

@@ -153,24 +153,20 @@ def test_with_more_steps_than_the_time_allows_the_time_rules(simulated):
         assert (steps[0], steps[-1]) == (0, time.state.step)
 
 
-@pytest.mark.parametrize("before", ["finished", "stopped"])
-def test_a_limit_below_what_was_trained_is_refused_unless_the_run_has_finished(
-    simulated, capsys, before
-):
-    limited = ("trainer.max_steps=null", "lens=off", "name=a")
-    stop_at = {"finished": None, "stopped": 5}[before]
-    run, _ = simulated(lambda step: 600.0, *limited, "trainer.max_minutes=100", stop_at=stop_at)
-    step = run.state.step
-    if before == "finished":
-        again, _ = simulated(lambda step: 600.0, *limited, "trainer.max_minutes=30")
-        assert (again.was_finished, again.state.step) == (True, step)
-        assert re.findall(r"trainer\.max_minutes above (\d+)", capsys.readouterr().out) == ["100"]
-        return
-    for shorter, key in (("max_minutes=30", "max_minutes"), ("max_steps=3", "max_steps")):
-        with refused(ConfigError, f"trainer.{key}", exit_code=2):
-            simulated(lambda step: 600.0, *limited, "trainer.max_minutes=100", f"trainer.{shorter}")
-    rest, _ = simulated(lambda step: 600.0, *limited, "trainer.max_minutes=100")
+def test_a_limit_below_what_was_trained_is_refused_unless_the_run_has_finished(simulated, capsys):
+    def run(*more, **how):
+        limited = ("trainer.max_steps=null", "lens=off", "name=a", "trainer.max_minutes=100")
+        return simulated(lambda step: 600.0, *limited, *more, **how)[0]
+
+    step = run(stop_at=5).state.step
+    for key, value in (("trainer.max_minutes", 30.0), ("trainer.max_steps", 3)):
+        with refused(ConfigError, key, value, exit_code=2):
+            run(f"{key}={value}")
+    rest = run()
     assert rest.state.step > step
+    again = run("trainer.max_minutes=30")
+    assert (again.was_finished, again.state.step) == (True, rest.state.step)
+    assert re.findall(r"trainer\.max_minutes above (\d+)", capsys.readouterr().out) == ["100"]
 
 
 @pytest.mark.parametrize(
@@ -244,17 +240,23 @@ def repeat_of(run) -> str | None:
     return json.loads((run / "summary.json").read_text())["repeat"]
 
 
-def test_the_last_step_leaves_time_for_another_step_and_two_validations(monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test moves: clock.now, in seconds."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def test_the_last_step_leaves_time_for_another_step_and_two_validations(clock):
     """Steps of 2 s and a validation of 10 s, of which there is one before the first step."""
-    now = 0.0
-    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now))
     limit = stop.TimeLimit(TWO_MINUTES, CPU, 0.0)
-    now = 10.0
+    clock.now = 10.0
     limit.exclude(10)
     while limit.start_step() < 1:
-        now += 2
+        clock.now += 2
     # A step, its validation, the last step and its validation take 24 s.
-    assert now - 2 + 24 <= limit.end < now + 26
+    assert clock.now - 2 + 24 <= limit.end < clock.now + 26
     assert limit.end == 120 - limit.end_of_run
 
 
@@ -289,29 +291,25 @@ def test_a_run_on_a_gpu_ends_in_time(monkeypatch, every):
     assert limit.end - 4 * 0.4 < gpu.busy_until <= limit.end
 
 
-def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
+def test_a_busy_machine_does_not_end_a_run_that_has_time_left(clock):
     """Steps of 0.01 s, then steps of 1 s. The end of the run does not become 100 times slower."""
-    now = 0.0
-    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now))
     limit = stop.TimeLimit(TWO_MINUTES, CPU, 0.0)
     for seconds in [0.01] * 30 + [1.0] * 60:
-        now += seconds
+        clock.now += seconds
         assert limit.start_step() < 1
     while limit.start_step() < 1:
-        now += 1
-    assert 60 < now < 120 - 1.2 * limit.end_of_run  # it reserves more time than on an idle machine
+        clock.now += 1
+    assert 60 < clock.now < 120 - 1.2 * limit.end_of_run  # more than on an idle machine
 
 
-def test_compiling_the_model_does_not_end_a_run(monkeypatch):
+def test_compiling_the_model_does_not_end_a_run(clock):
     """The first step takes half of the time, and the others 0.1 s."""
-    now = 0.0
-    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now))
     limit = stop.TimeLimit(TWO_MINUTES, CPU, 0.0, is_compiled=True)
     limit.start_step()
-    now = 60.0
+    clock.now = 60.0
     while limit.start_step() < 1:
-        now += 0.1
-    assert limit.end - 1 < now <= limit.end
+        clock.now += 0.1
+    assert limit.end - 1 < clock.now <= limit.end
 
 
 def test_a_plan_with_a_time_limit_needs_the_number_of_tokens():
