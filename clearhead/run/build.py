@@ -91,14 +91,15 @@ def build_components(
 ) -> Run:
     """Builds the components. started: the time.monotonic() at the start of `build_run`."""
     config, strategy, data = inputs.config, inputs.strategy, inputs.data
-    trainer, was_finished = config.trainer, inputs.was_finished
+    trainer = config.trainer
     model, trained_model = build_model(inputs, closing)
     wide = device.best_wide_dtype(strategy.device)
     optimizer = build_optimizer(model, config.optimizer, wide)
     state = build_state(inputs, model, optimizer)
     limit = build_limit(inputs, started)
     log, saver = open_log(inputs, state, model, limit, closing)
-    size = min(trainer.batch_size // strategy.world_size, trainer.micro_batch_size or 2**24)
+    per_rank = trainer.batch_size // strategy.world_size
+    size = min(per_rank, trainer.micro_batch_size or per_rank)
     batches = training_batches(
         data.train,
         trainer.batch_size,
@@ -123,11 +124,11 @@ def build_components(
         log=log,
         stop=build_stop(inputs, signals, limit, state),
         closing=closing,
-        was_finished=was_finished,
+        was_finished=inputs.was_finished,
     )
     facts = describe(config, strategy, data, model.num_parameters(), inputs.is_compiled, size)
     notes = [f"note: {note}" for note in inputs.notes]
-    introduce(config, state, log, facts + notes, was_finished)
+    introduce(config, state, log, facts + notes, inputs.was_finished)
     return run
 
 
