@@ -96,8 +96,8 @@ def build_components(
     wide = device.best_wide_dtype(strategy.device)
     optimizer = build_optimizer(model, config.optimizer, wide)
     state = build_state(inputs, model, optimizer)
-    limit = build_limit(inputs, started)
-    log, saver = open_log(inputs, state, model, limit, closing)
+    stop = build_stop(inputs, signals, started, state)
+    log, saver = open_log(inputs, state, model, stop.limit, closing)
     per_rank = trainer.batch_size // strategy.world_size
     size = min(per_rank, trainer.micro_batch_size or per_rank)
     batches = training_batches(
@@ -122,7 +122,7 @@ def build_components(
         lens=build_lens(config, strategy, data, inputs.tokenizer, log.directory, inputs.notes),
         checkpointer=Checkpointer(log.directory, saver, strategy, model, optimizer),
         log=log,
-        stop=build_stop(inputs, signals, limit, state),
+        stop=stop,
         closing=closing,
         was_finished=inputs.was_finished,
     )
@@ -179,11 +179,12 @@ def build_state(inputs: RunInputs, model: GPT, optimizer: torch.optim.Optimizer)
     return state
 
 
-def build_limit(inputs: RunInputs, started: float) -> TimeLimit:
-    """Builds the time limit. Raises ConfigError if a new run has no time for a step."""
-    trainer, strategy, resumed = inputs.config.trainer, inputs.strategy, inputs.resumed
+def build_stop(inputs: RunInputs, signals: StopSignals, started: float, state: State) -> Stop:
+    """Builds the limits of the run. Raises ConfigError if a new run has no time for a step."""
+    config, strategy, resumed = inputs.config, inputs.strategy, inputs.resumed
+    trainer = config.trainer
     used = resumed.state.used_time(trainer) if resumed else 0.0
-    limit = TimeLimit(inputs.config, strategy.device, started, used, inputs.is_compiled)
+    limit = TimeLimit(config, strategy.device, started, used, inputs.is_compiled)
 
     def check() -> None:
         if not resumed and not limit.has_time():
@@ -191,7 +192,10 @@ def build_limit(inputs: RunInputs, started: float) -> TimeLimit:
             refuse([("trainer.max_minutes", trainer.max_minutes, reason, hint)])
 
     strategy.on_rank_0(check)
-    return limit
+    targets = inputs.data.train.num_targets(trainer.batch_size)
+    on_gpu, epoch = strategy.device.type != "cpu", epoch_of(config, inputs.data)
+    intervals = functools.partial(automatic_intervals, on_gpu=on_gpu, epoch=epoch)
+    return Stop(strategy, signals, limit, state, trainer, targets, intervals)
 
 
 def open_log(
@@ -213,9 +217,7 @@ def open_log(
             closing.callback(saver.close)
             tracker = NoTracker()
             if not inputs.was_finished:
-                parameters = model.num_parameters()
-                inputs.notes.extend(saver.disk_space_notes(12 * parameters))
-                tracker = open_tracker(inputs, directory, state, parameters, closing)
+                tracker = open_tracker(inputs, directory, state, model.num_parameters(), closing)
             return directory, saver, tracker
 
     opened = strategy.on_rank_0(open_files)
@@ -288,11 +290,3 @@ def build_evaluator(inputs: RunInputs, size: int) -> Evaluator:
             windows, lengths = min(size, max(1, LOGITS_AT_ONCE // per_window)), None
         validation = Validation(val, lengths, inputs.strategy, windows)
     return Evaluator(config, inputs.strategy, validation, inputs.tokenizer, size)
-
-
-def build_stop(inputs: RunInputs, signals: StopSignals, limit: TimeLimit, state: State) -> Stop:
-    strategy, trainer = inputs.strategy, inputs.config.trainer
-    targets = inputs.data.train.num_targets(trainer.batch_size)
-    on_gpu, epoch = strategy.device.type != "cpu", epoch_of(inputs.config, inputs.data)
-    intervals = functools.partial(automatic_intervals, on_gpu=on_gpu, epoch=epoch)
-    return Stop(strategy, signals, limit, state, trainer, targets, intervals)

@@ -104,23 +104,6 @@ def test_data_without_visible_text_have_the_prompts_of_the_lens():
     assert choose_prompts(text, tokenizer, 2)["lens.prompts"] == [*DEFAULT_PROMPTS]  # no letter
 
 
-def test_a_part_of_a_large_text_is_read():
-    """A billion tokens, views of the same text, of which less than a million are read."""
-    read = []
-
-    class Watched(TokenStream):
-        def gather(self, starts, size):
-            read.append(len(starts) * size)
-            return super().gather(starts, size)
-
-    part = np.frombuffer(TEXT.encode() + b"\n", np.uint8).astype(np.uint16)
-    arrays = [part] * (10**9 // len(part))
-    dataset = GPTDatasetV1(Watched(arrays, 257, 256), None, 32, 32)
-    found = choose_prompts(dataset, get_tokenizer("byte"), 64)
-    assert all(prompt in TEXT for prompt in found["lens.prompts"])
-    assert sum(read) < 10**6
-
-
 def test_a_resumed_run_keeps_its_prompts(make_run, tmp_path):
     """The time-lapse needs equal prompts."""
     given = ("name=a", "lens=default", "lens.every=2", "lens.repeat_length=0")
