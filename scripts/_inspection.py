@@ -208,7 +208,7 @@ def prompts_of(trained: "Model", settings: InspectConfig, loaded: "LoadedData | 
         if (value := getattr(settings, key)) is not None:
             setattr(config, key, value)
     if loaded and config.prompts is None:
-        from clearhead.run.prompts import choose_prompts
+        from clearhead.run.lens_runner import choose_prompts
 
         most = min(config.max_tokens, trained.window)
         chosen = choose_prompts(loaded.val or loaded.train, trained.tokenizer, most)

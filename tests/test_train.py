@@ -247,17 +247,6 @@ def test_the_validation_at_the_end_reads_more_windows(make_run, monkeypatch):
     assert len(everything.evaluator.final["parts"]) == evaluation.PARTS
 
 
-def test_equal_windows_are_evaluated_once_after_the_last_step(make_run, monkeypatch):
-    """Here the validation at the end has no more windows than each validation."""
-    run = make_run("trainer.eval_every=0", "trainer.eval_windows=5")
-    dataset, read = run.evaluator.validation.dataset, []
-    batch = dataset.batch
-    monkeypatch.setattr(dataset, "batch", lambda windows: read.extend(windows) or batch(windows))
-    fit(run)
-    assert len(read) == 2 * 5  # at step 0 and at the end
-    assert run.evaluator.final["loss"] == run.state.val_loss == rows(run.directory)[-1]["val/loss"]
-
-
 @pytest.mark.parametrize(("max_steps", "validate"), [(4, fit), (1, Run.evaluate)])
 def test_nan_validation_loss_ends_the_run_without_a_checkpoint(make_run, max_steps, validate):
     """Also in the last validation, which has several parts."""
@@ -384,15 +373,6 @@ def test_resume_is_bit_exact(make_run, run, resumed, whole):
         assert state(folder) == state(whole), way
         assert repeatable_rows(folder) == repeatable_rows(whole), way
         assert (folder / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-
-
-def test_runs_are_in_runs_dir(make_run, tmp_path):
-    elsewhere = (f"runs_dir={tmp_path}/elsewhere", "name=a")
-    fit(make_run(*elsewhere, "trainer.max_steps=2"))
-    again = make_run(*elsewhere, "trainer.max_steps=4")
-    assert again.state.step == 2
-    assert again.directory == tmp_path / "elsewhere" / "a"
-    assert not (tmp_path / "runs").exists()
 
 
 def test_longer_run_keeps_warmup_and_intervals(make_run, resumed):

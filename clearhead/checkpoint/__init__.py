@@ -5,6 +5,6 @@ saving.py         collects the state of all ranks, tracks the best checkpoint, a
 tensors.py        collects and loads parameters and optimizer state
 format.py         the files of a checkpoint, their checksums, the fields of state.json
 listing.py        lists the checkpoints of a run, and finds the checkpoint for a path
-resume.py         what a resumed run may change, and the command that resumes it
+resume.py         from which checkpoint a run is resumed, what may change, with which command
 run_directory.py  name, lock and settings files of a run directory
 """

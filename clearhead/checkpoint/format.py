@@ -43,7 +43,7 @@ from typing_extensions import TypedDict
 
 from clearhead.checkpoint.run_directory import OPTIMIZER
 from clearhead.config.schema import TrainerConfig
-from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
+from clearhead.errors import CheckpointError, DamagedCheckpointError, Problem, message_of
 from clearhead.files import atomic_write, fsync, open_regular, read_bounded, read_json
 from clearhead.tokens.token_stream import StoredChecksums
 from clearhead.tokens.tokenizer_json import TOKENIZER
@@ -145,6 +145,18 @@ class State:
         ended_early = self.ended_early and self.should_stop_early(trainer)
         all_steps = trainer.max_steps is not None and self.step >= trainer.max_steps
         return ended_early or all_steps or self.used_time(trainer) >= 1
+
+    def exceeded_limits(self, trainer: TrainerConfig) -> list[Problem]:
+        """Returns a problem for each limit that is below what was trained already. A run without
+        these steps or minutes would have had a lower learning rate at its end."""
+        return [
+            Problem(key, limit, "the run has used more already", f"use {math.ceil(used)} or more")
+            for key, limit, used in (
+                ("trainer.max_steps", trainer.max_steps, self.step),
+                ("trainer.max_minutes", trainer.max_minutes, self.minutes),
+            )
+            if limit is not None and used > limit
+        ]
 
     def used_time(self, trainer: TrainerConfig) -> float:
         """Returns the used fraction of trainer.max_minutes, 0 without a limit."""

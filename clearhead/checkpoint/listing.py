@@ -47,12 +47,11 @@ def find_checkpoint(
     path: str | Path,
     key: str = "checkpoint",
     names: tuple[str, ...] = (STATE, MODEL),
-    warn: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> Path:
     """Returns the checkpoint at a path, or the newest intact checkpoint of a run directory.
 
     Verifies the checksums of the files `names`. In a run directory, a damaged checkpoint is skipped
-    and reported with `warn`. Raises CheckpointError, naming the setting `key`, if there is no
+    with a line on stderr. Raises CheckpointError, naming the setting `key`, if there is no
     checkpoint, and DamagedCheckpointError if the path is a damaged one or all are damaged.
     """
     path = Path(path)
@@ -63,7 +62,7 @@ def find_checkpoint(
         except DamagedCheckpointError:
             if path.resolve() == folder:
                 raise
-            return find_checkpoint(path, key, names, warn)  # it was removed meanwhile
+            return find_checkpoint(path, key, names)  # it was removed meanwhile
         return folder
     damage, last = None, path / "checkpoints" / "last"
     if last.is_symlink() and not last.exists():
@@ -73,11 +72,11 @@ def find_checkpoint(
             verify(folder, names)
         except DamagedCheckpointError as error:
             if not os.path.lexists(folder):  # a training process has removed it
-                return find_checkpoint(path, key, names, warn)
+                return find_checkpoint(path, key, names)
             damage = damage or error
             continue
         if damage:
-            warn(f"{damage.without_hint}; using {folder.name} instead")
+            print(f"{damage.without_hint}; using {folder.name} instead", file=sys.stderr)
         return folder.resolve()
     if damage:
         raise damage
@@ -86,18 +85,7 @@ def find_checkpoint(
         hint = f"did you mean {near}?" if near else "give a run directory or a checkpoint"
         raise CheckpointError(key, path, "directory not found", hint)
     hint = "give runs/NAME or runs/NAME/checkpoints/step_..."
-    reason = "contains no checkpoint"
-    pickles = [f for f in (path, *sorted(path.glob("*"))) if f.suffix in (".pt", ".pth", ".bin")]
-    if (path / "last").exists():
-        hint = f"did you mean {path / 'last'}?"
-    elif (path / "adapter_config.json").is_file():
-        reason = "is an adapter (PEFT) without the weights of its model"
-        hint = "merge them: AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()"
-        hint += ".save_pretrained(...)"
-    elif pickles:
-        reason = f"{pickles[0].name} is a pickle, which can execute code"
-        hint = "if you trust its author, convert it to safetensors (docs/checkpoints.md)"
-    raise CheckpointError(key, path, reason, hint)
+    raise CheckpointError(key, path, "contains no checkpoint", hint)
 
 
 def read_found(

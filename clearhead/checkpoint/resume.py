@@ -1,20 +1,33 @@
-"""What a resumed run may change, and the command that resumes a run."""
+"""How a run is resumed: from which checkpoint, what may change, and with which command."""
 
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
 from attention import SCORES
-from clearhead.checkpoint.format import State
+from clearhead.checkpoint import listing
+from clearhead.checkpoint.format import FILES, State, load_state
+from clearhead.checkpoint.run_directory import has_other_files, settings_of, summarized_step
 from clearhead.config.application import is_in_sweep, override
+from clearhead.config.automatic import AUTOMATIC
 from clearhead.config.schema import Config
-from clearhead.config.stored import OF_THE_LAUNCH, OF_THE_MACHINE, is_of
-from clearhead.config.yaml_files import flat
-from clearhead.errors import Problem, as_yaml, shorten
+from clearhead.config.stored import (
+    OF_THE_LAUNCH,
+    OF_THE_MACHINE,
+    PROMPTS,
+    dropped_settings,
+    is_of,
+    names_run,
+)
+from clearhead.config.validation import validate
+from clearhead.config.yaml_files import flat, nested
+from clearhead.errors import CheckpointError, Problem, as_yaml, format_problem, refuse, shorten
 from clearhead.parallel.launch import launch_command
+from clearhead.parallel.strategy import Strategy
 from clearhead.tokens import TRAINED, VOCABULARIES
 
 # A resumed run keeps these settings and groups, which determine its weights, its optimizer state
@@ -26,16 +39,99 @@ FIXED |= {
 }
 
 
-def longer(config: Config, state: State) -> str:
-    """Returns the settings with which a finished run trains further."""
-    trainer, changes = config.trainer, []
-    if trainer.max_steps and state.step >= trainer.max_steps:
-        changes.append(f"trainer.max_steps above {state.step}")
-    if state.used_time(trainer) >= 1:
-        changes.append(f"trainer.max_minutes above {state.minutes:g}")
-    if state.should_stop_early(trainer):
-        changes.append("a larger trainer.patience, or trainer.patience=null")
-    return " and ".join(changes)
+@dataclass
+class ResumePoint:
+    """The checkpoint from which a run is resumed."""
+
+    folder: Path
+    state: State
+    was_finished: bool  # no step is left, and summary.json was written after the last
+
+
+def find_resume_point(config: Config, strategy: Strategy) -> ResumePoint | None:
+    """Returns the newest intact checkpoint of the run that the settings name, None for a new run.
+    On all ranks; rank 0 reads the run directory, to which the others may have no access. Raises
+    ConfigError, or CheckpointError if no checkpoint can be read."""
+
+    def find() -> tuple[str, dict, int | None] | None:
+        run = Path(config.runs_dir, config.name) if config.name else None
+        if not is_resumed(run, config):
+            return None
+        path = run
+        if names_run(resume := config.trainer.resume) and listing.is_checkpoint(Path(resume)):
+            path = Path(resume)
+        folder = listing.find_checkpoint(path, "name", FILES)
+        if path != run and listing.step_of(folder) < (newest := listing.newest_step(run)):
+            # Resuming would overwrite later steps.
+            reason = f"{run} has a newer checkpoint (step {newest})"
+            hint = f"use trainer.resume={run}, or a new run with trainer.init_from={folder}"
+            refuse([Problem("trainer.resume", folder, reason, hint)])
+        return str(folder), asdict(load_state(folder)), summarized_step(run)
+
+    found = strategy.broadcast(strategy.on_rank_0(find))
+    if found is None:
+        return None
+    folder, values, summarized = found
+    state = State.from_values(values)
+    was_finished = state.has_ended(config.trainer) and state.step == summarized
+    return ResumePoint(Path(folder), state, was_finished)
+
+
+def is_resumed(run: Path | None, config: Config) -> bool:
+    """Returns whether a run is resumed. run: the directory of a run with a name.
+
+    trainer.resume=auto resumes if the run has a checkpoint; must and a path require one; false
+    requires that the run does not exist. Raises ConfigError, also if the directory of a new run
+    contains something else.
+    """
+    resume, has_any = config.trainer.resume, run is not None and listing.has_checkpoint(run)
+    if resume is False and (has_any or (run and settings_of(run))):
+        hint = "use another name, or trainer.resume=auto to resume it"
+        refuse([Problem("name", config.name, f"{run} already contains a run", hint)])
+    if not has_any and resume not in ("auto", False):
+        hint = "set name= to a run with a checkpoint, or use trainer.resume=auto"
+        if names_run(resume):
+            hint = "rerun the command that started it, without trainer.resume"
+        reason = f"{run} has no checkpoint" if run else "name is not set"
+        refuse([Problem("trainer.resume", resume, reason, hint)])
+    if run and not has_any:
+        if has_other_files(run):
+            reason = f"{run} contains files that do not belong to a run"
+            refuse([Problem("name", run.name, reason, "use another name")])
+        # A run that has no checkpoint yet starts again, from step 0.
+        problems = changed_settings(settings_of(run) or {}, config.model_dump(), run)
+        hint = f"use another name, or remove {run}"
+        refuse([p._replace(reason=f"{p.reason} before", hint=hint) for p in problems])
+    return has_any
+
+
+def settings_to_resume(
+    point: ResumePoint, config: Config, strategy: Strategy, notes: list[str]
+) -> Config:
+    """Returns the config with the values of the checkpoint for settings that are null. Appends a
+    note about settings that have changed. Raises ConfigError if they must not change, and
+    CheckpointError if stored values are not valid."""
+    saved, now = flat(point.state.settings), flat(config.model_dump())
+    for key in ("model.vocab_size", *AUTOMATIC, *PROMPTS):
+        if now[key] is None and saved.get(key):  # not 0, as for a lens that was off
+            now[key] = saved[key]
+    config, problems = validate(Config, nested(now))
+    if problems:
+        reason, hint = format_problem(problems[0]._replace(hint="")), f"give {problems[0].key}="
+        raise CheckpointError("checkpoint", point.folder, reason, hint)
+    run = Path(config.runs_dir, config.name)
+    with strategy.raise_on_all_ranks():
+        below = [] if point.was_finished else point.state.exceeded_limits(config.trainer)
+        refuse(dropped_settings(saved, run) + changed_settings(saved, now, run) + below)
+    changes = [
+        f"{key}={shorten(as_yaml(value))} (was {shorten(as_yaml(saved[key]))})"
+        for key, value in now.items()
+        if value not in ("auto", saved.get(key, value))
+        and not is_of(key, (*OF_THE_LAUNCH, "data.path", "data.val_path"))
+    ]
+    if changes:
+        notes.append(f"resuming with other settings than before: {', '.join(changes)}")
+    return config
 
 
 def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
@@ -61,14 +157,16 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     ]
 
 
-def other_changes(saved: dict, config: Config) -> list[str]:
-    """Returns a text for each setting that a resumed run has changed, except for its machine."""
-    saved, ignored = flat(saved), (*OF_THE_LAUNCH, "data.path", "data.val_path")
-    return [
-        f"{key}={shorten(as_yaml(value))} (was {shorten(as_yaml(saved[key]))})"
-        for key, value in flat(config.model_dump()).items()
-        if value not in ("auto", saved.get(key, value)) and not is_of(key, ignored)
-    ]
+def longer(config: Config, state: State) -> str:
+    """Returns the settings with which a finished run trains further."""
+    trainer, changes = config.trainer, []
+    if trainer.max_steps and state.step >= trainer.max_steps:
+        changes.append(f"trainer.max_steps above {state.step}")
+    if state.used_time(trainer) >= 1:
+        changes.append(f"trainer.max_minutes above {state.minutes:g}")
+    if state.should_stop_early(trainer):
+        changes.append("a larger trainer.patience, or trainer.patience=null")
+    return " and ".join(changes)
 
 
 def resume_command(directory: Path, changes: Sequence[str] = ()) -> str:

@@ -198,16 +198,6 @@ class Saver:
         if self._pending:
             self._pending[1].exception()
 
-    def disk_space_notes(self, size: float) -> list[str]:
-        """Returns a note if the checkpoints, `size` bytes each, may not fit on the disk."""
-        missing = max(0, self.keep - len(listing.list_checkpoints(self.run))) + 2
-        free = shutil.disk_usage(self.run).free
-        if free > missing * size:
-            return []
-        kept = f"the newest {self.keep} and the best checkpoint, {_format_size(size)} each"
-        reason = f"{kept}, may not fit on the disk ({_format_size(free)} free)"
-        return [f"trainer.keep={self.keep}: {reason}"]
-
     # ----------------------------------------------------------- in the background thread
 
     def _save(self, tensors: Tensors, state: dict) -> None:

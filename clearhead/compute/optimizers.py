@@ -13,6 +13,7 @@ from torch import Tensor
 from clearhead.compute.muon import AdamW, Muon
 from clearhead.config.schema import OptimizerConfig
 
+MAX_SKIPS = 10  # consecutive steps with a non-finite gradient after which a run ends
 STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}  # per parameter
 
 

@@ -1,29 +1,35 @@
 """Settings that are null: their values follow from the length of the run."""
 
-from clearhead.config.schema import Config
+from clearhead.config.schema import Config, TrainerConfig
 from clearhead.config.yaml_files import flat
 from headlens import LensConfig
 
 LOG_EVERY_ON_GPU = 10  # at least: the host waits for the GPU at each row, and then it for the host
-# For what is decided before the first step of a run that only trainer.max_minutes limits.
-EXPECTED_STEPS = 4096
+EXPECTED_STEPS = 4096  # at most, of a run with trainer.max_minutes, before its first step
 AUTOMATIC = (
     *("trainer.warmup_steps", "trainer.eval_every", "trainer.eval_windows", "trainer.log_every"),
     "lens.every",
 )
 
 
+def expected_steps(trainer: TrainerConfig) -> int:
+    """Returns the number of steps for what is decided before the first step."""
+    if not trainer.max_minutes:
+        return trainer.max_steps
+    return min(trainer.max_steps or EXPECTED_STEPS, EXPECTED_STEPS)
+
+
 def automatic_values(config: Config, on_gpu: bool, epoch: int | None) -> dict[str, int]:
-    """Returns values for those settings in AUTOMATIC that are null. Without trainer.max_steps, the
-    steps between validations and the like follow from the used time, so they stay null.
+    """Returns values for those settings in AUTOMATIC that are null. With trainer.max_minutes, the
+    steps between validations and the like follow from the progress of the run, so they stay null.
 
     on_gpu: whether the model is trained on a GPU. epoch: the largest number of steps between
     validations, unless it is below 20; None: no limit.
     """
     trainer, given = config.trainer, flat(config.model_dump())
-    steps = trainer.max_steps or EXPECTED_STEPS
+    steps = expected_steps(trainer)
     values: dict[str, int] = {}
-    if trainer.max_steps:
+    if not trainer.max_minutes:
         values = automatic_intervals(steps, on_gpu, epoch)
         values["trainer.warmup_steps"] = automatic_warmup(steps)
     # A validation window takes at most a third of the time of a training window: validation takes

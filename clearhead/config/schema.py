@@ -256,7 +256,6 @@ class TrainerConfig(Settings):
     compile: AutoOrBool
     device: Device
     threads: Threads
-    max_skips: Positive
     resume: Literal[False] | Name
     init_from: Name | None
     sample_prompt: Text | None

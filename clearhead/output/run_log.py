@@ -140,7 +140,7 @@ class Metrics:
         limit = self.nonfinite.limit
         if halted:
             first = state.step - halted + 2 - limit
-            limits = f"{limit} consecutive steps" if limit > 1 else "no step may be skipped"
+            limits = f"{limit} consecutive steps"
             reason = f"the loss or gradient has been NaN or inf since step {first} ({limits})"
             raise DivergedError("optimizer.lr", self.learning_rate, reason, DIVERGENCE_HINT)
         if state.skipped > before:

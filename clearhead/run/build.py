@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from clearhead.checkpoint.format import MODEL, OPTIMIZER, State
 from clearhead.checkpoint.saving import Checkpointer, Saver
 from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors, read_tensors
 from clearhead.compute.cross_entropy import LOGITS_AT_ONCE
-from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer
+from clearhead.compute.optimizers import MAX_SKIPS, NonFiniteCheck, build_optimizer
 from clearhead.config.automatic import automatic_intervals
 from clearhead.config.schema import Config
 from clearhead.errors import exit_code_of, refuse, shorten
@@ -38,14 +37,11 @@ from clearhead.parallel.hardware import (
 )
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator, Validation
-from clearhead.run.init_from import initial_weights
 from clearhead.run.lens_runner import build_lens
-from clearhead.run.run import Run
+from clearhead.run.run import Run, translate_errors
 from clearhead.run.signals import StopSignals
-from clearhead.run.start import Start, epoch_of, start
-from clearhead.run.stop import Stop
-from clearhead.run.time_limit import TimeLimit
-from clearhead.run.translate_errors import translate_errors
+from clearhead.run.start import RunInputs, epoch_of, initial_weights, start
+from clearhead.run.stop import Stop, TimeLimit
 from clearhead.tokens.tokenizer_json import stored
 from data import split_batch, training_batches
 from model import GPT, ModelConfig
@@ -67,8 +63,8 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
         closing.enter_context(torch.random.fork_rng(devices))
         strategy = join_ranks(config, closing)
         with translate_errors(config, strategy):
-            begin = start(config, strategy, closing)
-            run = build_parts(begin, signals, started)
+            inputs = start(config, strategy, closing)
+            run = build_components(inputs, signals, started, closing)
         run.closing = closing.pop_all()
         return run
 
@@ -90,45 +86,57 @@ def join_ranks(config: Config, closing: contextlib.ExitStack) -> Strategy:
     return strategy
 
 
-def build_parts(begin: Start, signals: StopSignals, started: float) -> Run:
+def build_components(
+    inputs: RunInputs, signals: StopSignals, started: float, closing: contextlib.ExitStack
+) -> Run:
     """Builds the components. started: the time.monotonic() at the start of `build_run`."""
-    config, strategy, data = begin.config, begin.strategy, begin.data
-    model, trained_model, optimizer = build_model(begin)
-    state = restore(begin, model, optimizer)
-    limit = build_limit(begin, started)
-    log, saver = open_log(begin, state, model, limit)
+    config, strategy, data = inputs.config, inputs.strategy, inputs.data
+    trainer = config.trainer
+    model, trained_model = build_model(inputs, closing)
+    wide = device.best_wide_dtype(strategy.device)
+    optimizer = build_optimizer(model, config.optimizer, wide)
+    state = build_state(inputs, model, optimizer)
+    stop = build_stop(inputs, signals, started, state)
+    log, saver = open_log(inputs, state, model, stop.limit, closing)
+    per_rank = trainer.batch_size // strategy.world_size
+    size = min(per_rank, trainer.micro_batch_size or per_rank)
+    batches = training_batches(
+        data.train,
+        trainer.batch_size,
+        config.seed,
+        state.step,
+        strategy.rank,
+        strategy.world_size,
+        pin_memory=strategy.device.type == "cuda",
+    )
     run = Run(
         config=config,
         strategy=strategy,
         state=state,
-        batches=build_batches(begin, state.step),
+        batches=(split_batch(batch, trainer.micro_batch_size) for batch in batches),
         model=model,
         trained_model=trained_model,
         optimizer=optimizer,
-        metrics=build_metrics(begin, state, model, log),
-        evaluator=build_evaluator(begin),
-        lens=build_lens(config, strategy, data, begin.tokenizer, log.directory, begin.notes),
+        metrics=build_metrics(inputs, state, model, log.console),
+        evaluator=build_evaluator(inputs, size),
+        lens=build_lens(config, strategy, data, inputs.tokenizer, log.directory, inputs.notes),
         checkpointer=Checkpointer(log.directory, saver, strategy, model, optimizer),
         log=log,
-        stop=build_stop(begin, signals, limit, state),
-        closing=begin.closing,
-        was_finished=begin.was_finished,
+        stop=stop,
+        closing=closing,
+        was_finished=inputs.was_finished,
     )
-    size, parameters = micro_batch_size(begin), model.num_parameters()
-    facts = describe(config, strategy, data, parameters, begin.is_compiled, size)
-    notes = [f"note: {note}" for note in begin.notes]
-    introduce(config, state, log, facts + notes, begin.was_finished)
+    facts = describe(config, strategy, data, model.num_parameters(), inputs.is_compiled, size)
+    notes = [f"note: {note}" for note in inputs.notes]
+    introduce(config, state, log, facts + notes, inputs.was_finished)
     return run
 
 
-# ----------------------------------------------------------------------------- model and optimizer
-
-
-def build_model(begin: Start) -> tuple[GPT, torch.nn.Module, torch.optim.Optimizer]:
+def build_model(inputs: RunInputs, closing: contextlib.ExitStack) -> tuple[GPT, torch.nn.Module]:
     """Builds the model on its device: from a checkpoint, from trainer.init_from, or new. Returns
-    also the same model as it is trained, possibly wrapped and compiled, and its optimizer."""
-    config, strategy, folder = begin.config, begin.strategy, begin.found.checkpoint
-    shape = ModelConfig(**config.model.model_dump())
+    also the same model as it is trained, possibly wrapped and compiled."""
+    config, strategy = inputs.config, inputs.strategy
+    shape = ModelConfig(**inputs.config.model.model_dump())
     length, head_dim = config.data.max_length, shape.emb_dim // shape.num_heads
     options = {"dtype": strategy.dtype, "device": strategy.device}
     if not computes_its_scores(shape.attention, length, head_dim, **options):
@@ -137,73 +145,79 @@ def build_model(begin: Start) -> tuple[GPT, torch.nn.Module, torch.optim.Optimiz
         refuse([("model.attention", shape.attention, reason, hint)])
 
     def build() -> GPT:
-        if folder:
-            return model_from_tensors(shape, read_tensors(folder / MODEL), folder / MODEL)
+        if inputs.resumed:
+            file = inputs.resumed.folder / MODEL
+            return model_from_tensors(shape, read_tensors(file), file)
         if config.trainer.init_from:
-            return initial_weights(config, begin.tokenizer, begin.notes)
+            return initial_weights(config, inputs.tokenizer, inputs.notes)
         return GPT(shape)
 
     model = strategy.prepare_model(shape, build)
     model.activation_checkpointing = config.trainer.activation_checkpointing
-    if begin.is_compiled and config.trainer.compile == "auto":
+    if inputs.is_compiled and config.trainer.compile == "auto":
         # If the compiler fails, the model runs uncompiled.
-        begin.closing.enter_context(torch._dynamo.config.patch(suppress_errors=True))
-    trained_model = strategy.wrap(model, begin.is_compiled)
-    wide = device.best_wide_dtype(strategy.device)
-    return model, trained_model, build_optimizer(model, config.optimizer, wide)
+        closing.enter_context(torch._dynamo.config.patch(suppress_errors=True))
+    return model, strategy.wrap(model, inputs.is_compiled)
 
 
-def restore(begin: Start, model: GPT, optimizer: torch.optim.Optimizer) -> State:
+def build_state(inputs: RunInputs, model: GPT, optimizer: torch.optim.Optimizer) -> State:
     """Returns the state of a new run, or that of the checkpoint, and loads the optimizer state."""
-    strategy, settings, data = begin.strategy, begin.config.model_dump(), begin.data.checksums
-    if begin.found.state is None:
-        return State(step=0, settings=settings, data=data)
-    state = dataclasses.replace(begin.found.state, settings=settings, data=data)
-    state.ended_early &= state.should_stop_early(begin.config.trainer)
-    file = begin.found.checkpoint / OPTIMIZER
+    config, strategy, resumed = inputs.config, inputs.strategy, inputs.resumed
+    now = {"settings": config.model_dump(), "data": inputs.data.checksums}
+    if resumed is None:
+        return State(step=0, **now)
+    state = dataclasses.replace(resumed.state, **now)
+    state.ended_early &= state.should_stop_early(config.trainer)
+    file = resumed.folder / OPTIMIZER
     load_optimizer(file, strategy.on_rank_0(lambda: read_tensors(file)), model, optimizer, strategy)
     without = [n for n, p in model.named_parameters() if p not in optimizer.state]
     if without and optimizer.state:
         reason = "no optimizer state in the checkpoint; if they were frozen, freeze them again"
-        begin.notes.append(shorten(f"parameters with {reason}: {', '.join(without)}"))
+        inputs.notes.append(shorten(f"parameters with {reason}: {', '.join(without)}"))
     if state.scaler:
         strategy.scaler.load_state_dict(state.scaler)
     return state
 
 
-# ----------------------------------------------------------- the time limit and the run directory
-
-
-def build_limit(begin: Start, started: float) -> TimeLimit:
-    """Builds the time limit. Raises ConfigError if a new run has no time for a step."""
-    trainer, state = begin.config.trainer, begin.found.state
-    used = state.used_time(trainer) if state else 0.0
-    limit = TimeLimit(begin.config, begin.strategy.device, started, used, begin.is_compiled)
+def build_stop(inputs: RunInputs, signals: StopSignals, started: float, state: State) -> Stop:
+    """Builds the limits of the run. Raises ConfigError if a new run has no time for a step."""
+    config, strategy, resumed = inputs.config, inputs.strategy, inputs.resumed
+    trainer = config.trainer
+    used = resumed.state.used_time(trainer) if resumed else 0.0
+    limit = TimeLimit(config, strategy.device, started, used, inputs.is_compiled)
 
     def check() -> None:
-        if state is None and not limit.has_time():
+        if not resumed and not limit.has_time():
             reason, hint = "is too short: start and end of the run take longer", "use more minutes"
             refuse([("trainer.max_minutes", trainer.max_minutes, reason, hint)])
 
-    begin.strategy.on_rank_0(check)
-    return limit
+    strategy.on_rank_0(check)
+    targets = inputs.data.train.num_targets(trainer.batch_size)
+    on_gpu, epoch = strategy.device.type != "cpu", epoch_of(config, inputs.data)
+    intervals = functools.partial(automatic_intervals, on_gpu=on_gpu, epoch=epoch)
+    return Stop(strategy, signals, limit, state, trainer, targets, intervals)
 
 
 def open_log(
-    begin: Start, state: State, model: GPT, limit: TimeLimit
+    inputs: RunInputs,
+    state: State,
+    model: GPT,
+    limit: TimeLimit,
+    closing: contextlib.ExitStack,
 ) -> tuple[RunLog, Saver | None]:
     """Opens the run directory. Returns the log and the saver (None on ranks other than 0)."""
-    config, strategy, closing = begin.config, begin.strategy, begin.closing
+    config, strategy = inputs.config, inputs.strategy
 
     def open_files() -> tuple[Path, Saver, Tracker]:
         with run_directory.writable(Path(config.runs_dir)):
-            directory = create_directory(begin)
-            saver = open_saver(begin, directory, state)
+            directory = create_directory(inputs, closing)
+            content = stored(inputs.tokenizer, config.data.tokenizer)
+            resumed = state if inputs.resumed else None
+            saver = Saver(directory, config.trainer.keep, content, resumed)
+            closing.callback(saver.close)
             tracker = NoTracker()
-            if not begin.was_finished:
-                parameters = model.num_parameters()
-                begin.notes.extend(saver.disk_space_notes(12 * parameters))
-                tracker = open_tracker(begin, directory, state, parameters)
+            if not inputs.was_finished:
+                tracker = open_tracker(inputs, directory, state, model.num_parameters(), closing)
             return directory, saver, tracker
 
     opened = strategy.on_rank_0(open_files)
@@ -215,68 +229,47 @@ def open_log(
     return RunLog(directory, console, tracker, limit.exclude, config.debug), saver
 
 
-def create_directory(begin: Start) -> Path:
+def create_directory(inputs: RunInputs, closing: contextlib.ExitStack) -> Path:
     """Returns the locked run directory: that of `name`, or a new one."""
-    config, shape = begin.config, begin.config.model
+    config, shape = inputs.config, inputs.config.model
     model_name = f"gpt2-{shape.num_layers}x{shape.emb_dim}"
     directory = run_directory.create(Path(config.runs_dir), config.name, model_name)
-    if directory != begin.found.locked:  # a new directory
-        begin.closing.enter_context(run_directory.lock_directory(directory))
+    if directory != inputs.locked:  # a new directory
+        closing.enter_context(run_directory.lock_directory(directory))
         run_directory.check_new(directory)
     return directory
 
 
-def open_saver(begin: Start, directory: Path, state: State) -> Saver:
-    content = stored(begin.tokenizer, begin.config.data.tokenizer)
-    resumed = state if begin.found.state else None
-    saver = Saver(directory, begin.config.trainer.keep, content, resumed)
-    begin.closing.callback(saver.close)
-    return saver
-
-
-def open_tracker(begin: Start, directory: Path, state: State, parameters: int) -> Tracker:
+def open_tracker(
+    inputs: RunInputs,
+    directory: Path,
+    state: State,
+    parameters: int,
+    closing: contextlib.ExitStack,
+) -> Tracker:
     """Writes the settings, removes the rows of steps that are computed again, and starts W&B."""
-    run_directory.write_settings(directory, state.settings, state.data, begin.tokenizer)
-    drop_rows_after(directory, state.step if begin.found.state else -1)
-    started = environment(str(begin.strategy.device), begin.strategy.world_size)
+    strategy = inputs.strategy
+    run_directory.write_settings(directory, state.settings, state.data, inputs.tokenizer)
+    drop_rows_after(directory, state.step if inputs.resumed else -1)
+    started = environment(str(strategy.device), strategy.world_size)
     starts = RowFile(directory / "starts.jsonl")
     starts.append({"step": state.step, "parameters": parameters} | started)
     starts.close()
-    settings = state.settings | {"environment": started, "tokenizer": begin.tokenizer.name}
-    tracker = Tracker(begin.config.wandb, directory, settings, state.wandb_id)
-    begin.closing.push(lambda _, error, __: tracker.finish(exit_code_of(error)))
+    settings = state.settings | {"environment": started, "tokenizer": inputs.tokenizer.name}
+    tracker = Tracker(inputs.config.wandb, directory, settings, state.wandb_id)
+    closing.push(lambda _, error, __: tracker.finish(exit_code_of(error)))
     tracker.summary({"parameters": parameters})
     return tracker
 
 
-# --------------------------------------------------------------- batches, metrics, evaluation, stop
-
-
-def build_batches(
-    begin: Start, first_step: int
-) -> Iterator[list[tuple[Sequence[torch.Tensor], int]]]:
-    """Yields the micro-batches of each step: ((input_ids, target_ids), number of targets)."""
-    trainer, strategy = begin.config.trainer, begin.strategy
-    batches = training_batches(
-        begin.data.train,
-        trainer.batch_size,
-        begin.config.seed,
-        first_step,
-        strategy.rank,
-        strategy.world_size,
-        pin_memory=strategy.device.type == "cuda",
-    )
-    return (split_batch(batch, trainer.micro_batch_size) for batch in batches)
-
-
-def build_metrics(begin: Start, state: State, model: GPT, log: RunLog) -> Metrics:
-    config, strategy = begin.config, begin.strategy
-    trainer, length = config.trainer, config.data.max_length
+def build_metrics(inputs: RunInputs, state: State, model: GPT, console: Console) -> Metrics:
+    config, strategy = inputs.config, inputs.strategy
+    length = config.data.max_length
     metrics = Metrics(
         strategy,
-        NonFiniteCheck(trainer.max_skips, strategy.device),
-        log.console,
-        tokens_per_step=trainer.batch_size * length,
+        NonFiniteCheck(MAX_SKIPS, strategy.device),
+        console,
+        tokens_per_step=config.trainer.batch_size * length,
         flops_per_token=model.flops_per_token(length),
         peak_flops=peak_flops(strategy.device, strategy.dtype),
         learning_rate=config.optimizer.lr,
@@ -285,31 +278,15 @@ def build_metrics(begin: Start, state: State, model: GPT, log: RunLog) -> Metric
     return metrics
 
 
-def build_evaluator(begin: Start) -> Evaluator:
-    config, strategy, tokenizer = begin.config, begin.strategy, begin.tokenizer
-    val, validation = begin.data.val, None
+def build_evaluator(inputs: RunInputs, size: int) -> Evaluator:
+    """size: the number of windows that a rank computes at once."""
+    config, val, validation = inputs.config, inputs.data.val, None
     if config.trainer.patience and not (val and config.trainer.eval_every != 0):
-        begin.notes.append("trainer.patience: no effect without validations during the run")
-    size = batch_size = micro_batch_size(begin)
+        inputs.notes.append("trainer.patience: no effect without validations during the run")
     if val:
-        lengths = tokenizer.byte_lengths
+        lengths, windows = inputs.tokenizer.byte_lengths, size
         if config.data.synthetic:  # the accuracy needs all logits of a pass at once
             per_window = config.data.max_length * config.model.vocab_size
-            size, lengths = min(size, max(1, LOGITS_AT_ONCE // per_window)), None
-        validation = Validation(val, lengths, strategy, size)
-    return Evaluator(config, strategy, validation, tokenizer, batch_size)
-
-
-def micro_batch_size(begin: Start) -> int:
-    """Returns the number of windows that a rank computes at once."""
-    trainer = begin.config.trainer
-    per_rank = trainer.batch_size // begin.strategy.world_size
-    return min(per_rank, trainer.micro_batch_size or per_rank)
-
-
-def build_stop(begin: Start, signals: StopSignals, limit: TimeLimit, state: State) -> Stop:
-    strategy, trainer = begin.strategy, begin.config.trainer
-    targets = begin.data.train.num_targets(trainer.batch_size)
-    on_gpu, epoch = strategy.device.type != "cpu", epoch_of(begin.config, begin.data)
-    intervals = functools.partial(automatic_intervals, on_gpu=on_gpu, epoch=epoch)
-    return Stop(strategy, signals, limit, state, trainer, targets, intervals)
+            windows, lengths = min(size, max(1, LOGITS_AT_ONCE // per_window)), None
+        validation = Validation(val, lengths, inputs.strategy, windows)
+    return Evaluator(config, inputs.strategy, validation, inputs.tokenizer, size)

@@ -1,17 +1,20 @@
-"""Takes attention snapshots during training, on all ranks. Their errors do not end the run."""
+"""Attention snapshots during training, on all ranks; their errors do not end the run. Prompts of
+snapshots and text samples, if none are given."""
 
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config.application import is_in_sweep
-from clearhead.config.automatic import EXPECTED_STEPS
+from clearhead.config.automatic import expected_steps
 from clearhead.config.schema import Config
 from clearhead.errors import MAX_FAILURES, Failures, best_effort
 from clearhead.files import read_rows
@@ -19,15 +22,16 @@ from clearhead.models.head_removal import ablate_heads
 from clearhead.output.charts import CURVES, curves
 from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizer import Tokenizer
-from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
-from data import LoadedData
-from headlens import Lens, Snapshot
+from clearhead.tokens.windows import MixedDataset, WindowDataset, evenly_spaced_windows
+from data import GPTDatasetV1, LoadedData
+from headlens import DEFAULT_PROMPTS, Lens, Snapshot, beginning, text_prompts
 from model import GPT
 
 # Heads are measured on this many windows of this many tokens.
 MIN_WINDOWS, MAX_WINDOWS = 4, 32
 MIN_TOKENS, MAX_TOKENS = 64, 256
 MANY_WINDOWS = 8  # before they become longer
+EXCERPTS, EXCERPT_TOKENS = 8, 4096  # of a dataset, in which prompts are searched
 OFF = "lens: attention logging is off for the rest of this run"
 
 
@@ -133,7 +137,7 @@ def build_lens(
                 tokenizer,
                 config.lens,
                 context_length=config.data.max_length,
-                max_steps=config.trainer.max_steps or EXPECTED_STEPS,
+                max_steps=expected_steps(config.trainer),
                 folder=directory / "attention",
                 run_name=directory.name,
                 text=text_windows(config, data.val or data.train),
@@ -166,7 +170,7 @@ def text_windows(config: Config, dataset: WindowDataset) -> torch.Tensor:
     """
     trainer, longest = config.trainer, min(config.data.max_length, MAX_TOKENS)
     shortest = longest if config.data.synthetic else min(MIN_TOKENS, longest)
-    max_steps = trainer.max_steps or EXPECTED_STEPS
+    max_steps = expected_steps(trainer)
     steps = min(config.lens.interval(max_steps), max_steps)
     budget = int(0.01 * steps * trainer.batch_size * config.data.max_length)
     length = min(max(budget // MANY_WINDOWS, shortest), longest)
@@ -201,3 +205,47 @@ def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -
         )
 
     return ablate
+
+
+# ------------------------------------------------------------------------------------- prompts
+
+
+def choose_prompts(dataset: WindowDataset, tokenizer: Tokenizer, most: int) -> dict[str, object]:
+    """Returns values for lens.prompts and trainer.sample_prompt: passages of at most `most` tokens
+    of a dataset, so that a model sees text of the kind that it is trained on.
+
+    dataset: the validation data, without them the training data. If these contain no text, the lens
+    uses its English sentences, and a sample starts with an empty prompt. Raises DataError if token
+    files have invalid ids.
+    """
+    found = text_prompts(dataset_excerpts(dataset, tokenizer), tokenizer, most)
+    return {
+        "lens.prompts": found or [*DEFAULT_PROMPTS],
+        "trainer.sample_prompt": beginning(found[0]) if found else "",
+    }
+
+
+def dataset_excerpts(dataset: WindowDataset, tokenizer: Tokenizer) -> list[str]:
+    """Returns parts of the text of a dataset, each of one document."""
+    texts = []
+    for ids in _tokens_of(dataset, EXCERPTS):
+        documents = np.split(ids, np.flatnonzero(ids == tokenizer.eot_token))
+        for number, document in enumerate(documents):
+            kept = document[document != tokenizer.eot_token].tolist()
+            text = tokenizer.decode_bytes(kept).decode("utf-8", "ignore")
+            # The first document of an excerpt may begin inside a word.
+            texts.append(text if number else re.sub(r"\A\S{,40}(?=\s)", "", text))
+    return texts
+
+
+def _tokens_of(dataset: WindowDataset, most: int) -> list[np.ndarray]:
+    """Returns the ids of at most `most` excerpts of a dataset."""
+    if isinstance(dataset, MixedDataset):
+        parts = dataset.datasets[:: -(-len(dataset.datasets) // most)]
+        return [ids for part in parts for ids in _tokens_of(part, most // len(parts))]
+    if isinstance(dataset, GPTDatasetV1):
+        tokens = dataset.tokens
+        size, count = min(len(tokens), EXCERPT_TOKENS), min(most, -(-len(tokens) // EXCERPT_TOKENS))
+        starts = np.linspace(0, len(tokens) - size, count).astype(np.int64)
+        return [*tokens.gather(starts, size)]
+    return [*dataset.batch(np.arange(most))[0].numpy()]  # generated sequences

@@ -1,10 +1,11 @@
-"""The components of a training run as one dataclass.
+"""The components of a training run as one dataclass, and its errors with a message for users.
 
 `build_run` (run/build.py) creates a Run; `fit` (train.py) trains it.
 """
 
 import contextlib
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,16 +22,23 @@ from clearhead.checkpoint.run_directory import (
 )
 from clearhead.checkpoint.saving import Checkpointer
 from clearhead.compute.optimizers import learning_rate
+from clearhead.config.automatic import automatic_warmup
 from clearhead.config.schema import Config
-from clearhead.errors import RunError, best_effort
+from clearhead.errors import (
+    DivergedError,
+    NotSavedError,
+    RankLostError,
+    RunError,
+    best_effort,
+)
 from clearhead.files import as_json, atomic_write, last_values, read_object
 from clearhead.output.run_log import Metrics, RunLog
 from clearhead.output.summary import results, stopped, times, where_to_look, write_summary
+from clearhead.parallel.memory import is_out_of_memory, out_of_memory_error
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator
 from clearhead.run.lens_runner import LensRunner
 from clearhead.run.stop import Stop
-from clearhead.run.translate_errors import translate_errors
 from model import GPT
 
 
@@ -63,9 +71,11 @@ class Run:
 
     def is_due(self, what: str) -> bool:
         """Returns whether something is due after this step: "log", "eval" or "save". After the last
-        step everything is, and nothing else if trainer.<what>_every is 0."""
+        step everything is, and nothing else if trainer.<what>_every is 0. With a time limit, the
+        number of steps is not known after step 1, which has a row unless log_every is given."""
         step, every = self.state.step, self.interval(what)
-        return step == self.stop.last_step or (every > 0 and step % every == 0)
+        is_first = step == 1 and what == "log" and self.config.trainer.log_every is None
+        return step == self.stop.last_step or is_first or (every > 0 and step % every == 0)
 
     def interval(self, what: str) -> int:
         """Returns trainer.<what>_every. If it is null, it follows from the expected steps."""
@@ -75,17 +85,20 @@ class Run:
 
     def learning_rate(self, peak: float) -> float:
         """Returns the learning rate of this step for parameters with this peak. With a time limit,
-        the used time counts if it is further than the steps."""
+        the used time counts if it is further than the steps. Then the warm-up, unless it is given,
+        is a tenth of the run, but at least 24 steps and at most a fifth of max_steps."""
         trainer, schedule, step = self.config.trainer, self.config.optimizer, self.state.step
-        used, steps, warmup = self.stop.used_time(), trainer.max_steps, trainer.warmup_steps
-        if steps is not None:
-            return learning_rate(max(step, int((steps - 1) * used)), schedule, warmup, steps, peak)
-        # Without max_steps, a thousandth of the time counts as a step, and the warm-up is a tenth
-        # of the time, but at least 24 steps.
-        part = 100 if warmup is None else 0
-        least = 24 if warmup is None else max(1, warmup)
-        rate = learning_rate(int(999 * used), schedule, part, 1000, peak)
-        return min(rate, peak * (step + 1) / least)
+        steps, warmup = trainer.max_steps, trainer.warmup_steps
+        if not trainer.max_minutes:
+            return learning_rate(step, schedule, warmup, steps, peak)
+        parts = steps or 1000  # without max_steps, a thousandth of the time counts as a step
+        position = max(step if steps else 0, int((parts - 1) * self.stop.used_time()))
+        if warmup is None:
+            part, least = max(automatic_warmup(parts), parts // 10), min(24, parts // 5)
+        else:
+            part, least = warmup if steps else 0, warmup
+        rate = learning_rate(position, schedule, part, parts, peak)
+        return min(rate, peak * (step + 1) / max(1, least))
 
     def __enter__(self) -> "Run":
         if self.is_closed:
@@ -205,3 +218,38 @@ class Run:
         if self.state.val_loss is not None:
             return self.state.val_loss
         return last_values(self.directory / "metrics.jsonl").get("train/loss", math.inf)
+
+
+@contextlib.contextmanager
+def translate_errors(
+    config: Config,
+    strategy: Strategy,
+    checkpointer: Checkpointer | None = None,
+    micro_batch_size: int | None = None,
+) -> Iterator[None]:
+    """Raises OutOfMemoryError if a step does not fit into memory, RankLostError if another rank
+    died or timed out, and other errors unchanged. Hints name the newest intact checkpoint.
+
+    micro_batch_size: of the steps inside; None if there are no steps.
+    """
+    try:
+        yield
+    except DivergedError as error:
+        if checkpointer:
+            error.hint += f"; {checkpointer.describe()}"
+        raise
+    except NotSavedError as error:
+        if checkpointer:
+            error.hint += f"; {checkpointer.how_to_resume()}"
+        raise
+    except Exception as error:
+        if micro_batch_size and is_out_of_memory(error):
+            intact = checkpointer.describe() if checkpointer else "no checkpoint was saved yet"
+            raise out_of_memory_error(config, strategy, micro_batch_size, intact) from error
+        if not strategy.is_lost_rank(error):
+            raise
+        # The first sentence of the library's message, without its file names and addresses.
+        text = re.sub(r"\[[^\]]*\](:\d+)?:?\s*", "", " ".join(str(error).split()))
+        reason = f"another rank died or timed out ({text.partition('. ')[0].strip()})"
+        hint = checkpointer.how_to_resume() if checkpointer else "rerun the same command"
+        raise RankLostError("parallel.timeout", config.parallel.timeout, reason, hint) from error

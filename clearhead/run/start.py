@@ -1,95 +1,84 @@
-"""Decides how a run starts: as a new run, or resumed from its newest checkpoint.
+"""Decides how a run starts: resumed from its newest checkpoint, or new, with random weights or the
+weights of another model (trainer.init_from).
 
-`start(config)` returns the complete config, the checkpoint and what was read on the way, or refuses
-in one line per problem. Nothing changes the config after that. Nothing is written to the run
-directory, except for its lock. clearhead/config/stored.py has added the settings of the run that
-`from=` or trainer.resume=PATH names before. trainer.init_from: clearhead/run/init_from.py.
+`start` completes the config: nothing changes it after that. It writes nothing to the run directory,
+except for its lock. config/stored.py has added the settings of the run that `from=` or
+trainer.resume=PATH names before.
 """
 
 import contextlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from clearhead.checkpoint import format as checkpoint
-from clearhead.checkpoint import listing
-from clearhead.checkpoint.format import State
-from clearhead.checkpoint.resume import changed_settings, other_changes
-from clearhead.checkpoint.run_directory import (
-    has_other_files,
-    lock_directory,
-    settings_of,
-    summarized_step,
-)
-from clearhead.config.automatic import AUTOMATIC, automatic_values
+import torch
+
+from attention import SCORES
+from clearhead.checkpoint.listing import has_checkpoint
+from clearhead.checkpoint.resume import ResumePoint, find_resume_point, settings_to_resume
+from clearhead.checkpoint.run_directory import has_other_files, lock_directory
+from clearhead.config.automatic import automatic_values, expected_steps
 from clearhead.config.schema import Config
-from clearhead.config.stored import PROMPTS, names_run
-from clearhead.config.validation import validate
-from clearhead.config.yaml_files import flat, nested
-from clearhead.errors import CheckpointError, DataError, Problem, as_yaml, format_problem, refuse
+from clearhead.config.stored import PROMPTS
+from clearhead.config.yaml_files import flat
+from clearhead.errors import DataError, Problem, as_yaml, refuse
+from clearhead.models.pretrained import load_pretrained
 from clearhead.parallel import device
 from clearhead.parallel.memory import check_memory, find_micro_batch, meta_model
 from clearhead.parallel.strategy import Strategy
-from clearhead.run.prompts import choose_prompts
+from clearhead.run.lens_runner import choose_prompts
 from clearhead.run.tokenizer import find_tokenizer, short_tokens, vocabulary_size
+from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.token_stream import check_checksums
 from clearhead.tokens.tokenizer import Tokenizer
 from data import LoadedData, load_datasets
+from model import GPT, ModelConfig, model_without_values
 
 # Settings that may differ between the ranks of a run. Data are compared by checksum.
 OF_ONE_RANK = {"debug", "data.path", "data.val_path", "trainer.device"}
+# Settings that must equal those of trainer.init_from. For the context length see `positions`.
+SHAPE = ("vocab_size", "emb_dim", "num_heads", "num_layers", "qkv_bias")
 
 
 @dataclass
-class Found:
-    """The checkpoint to resume. The same on all ranks, except `locked`."""
+class RunInputs:
+    """What the components of a run are built from."""
 
-    checkpoint: Path | None = None  # None: a new run
-    state: State | None = None  # of the checkpoint
-    summarized: int | None = None  # the step in summary.json, which is written last
-    locked: Path | None = None  # on rank 0: the run directory if it is locked already
-
-
-@dataclass
-class Start:
-    """What is known before the model is built."""
-
-    config: Config  # without settings that are null because they follow from something else
+    config: Config  # complete: no setting is null that follows from something else
     strategy: Strategy
-    closing: contextlib.ExitStack  # closes the components, the last opened first
-    found: Found
+    resumed: ResumePoint | None  # None: a new run
+    locked: Path | None  # on rank 0: the run directory, if it exists already
     tokenizer: Tokenizer
     data: LoadedData
     is_compiled: bool
-    was_finished: bool  # no step is left, and summary.json was written after the last
     notes: list[str]  # for the user
 
+    @property
+    def was_finished(self) -> bool:
+        """Whether an earlier process has finished the run."""
+        return self.resumed is not None and self.resumed.was_finished
 
-def start(config: Config, strategy: Strategy, closing: contextlib.ExitStack) -> Start:
-    """Decides how the run starts. Called on all ranks; rank 0 reads the run directory and locks it
-    until `closing` is closed. Raises a ClearheadError."""
+
+def start(config: Config, strategy: Strategy, closing: contextlib.ExitStack) -> RunInputs:
+    """Decides how the run starts. Called on all ranks. The run directory stays locked until
+    `closing` is closed. Raises a ClearheadError."""
     check_same_settings(config, strategy)
-    found, notes = find_checkpoint(config, strategy, closing), []
-    if found.state:
-        config = with_values_of(found, config)
-        refuse_or_note_changes(found, config, strategy, notes)
-    tokenizer = find_tokenizer(config, strategy, found.checkpoint, notes)
+    locked = strategy.on_rank_0(lambda: lock_existing(config, closing))
+    resumed, notes = find_resume_point(config, strategy), []
+    if resumed:
+        config = settings_to_resume(resumed, config, strategy, notes)
+    tokenizer = find_tokenizer(config, strategy, resumed.folder if resumed else None, notes)
     config = config.with_values({"model.vocab_size": vocabulary_size(config, tokenizer)})
     with strategy.raise_on_all_ranks():  # other machines may have less memory
         refuse(check_memory(config, strategy))
-    data = load_data(config, strategy, tokenizer, found.state)
-    if found.state is None:
+    data = load_data(config, strategy, tokenizer, resumed)
+    if not resumed:
         notes += short_tokens(config, tokenizer, data)
     is_compiled = should_compile(config, strategy, notes)
     config = complete(config, strategy, tokenizer, data, is_compiled)
-    notes += long_warmup(config)
-    ended = found.state is not None and found.state.has_ended(config.trainer)
-    was_finished = ended and found.state.step == found.summarized
     notes = data.notes + notes
-    return Start(
-        config, strategy, closing, found, tokenizer, data, is_compiled, was_finished, notes
-    )
+    return RunInputs(config, strategy, resumed, locked, tokenizer, data, is_compiled, notes)
 
 
 def check_same_settings(config: Config, strategy: Strategy) -> None:
@@ -106,114 +95,27 @@ def check_same_settings(config: Config, strategy: Strategy) -> None:
         refuse(problems)
 
 
-# -------------------------------------------------------------------------- the checkpoint
-
-
-def find_checkpoint(config: Config, strategy: Strategy, closing: contextlib.ExitStack) -> Found:
-    """Returns the newest intact checkpoint of the run that the settings name, if there is one.
-    Locking removes temporary files of killed processes. Raises ConfigError, or CheckpointError if
-    no checkpoint can be read."""
-    locked = None
-
-    def find() -> tuple[str | None, dict | None, int | None]:
-        nonlocal locked
-        run = Path(config.runs_dir, config.name) if config.name else None
-        # Settings files may be missing from a run with checkpoints.
-        if run and run.is_dir() and (listing.has_checkpoint(run) or not has_other_files(run)):
-            closing.enter_context(lock_directory(run))  # no other process can change it now
-            locked = run
-        if not is_resumed(run, config):
-            return None, None, None
-        path = run
-        if names_run(resume := config.trainer.resume) and listing.is_checkpoint(Path(resume)):
-            path = resume
-        folder = listing.find_checkpoint(path, "name", checkpoint.FILES)
-        refuse_older(folder, run, is_given=path != run)
-        return str(folder), asdict(checkpoint.load_state(folder)), summarized_step(run)
-
-    # Other ranks may have no access to the directory.
-    folder, state, summarized = strategy.broadcast(strategy.on_rank_0(find))
-    if folder is None:
-        return Found(locked=locked)
-    return Found(Path(folder), State.from_values(state), summarized, locked)
-
-
-def is_resumed(run: Path | None, config: Config) -> bool:
-    """Returns whether a run is resumed. run: the directory of a run with a name.
-
-    trainer.resume=auto resumes if the run has a checkpoint; must and a path require one; false
-    requires that the run does not exist. Raises ConfigError, also if the directory of a new run
-    contains something else.
-    """
-    resume, has_any = config.trainer.resume, run is not None and listing.has_checkpoint(run)
-    if resume is False and (has_any or (run and settings_of(run))):
-        hint = "use another name, or trainer.resume=auto to resume it"
-        refuse([Problem("name", config.name, f"{run} already contains a run", hint)])
-    if not has_any and resume not in ("auto", False):
-        hint = "set name= to a run with a checkpoint, or use trainer.resume=auto"
-        if names_run(resume):
-            hint = "rerun the command that started it, without trainer.resume"
-        reason = f"{run} has no checkpoint" if run else "name is not set"
-        refuse([Problem("trainer.resume", resume, reason, hint)])
-    if run and not has_any:
-        if has_other_files(run):
-            reason = f"{run} contains files that do not belong to a run"
-            refuse([Problem("name", run.name, reason, "use another name")])
-        # A run that has no checkpoint yet starts again, from step 0.
-        problems = changed_settings(settings_of(run) or {}, config.model_dump(), run)
-        hint = f"use another name, or remove {run}"
-        refuse([p._replace(reason=f"{p.reason} before", hint=hint) for p in problems])
-    return has_any
-
-
-def refuse_older(folder: Path, run: Path, is_given: bool) -> None:
-    """Raises ConfigError if a checkpoint given by its path is not the newest of its run: resuming
-    from it would overwrite later steps."""
-    if is_given and listing.step_of(folder) < (newest := listing.newest_step(run)):
-        reason = f"{run} has a newer checkpoint (step {newest})"
-        hint = f"use trainer.resume={run}, or a new run with trainer.init_from={folder}"
-        refuse([Problem("trainer.resume", folder, reason, hint)])
-
-
-def with_values_of(found: Found, config: Config) -> Config:
-    """Returns the config with the values of the checkpoint for settings that are null. Raises
-    CheckpointError if they are not valid. A stored 0, as for a lens that was off, is not used."""
-    known, now = flat(found.state.settings), flat(config.model_dump())
-    for key in ("model.vocab_size", *AUTOMATIC, *PROMPTS):
-        if now[key] is None and known.get(key):
-            now[key] = known[key]
-    config, problems = validate(Config, nested(now))
-    if problems:
-        reason, hint = format_problem(problems[0]._replace(hint="")), f"give {problems[0].key}="
-        raise CheckpointError("checkpoint", found.checkpoint, reason, hint)
-    return config
-
-
-def refuse_or_note_changes(
-    found: Found, config: Config, strategy: Strategy, notes: list[str]
-) -> None:
-    """Raises ConfigError if a setting differs that must be the same as in the checkpoint. Appends a
-    note about others that differ."""
-    saved, run = found.state.settings, Path(config.runs_dir, config.name)
-    with strategy.raise_on_all_ranks():
-        refuse(changed_settings(saved, config.model_dump(), run))
-    if changes := other_changes(saved, config):
-        notes.append(f"resuming with other settings than before: {', '.join(changes)}")
-
-
-# ------------------------------------------------------------------ data and complete config
+def lock_existing(config: Config, closing: contextlib.ExitStack) -> Path | None:
+    """Locks the directory of a run with a name, if it exists: no other process can change it now.
+    Removes temporary files of killed processes from it."""
+    run = Path(config.runs_dir, config.name) if config.name else None
+    # Settings files may be missing from a run with checkpoints.
+    if run is None or not run.is_dir() or (has_other_files(run) and not has_checkpoint(run)):
+        return None
+    closing.enter_context(lock_directory(run))
+    return run
 
 
 def load_data(
-    config: Config, strategy: Strategy, tokenizer: Tokenizer, state: State | None
+    config: Config, strategy: Strategy, tokenizer: Tokenizer, resumed: ResumePoint | None
 ) -> LoadedData:
     """Opens the datasets. Raises DataError if they differ from the checkpoint or from rank 0."""
     path = config.data.path
     with strategy.raise_on_all_ranks():  # other machines may not have the files
         data = load_datasets(config.data, tokenizer)
-        if state:
+        if resumed:
             hint = "for a new run with these data, use another name"
-            saved = state.data or []
+            saved = resumed.state.data or []
             is_old = any(isinstance(checksum, list) for _, checksum in saved)
             if is_old and (weights := config.data.weights):
                 reason = "version 3, which wrote the checkpoint, had another order of windows"
@@ -231,7 +133,7 @@ def should_compile(config: Config, strategy: Strategy, notes: list[str]) -> bool
     trainer, length = config.trainer, config.data.max_length
     if trainer.compile != "auto" or trainer.max_steps is None:  # the length is not known
         return trainer.compile is True
-    tokens = trainer.batch_size * length * trainer.max_steps
+    tokens = trainer.batch_size * length * expected_steps(trainer)
     flops = meta_model(config.model).flops_per_token(length) * tokens / strategy.world_size
     if device.should_compile(strategy.device, flops):
         return True
@@ -265,10 +167,63 @@ def epoch_of(config: Config, data: LoadedData) -> int | None:
     return epoch if config.trainer.patience else None
 
 
-def long_warmup(config: Config) -> list[str]:
-    """Returns a note if most steps are warm-up, as with the settings of a longer run."""
-    steps, warmup = config.trainer.max_steps, config.trainer.warmup_steps
-    if steps is None or 2 * warmup <= steps:
-        return []
-    reason = f"the learning rate rises in most of the {steps:,} steps"
-    return [f"trainer.warmup_steps={warmup}: {reason}; use fewer"]
+# ------------------------------------------------------------------- weights of another model
+
+
+def initial_weights(config: Config, tokenizer: Tokenizer, notes: list[str]) -> GPT:
+    """Returns a model with the weights of trainer.init_from. Raises ConfigError if they do not fit.
+
+    Dropout may differ, and the attention kernel if both have the same scores. Missing biases of
+    queries, keys and values start as zeros. Appends notes about unused or untrained positions to
+    `notes`.
+    """
+    source = config.trainer.init_from
+    assert source is not None
+    wanted = ModelConfig(**config.model.model_dump())
+    pretrained = load_pretrained(source, "trainer.init_from")
+    given, theirs = pretrained.model.config, f"the weights of trainer.init_from={source}"
+    problems, same_tokens = [], tokenizer.name == pretrained.tokenizer.name
+    for key in SHAPE if same_tokens else SHAPE[1:]:
+        have, want = getattr(given, key), getattr(wanted, key)
+        if have != want and not (key == "qkv_bias" and want):
+            hint = f"use model.{key}={as_yaml(have)}"
+            problems.append(Problem(f"model.{key}", want, f"{theirs} have {as_yaml(have)}", hint))
+    if SCORES.get(given.attention) is not SCORES.get(wanted.attention):
+        reason, hint = f"{theirs} were trained with another formula", f"use {given.attention}"
+        problems.append(Problem("model.attention", wanted.attention, reason, hint))
+    if not same_tokens:
+        needed = pretrained.tokenizer.name
+        reason = f"{theirs} were trained with {needed}"
+        hint = f"use data.tokenizer={needed if needed in VOCABULARIES else pretrained.folder}"
+        problems.append(Problem("data.tokenizer", config.data.tokenizer, reason, hint))
+    refuse(problems)
+    weights = pretrained.model.state_dict()
+    sizes = (pretrained.window, wanted.context_length, config.data.max_length)
+    weights["pos_emb.weight"], more = positions(weights["pos_emb.weight"], *sizes)
+    notes.extend(more)
+    fresh = model_without_values(wanted)
+    for name, parameter in fresh.named_parameters():
+        if name not in weights:  # a bias
+            weights[name] = torch.zeros(parameter.shape)
+    fresh.load_state_dict(weights, assign=True)
+    return fresh
+
+
+def positions(
+    learned: torch.Tensor, window: int, context_length: int, used: int
+) -> tuple[torch.Tensor, list[str]]:
+    """Returns position embeddings (context_length, C) and notes about unused or untrained ones.
+
+    learned: the model's embeddings (S, C), of which the first `window` were trained. used: number
+    of positions that the run uses. A shorter context gets the first embeddings. A longer context
+    repeats the trained ones, as Longformer does (Beltagy et al. 2020), which preserves the
+    differences between neighbouring positions.
+    """
+    rows = learned[torch.arange(context_length) % window]
+    note = f"model.context_length={context_length}: the weights have {window} trained positions; "
+    if context_length < window:
+        return rows, [f"{note}the first {context_length} are used"]
+    if used > window or len(learned) != context_length > window:
+        repeated = f"they are repeated for positions {window} and above; "
+        return rows, [f"{note}{repeated}data.max_length={window} uses trained positions only"]
+    return rows, []

@@ -1,26 +1,44 @@
-"""How far a run is, and when it stops: after all steps, at the time limit, or after a signal.
+"""How far a run is, and when it stops: after all steps, at its time limit, or after a signal.
 
-The ranks agree with one all-reduce per step between their CPUs. It also sums the targets of a step.
+The time limit (trainer.max_minutes) holds for everything from the start of the process to its end.
+Nothing is measured or planned before the first step: the learning rate and the automatic intervals
+follow from the fraction of the time that is used. A checkpoint stores it, so that a resumed run
+continues with the time that is left.
 """
 
+import collections
+import math
+import time
 from collections.abc import Callable
 
+import torch
+
 from clearhead.checkpoint.format import State
+from clearhead.config.application import is_single_run
 from clearhead.config.automatic import EXPECTED_STEPS
-from clearhead.config.schema import TrainerConfig
+from clearhead.config.schema import Config, TrainerConfig
+from clearhead.parallel.memory import meta_model
 from clearhead.parallel.strategy import Strategy
-from clearhead.run.signals import STOP_SIGNALS, StopSignals
-from clearhead.run.time_limit import TimeLimit
+from clearhead.run.signals import STARTED, STOP_SIGNALS, StopSignals
+
+ABLATION_FRACTION = 0.01  # of the limit
+FINAL_VALIDATION_FRACTION = 0.02  # of the limit, see evaluation.py
+BYTES_PER_SECOND = 3e8  # at which a checkpoint is written, with its checksums
+EXIT_SECONDS = 2.0  # for the report and the end of the process
+WANDB_EXIT_SECONDS = 5.0  # more for W&B
+SLOWDOWN = 4.0  # if steps have become slower, the end of the run takes at most this much longer
+MEASURED = 10  # steps whose mean duration is used
 
 
 class Stop:
     """The used time and the last step of a run, on all ranks.
 
-    last_step: trainer.max_steps, or when the run ends earlier, the step at which it does. If only
-    the time is limited, it is the number of steps that the time so far allows, rounded up to a
-    power of two, so that the intervals that follow from it seldom change.
+    last_step: trainer.max_steps, or when the run ends earlier, the step at which it does. With a
+    time limit, it is at most the number of steps that the time so far allows, rounded up to a power
+    of two, so that the intervals that follow from it seldom change.
 
-    The exchange of a step starts before its forward pass. Results are read as late as possible: the
+    The ranks agree with one all-reduce per step between their CPUs. It also sums the targets of the
+    step. It starts before the forward pass. Results are read as late as possible: the
     number of targets before the first backward pass, and only if it varies; the used time before
     the update, and only with a time limit; all others after the step. On a CPU all ranks have
     exchanged gradients by then, so no rank waits.
@@ -30,7 +48,7 @@ class Stop:
         self,
         strategy: Strategy,
         signals: StopSignals,
-        limit: TimeLimit,
+        limit: "TimeLimit",
         state: State,
         trainer: TrainerConfig,
         targets_per_step: int | None,
@@ -42,7 +60,7 @@ class Stop:
         self.intervals = intervals
         self.targets_per_step, self.max_steps = targets_per_step, trainer.max_steps
         self._sums = lambda: [0.0, limit.used]
-        self.last_step = self.max_steps or self._expected_steps(state.step)
+        self.last_step = self._expected_steps(state.step)
         if state.has_ended(trainer):
             self.last_step = state.step
 
@@ -64,7 +82,8 @@ class Stop:
         return self._sums()[1] if self.limit.exists else 0.0
 
     def progress(self, step: int) -> float:
-        """Returns the completed fraction of the run: of its steps or of its time."""
+        """Returns the completed fraction of the run: of its steps or of its time, whichever is
+        larger."""
         return max(self.used_time(), step / self.max_steps if self.max_steps else 0.0)
 
     def is_out_of_time(self, step: int) -> bool:
@@ -73,15 +92,19 @@ class Stop:
         if self.used_time() >= 1 and step < self.last_step:
             self.last_step = step
             return True
-        if not self.max_steps and step < self.last_step:
+        if step < self.last_step:
             self.last_step = self._expected_steps(step)
         return False
 
     def _expected_steps(self, step: int) -> int:
-        """Returns a power of two above step + 1, so that the next step is not the last one."""
+        """Returns max_steps or, if the time so far allows fewer steps, a power of two above
+        step + 1, so that the next step is not the last one."""
+        if not self.limit.exists:
+            return self.max_steps
         used = self.used_time()
         expected = step / used if step and used else EXPECTED_STEPS - 1
-        return 1 << int(max(expected, step + 1)).bit_length()
+        in_time = 1 << int(max(expected, step + 1)).bit_length()
+        return min(in_time, self.max_steps or in_time)
 
     def is_stopped(self) -> bool:
         """Returns whether a signal stops all ranks after this step; signals.received is then the
@@ -95,3 +118,84 @@ class Stop:
                 self.signals.received = number
                 return True
         return False
+
+
+class TimeLimit:
+    """The time limit of a run. It begins with the process if that trains one run, otherwise at
+    `started` (time.monotonic()).
+
+    used: the fraction of the limit that earlier starts of the run have used. Without a limit, the
+    used fraction is always 0. is_compiled: the first step compiles the model.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        started: float,
+        used: float = 0.0,
+        is_compiled: bool = False,
+    ):
+        self.started = STARTED if is_single_run() else started
+        self.seconds = 60 * (config.trainer.max_minutes or math.inf)
+        self.device, self.used, self.is_compiled = device, used, is_compiled
+        # Seconds for everything after the last validation, whose duration is measured.
+        checkpoint_bytes = 12 * meta_model(config.model).num_parameters()
+        self.end_of_run = EXIT_SECONDS + checkpoint_bytes / BYTES_PER_SECOND
+        self.end_of_run += WANDB_EXIT_SECONDS * (config.wandb.mode != "disabled")
+        fraction = FINAL_VALIDATION_FRACTION
+        if config.lens.every != 0 and config.lens.ablation != "off":
+            fraction += ABLATION_FRACTION
+        self.end_of_run += fraction * min(self.seconds, 1e9)
+        self.end = self.started + min(1.0 - used, 1.0) * self.seconds - self.end_of_run
+        self._first: tuple[float, float] | None = None  # time and used fraction at the first step
+        # Starts of steps, without the seconds of all evaluations before.
+        self._starts: collections.deque[float] = collections.deque(maxlen=MEASURED + 2)
+        self._step, self._steps, self._is_near_end = 0.0, 0, False
+        self._excluded = self._evaluation = self._longest_evaluation = 0.0
+
+    @property
+    def exists(self) -> bool:
+        return self.seconds < math.inf
+
+    def has_time(self) -> bool:
+        """Returns whether there is time for the first step."""
+        return time.monotonic() < self.end
+
+    def exclude(self, seconds: float) -> None:
+        """Excludes the time of a validation, sample, attention snapshot or of logging from the
+        duration of a step."""
+        self._evaluation += seconds
+
+    def start_step(self) -> float:
+        """Returns the fraction of the limit that is used when a step starts. It is 1.0 if there is
+        no time for another step after this one, and never smaller than before."""
+        self._longest_evaluation = max(self._longest_evaluation, self._evaluation)
+        self._excluded, self._evaluation = self._excluded + self._evaluation, 0.0
+        if self._is_near_end:
+            torch.get_device_module(self.device).synchronize()  # it may be several steps behind
+        now = time.monotonic()
+        if self._first is None:  # the validation of step 0 is before it
+            self._first, self._excluded = (now, self.used), 0.0
+        self._starts.append(now - self._excluded)
+        (started, before), step = self._first, self._seconds_per_step()
+        # There may be an evaluation after this step and one after the next. If steps have become
+        # slower than they were on average, the end of the run has too.
+        mean = (now - self._excluded - started) / max(1, self._steps)
+        slower = (min(max(1.0, step / mean), SLOWDOWN) - 1) * self.end_of_run if mean > 0 else 0.0
+        end = self.end - 2 * self._longest_evaluation - slower
+        if self.device.type != "cpu" and not self._is_near_end and end - now < 2 * MEASURED * step:
+            self._is_near_end = True
+            self._starts.clear()  # the first wait is not the duration of a step
+        self._steps += 1
+        done = (now - started) / (end - started) if end - now > 2 * step else 1.0
+        self.used = min(1.0, max(self.used, before + (1 - before) * done))
+        return self.used
+
+    def _seconds_per_step(self) -> float:
+        """Returns the mean duration of the last steps. The first step, which may be slow, counts
+        until there is another one, but not if it compiles the model: then the result is 0."""
+        starts = list(self._starts)[1 if len(self._starts) > 2 or self.is_compiled else 0 :]
+        if len(starts) > 1:
+            self._step = (starts[-1] - starts[0]) / (len(starts) - 1)
+        return self._step

@@ -14,7 +14,7 @@ import train
 pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
 OPTUNA = ["-m", *TINY, "data.path=text.txt", "hydra/sweeper=optuna"]
 SEARCH = [*OPTUNA, "hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=3"]
-SEARCH += ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "trainer.max_skips=1"]
+SEARCH += ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
 
 
 def search(in_process, folder, *arguments):

@@ -26,7 +26,6 @@ from helpers.runs import (
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
-import train
 from clearhead import files
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing, saving
@@ -36,7 +35,6 @@ from clearhead.errors import (
     DamagedCheckpointError,
     DivergedError,
     NotSavedError,
-    RunError,
 )
 from train import fit, save, save_if_due, stop, train_step
 
@@ -85,17 +83,6 @@ def test_find_accepts_a_run_or_a_checkpoint(saved):
     for path in (run.parent, run / "nothing"):
         with refused(CheckpointError, "checkpoint", path):
             listing.find_checkpoint(path)
-
-
-@pytest.mark.parametrize("name", ["adapter_config.json", "ckpt.pt", "pytorch_model.bin"])
-def test_the_hint_for_files_of_other_programs_is_a_conversion(tmp_path, name):
-    with refused(CheckpointError, "checkpoint", tmp_path) as plain:
-        listing.find_checkpoint(tmp_path)
-    (tmp_path / name).write_bytes(b"{}")
-    for path in (tmp_path, tmp_path / name)[: 1 + name.endswith(("pt", "bin"))]:
-        with refused(CheckpointError, "checkpoint", path) as caught:
-            listing.find_checkpoint(path)
-        assert caught.value.hint != plain.value.hint
 
 
 # Text that the error must contain -> a change of model.safetensors.
@@ -240,24 +227,6 @@ def test_pinned_copies_are_complete(make_run, monkeypatch):
     assert pointers.isdisjoint(tensor.data_ptr() for tensor in found[0].values())
 
 
-@pytest.mark.parametrize(("device", "available"), [("cpu", 1e12), ("cuda", 1e12), ("cuda", 0)])
-def test_copies_are_pinned_on_a_gpu_if_there_is_memory(make_run, monkeypatch, device, available):
-    """The first checkpoint decides: its pinned memory is kept, so that less is available later."""
-    run, pins, left = make_run(), [], [available, 0]
-
-    def collecting(model, optimizer, strategy, copy, pin):
-        pins.append(pin)
-        return collect(model, optimizer, strategy, copy)
-
-    monkeypatch.setattr(saving, "collect", collecting)
-    monkeypatch.setattr(saving, "available_memory", lambda: left.pop(0))
-    run.strategy.device = torch.device(device)
-    for _ in range(2):
-        run.checkpointer.save(run.state, is_last=False)
-        run.checkpointer.wait(run.state)
-    assert pins == [device == "cuda" and available > 0] * 2
-
-
 def test_pinned_memory_is_freed_at_the_end_of_a_run(make_run, monkeypatch):
     run, calls = make_run(), []
     free = "empty_host_cache"  # not in torch 2.11
@@ -265,29 +234,6 @@ def test_pinned_memory_is_freed_at_the_end_of_a_run(make_run, monkeypatch):
     with run:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert calls == [True]
-
-
-@pytest.mark.parametrize("saves", ["after", "before"])
-def test_a_run_whose_directory_is_removed_ends_and_does_not_write_it_again(
-    make_run, tmp_path, monkeypatch, saves
-):
-    """At the next row, also if a checkpoint is saved before it."""
-    monkeypatch.setattr(saving, "RETRY_AFTER", 0)
-    run = make_run("name=a", "trainer.eval_every=0", "trainer.save_every=3", "trainer.log_every=1")
-    log_row = train.log_row
-
-    def remove(run):
-        if run.state.step == 2:
-            shutil.rmtree(run.directory)
-            if saves == "before":
-                save(run)
-        return log_row(run)
-
-    monkeypatch.setattr(train, "log_row", remove)
-    with refused(RunError, "name", "a", exit_code=4):
-        fit(run)
-    assert run.state.step == 2
-    assert not run.directory.exists()
 
 
 def test_a_full_disk_does_not_end_training(make_run, monkeypatch):

@@ -241,7 +241,7 @@ def test_a_signal_saves_this_step_and_the_printed_command_resumes(faults, number
     tally(STOPPED)
 
 
-PARTS = ("start", "build_model", "restore", "create_directory")
+PARTS = ("start", "build_model", "build_state", "create_directory")
 
 
 @pytest.mark.parametrize("part", range(0, len(PARTS), campaign("CAMPAIGN_APART", 5, 1)))

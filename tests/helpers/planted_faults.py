@@ -26,7 +26,7 @@ from pathlib import Path
 import train
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import saving
-from clearhead.run import time_limit
+from clearhead.run import stop
 from clearhead.run.run import Run
 
 
@@ -322,7 +322,7 @@ def watch_parameters(file: str) -> None:
 def out_of_time(step: int) -> None:
     """Leaves no time for another step after this one. Until then, no time is used."""
     steps = itertools.count(1)
-    replace(time_limit.TimeLimit, "start_step", lambda _: lambda _: float(next(steps) == step))
+    replace(stop.TimeLimit, "start_step", lambda _: lambda _: float(next(steps) == step))
 
 
 def wait_at(step: int, file: str) -> None:

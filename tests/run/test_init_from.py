@@ -11,7 +11,7 @@ from clearhead.checkpoint.listing import find_checkpoint
 from clearhead.checkpoint.tensors import load_model
 from clearhead.errors import CheckpointError, ConfigError
 from clearhead.models.huggingface import from_hf, to_hf
-from clearhead.run.init_from import positions
+from clearhead.run.start import positions
 from scripts import export_hf
 
 FINETUNE = ["experiment=finetune", *(s for s in TINY if not s.startswith(("model=", "lens=")))]

@@ -16,7 +16,7 @@ from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config import compose
 from clearhead.errors import CheckpointError
-from clearhead.run.prompts import choose_prompts
+from clearhead.run.lens_runner import choose_prompts
 from clearhead.tokens.token_stream import TokenStream
 from clearhead.tokens.tokenizer import get_tokenizer
 from data import GPTDatasetV1
@@ -102,23 +102,6 @@ def test_data_without_visible_text_have_the_prompts_of_the_lens():
         assert found == {"lens.prompts": [*DEFAULT_PROMPTS], "trainer.sample_prompt": ""}
     text = GPTDatasetV1("日本語の文。" * 99, get_tokenizer("byte"), 32, 32)
     assert choose_prompts(text, tokenizer, 2)["lens.prompts"] == [*DEFAULT_PROMPTS]  # no letter
-
-
-def test_a_part_of_a_large_text_is_read():
-    """A billion tokens, views of the same text, of which less than a million are read."""
-    read = []
-
-    class Watched(TokenStream):
-        def gather(self, starts, size):
-            read.append(len(starts) * size)
-            return super().gather(starts, size)
-
-    part = np.frombuffer(TEXT.encode() + b"\n", np.uint8).astype(np.uint16)
-    arrays = [part] * (10**9 // len(part))
-    dataset = GPTDatasetV1(Watched(arrays, 257, 256), None, 32, 32)
-    found = choose_prompts(dataset, get_tokenizer("byte"), 64)
-    assert all(prompt in TEXT for prompt in found["lens.prompts"])
-    assert sum(read) < 10**6
 
 
 def test_a_resumed_run_keeps_its_prompts(make_run, tmp_path):

@@ -11,14 +11,14 @@ import pytest
 import torch
 from helpers import TEXT, TINY
 from helpers.refusals import printed_keys, refused
-from helpers.runs import rows
+from helpers.runs import repeatable_rows, rows
 from helpers.settings import settings
 
 import train
 from clearhead.checkpoint.run_directory import settings_of
 from clearhead.errors import ConfigError
 from clearhead.output.comparison import read
-from clearhead.run import stop, time_limit
+from clearhead.run import stop
 from scripts import plan
 from train import fit
 
@@ -47,7 +47,7 @@ def simulated(make_run, monkeypatch):
 
         run.strategy.update = slow_update
         with monkeypatch.context() as patched:
-            patched.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now[0]))
+            patched.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[0]))
             if stop_at:
                 with pytest.raises(SystemExit):
                     fit(run)
@@ -71,8 +71,9 @@ SPEEDS = {
 }
 
 
-@pytest.mark.parametrize("speed", SPEEDS)
-@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
+@pytest.mark.parametrize(
+    ("speed", "schedule"), [*((speed, "wsd") for speed in SPEEDS), ("slower", "cosine")]
+)
 def test_the_decay_always_ends_in_time(simulated, speed, schedule):
     """The learning rate rises for a tenth of the time, never rises later, and ends at its end."""
     run, seconds = simulated(SPEEDS[speed], *LIMITED, f"optimizer.schedule={schedule}", "lens=off")
@@ -95,28 +96,12 @@ def test_a_run_whose_steps_become_fast_at_the_end_uses_its_time(simulated):
     assert rates(run)[-1] == pytest.approx(schedule.min_lr_ratio * schedule.lr)
 
 
-@pytest.mark.parametrize("finished", [8, 20])
-def test_a_run_that_was_limited_by_steps_trains_on_with_a_time_limit(
-    simulated, monkeypatch, finished
-):
+def test_a_run_that_was_limited_by_steps_trains_on_with_a_time_limit(simulated, monkeypatch):
     """Also if it has more steps than are expected before the first one of a run with a limit."""
     monkeypatch.setattr(stop, "EXPECTED_STEPS", 8)
-    simulated(lambda step: 1.0, f"trainer.max_steps={finished}", "name=a")
+    simulated(lambda step: 1.0, "trainer.max_steps=20", "name=a")
     run, _ = simulated(lambda step: 40.0, *LIMITED, "name=a", "lens=off")
-    assert 140 < run.state.step - finished < 151
-
-
-def test_validations_and_snapshots_are_about_as_often_as_with_steps(simulated):
-    run, _ = simulated(lambda step: 20.0, *LIMITED)
-    log, steps = rows(run.directory), run.state.step
-    assert 280 < steps < 300
-    validations = [row["step"] for row in log if "val/loss" in row]
-    snapshots = [row["step"] for row in log if any("attention" in key for key in row)]
-    assert 5 <= len(validations) <= 16
-    assert 5 <= len(snapshots) <= 16
-    assert validations[0] == snapshots[0] == 0
-    assert validations[-1] == snapshots[-1] == steps
-    assert (run.directory / "attention" / "heads.csv").is_file()
+    assert 140 < run.state.step - 20 < 151
 
 
 def test_a_resumed_run_continues_with_the_time_that_is_left(simulated):
@@ -138,23 +123,49 @@ def test_a_resumed_run_continues_with_the_time_that_is_left(simulated):
     assert longer.state.step > rest.state.step
 
 
-def test_steps_and_time_limit_a_run_together(simulated, tmp_path):
+def test_steps_and_time_limit_a_run_together(simulated):
     """The one that comes first. With time for all steps, it equals a run without a limit."""
-    both = ("trainer.max_steps=100", "trainer.max_minutes=100")
+    both = ("trainer.max_steps=100", "trainer.max_minutes=100", "trainer.eval_every=null")
     run, _ = simulated(lambda step: 1.0, *both, "name=steps")
-    plain, _ = simulated(lambda step: 1.0, "trainer.max_steps=100", "name=plain")
+    plain, _ = simulated(lambda step: 1.0, both[0], both[2], "name=plain")
     assert run.state.step == 100
-    assert rates(run) == rates(plain)
+    assert repeatable_rows(run.directory) == repeatable_rows(plain.directory)
     slow, seconds = simulated(lambda step: 120.0, *both, "name=slow")
     assert (45 < slow.state.step < 50, seconds <= 6000) == (True, True)
     schedule = slow.config.optimizer
     assert rates(slow)[-1] == pytest.approx(schedule.min_lr_ratio * schedule.lr)
 
 
-def test_with_a_shorter_limit_a_finished_run_names_the_time_that_it_has_used(simulated, capsys):
-    limited = ("trainer.max_steps=null", "name=a")
-    simulated(lambda step: 1000.0, *limited, "trainer.max_minutes=100")
-    simulated(lambda step: 1000.0, *limited, "trainer.max_minutes=50")
+def test_with_more_steps_than_the_time_allows_the_time_rules(simulated):
+    """Rows, validations, snapshots and learning rate are those of a run without max_steps."""
+    own = (*LIMITED, "trainer.log_every=null")
+    time, _ = simulated(lambda step: 20.0, *own, "name=time")
+    both, _ = simulated(lambda step: 20.0, *own, "trainer.max_steps=1000000", "name=both")
+    steps, n = [[row["step"] for row in rows(run.directory)] for run in (time, both)]
+    assert steps == n == [*range(time.state.step + 1)]  # also step 1 has a row of its own
+    kinds = [[sorted(row) for row in rows(run.directory)] for run in (time, both)]
+    assert kinds[0] == kinds[1]
+    assert rates(both)[:30] == sorted(rates(both)[:30])
+    assert rates(both) == pytest.approx(rates(time), abs=0.02 * max(rates(time)))
+    for what in ("val/loss", "attention/heatmap"):  # about as often as with steps
+        steps = [row["step"] for row in rows(time.directory) if what in " ".join(row)]
+        assert 5 <= len(steps) <= 16
+        assert (steps[0], steps[-1]) == (0, time.state.step)
+
+
+def test_a_limit_below_what_was_trained_is_refused_unless_the_run_has_finished(simulated, capsys):
+    def run(*more, **how):
+        limited = ("trainer.max_steps=null", "lens=off", "name=a", "trainer.max_minutes=100")
+        return simulated(lambda step: 600.0, *limited, *more, **how)[0]
+
+    step = run(stop_at=5).state.step
+    for key, value in (("trainer.max_minutes", 30.0), ("trainer.max_steps", 3)):
+        with refused(ConfigError, key, value, exit_code=2):
+            run(f"{key}={value}")
+    rest = run()
+    assert rest.state.step > step
+    again = run("trainer.max_minutes=30")
+    assert (again.was_finished, again.state.step) == (True, rest.state.step)
     assert re.findall(r"trainer\.max_minutes above (\d+)", capsys.readouterr().out) == ["100"]
 
 
@@ -188,7 +199,7 @@ def test_a_run_without_time_for_a_step_is_refused(make_run, tmp_path):
 
 
 def test_the_limit_begins_with_the_process(in_process, tmp_path, monkeypatch):
-    monkeypatch.setattr(time_limit, "STARTED", time.monotonic() - 10**6)
+    monkeypatch.setattr(stop, "STARTED", time.monotonic() - 10**6)
     arguments = [*TINY, "data.path=text.txt", "trainer.max_minutes=100"]
     (tmp_path / "text.txt").write_text("a text, " * 200)
     code, _, err = in_process(train.main, tmp_path, *arguments)
@@ -197,8 +208,8 @@ def test_the_limit_begins_with_the_process(in_process, tmp_path, monkeypatch):
 
 def test_a_real_run_ends_within_its_limit(in_process, tmp_path, monkeypatch):
     """Everything from its start to its end, with its summary."""
-    monkeypatch.setattr(time_limit, "STARTED", started := time.monotonic())
-    monkeypatch.setattr(time_limit, "EXIT_SECONDS", 1.0)
+    monkeypatch.setattr(stop, "STARTED", started := time.monotonic())
+    monkeypatch.setattr(stop, "EXIT_SECONDS", 1.0)
     (tmp_path / "text.txt").write_text(TEXT)
     arguments = [*TINY, *OPEN, "name=a", "data.path=text.txt", "trainer.max_minutes=0.1"]
     code, _, err = in_process(train.main, tmp_path, *arguments)
@@ -229,17 +240,23 @@ def repeat_of(run) -> str | None:
     return json.loads((run / "summary.json").read_text())["repeat"]
 
 
-def test_the_last_step_leaves_time_for_another_step_and_two_validations(monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test moves: clock.now, in seconds."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def test_the_last_step_leaves_time_for_another_step_and_two_validations(clock):
     """Steps of 2 s and a validation of 10 s, of which there is one before the first step."""
-    now = 0.0
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
-    limit = time_limit.TimeLimit(TWO_MINUTES, CPU, 0.0)
-    now = 10.0
+    limit = stop.TimeLimit(TWO_MINUTES, CPU, 0.0)
+    clock.now = 10.0
     limit.exclude(10)
     while limit.start_step() < 1:
-        now += 2
+        clock.now += 2
     # A step, its validation, the last step and its validation take 24 s.
-    assert now - 2 + 24 <= limit.end < now + 26
+    assert clock.now - 2 + 24 <= limit.end < clock.now + 26
     assert limit.end == 120 - limit.end_of_run
 
 
@@ -261,9 +278,9 @@ class Gpu:
 def test_a_run_on_a_gpu_ends_in_time(monkeypatch, every):
     """Steps of 0.4 s. The program waits every N steps, and if it is five steps ahead."""
     gpu = Gpu()
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: gpu.now))
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: gpu.now))
     monkeypatch.setattr(torch, "get_device_module", lambda _: gpu)
-    limit, steps = time_limit.TimeLimit(TWO_MINUTES, torch.device("cuda"), 0.0), 0
+    limit, steps = stop.TimeLimit(TWO_MINUTES, torch.device("cuda"), 0.0), 0
     while limit.start_step() < 1:
         gpu.step(0.4)
         steps += 1
@@ -274,29 +291,25 @@ def test_a_run_on_a_gpu_ends_in_time(monkeypatch, every):
     assert limit.end - 4 * 0.4 < gpu.busy_until <= limit.end
 
 
-def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
+def test_a_busy_machine_does_not_end_a_run_that_has_time_left(clock):
     """Steps of 0.01 s, then steps of 1 s. The end of the run does not become 100 times slower."""
-    now = 0.0
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
-    limit = time_limit.TimeLimit(TWO_MINUTES, CPU, 0.0)
+    limit = stop.TimeLimit(TWO_MINUTES, CPU, 0.0)
     for seconds in [0.01] * 30 + [1.0] * 60:
-        now += seconds
+        clock.now += seconds
         assert limit.start_step() < 1
     while limit.start_step() < 1:
-        now += 1
-    assert 60 < now < 120 - 1.2 * limit.end_of_run  # it reserves more time than on an idle machine
+        clock.now += 1
+    assert 60 < clock.now < 120 - 1.2 * limit.end_of_run  # more than on an idle machine
 
 
-def test_compiling_the_model_does_not_end_a_run(monkeypatch):
+def test_compiling_the_model_does_not_end_a_run(clock):
     """The first step takes half of the time, and the others 0.1 s."""
-    now = 0.0
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
-    limit = time_limit.TimeLimit(TWO_MINUTES, CPU, 0.0, is_compiled=True)
+    limit = stop.TimeLimit(TWO_MINUTES, CPU, 0.0, is_compiled=True)
     limit.start_step()
-    now = 60.0
+    clock.now = 60.0
     while limit.start_step() < 1:
-        now += 0.1
-    assert limit.end - 1 < now <= limit.end
+        clock.now += 0.1
+    assert limit.end - 1 < clock.now <= limit.end
 
 
 def test_a_plan_with_a_time_limit_needs_the_number_of_tokens():

@@ -27,7 +27,7 @@ from clearhead.run.signals import StopSignals
 from scripts import compare
 
 SHORT = [*TINY, "data.path=text.txt", "trainer.max_steps=2", "trainer.eval_every=1"]
-SHORT += ["trainer.sample_tokens=0", "trainer.max_skips=1"]
+SHORT += ["trainer.sample_tokens=0"]
 run_in = functools.partial(run_command, train.main)
 
 

@@ -1,25 +1,58 @@
-"""The lines about heads: when a name occurs for the first time, and at the end of a run."""
+"""What a run prints: its data, commands that the user can run, and the names of heads."""
 
 import re
 import shlex
 
 import pytest
 import torch
-from helpers import TINY
+from helpers import TEXT, TINY
 from helpers.runs import rows
 
 import train
+from data import load_datasets
+from scripts.live import LiveConfig
 
 RUN = [*TINY, "data.path=text.txt", "name=a", "lens=default", "lens.every=4"]
 PRINTED = r"^attention heads .*: (\S*python\S* .*)$"
 
 
-@pytest.mark.parametrize("limit", [(), ("trainer.max_minutes=9999", "trainer.max_steps=4")])
-def test_without_a_named_head_the_printed_command_trains_longer(
-    in_process, tmp_path, text_file, limit
+@pytest.mark.parametrize("path", ["[text.txt,folder]", "folder/b\nc\x1b.txt"])
+def test_the_line_of_the_training_data_has_the_path_and_the_windows(
+    make_run, tmp_path, capsys, path
 ):
-    code, out, _ = in_process(train.main, tmp_path, *RUN, *limit)
-    assert code == 0
+    """data.path as given, in one line."""
+    (tmp_path / "folder").mkdir()
+    for name in ("folder/a.txt", "folder/b\nc\x1b.txt"):
+        (tmp_path / name).write_text(TEXT)
+    value = f"'{path}'" if "\n" in path else path
+    run = make_run(f"data.path={value}", "name=a")
+    out = capsys.readouterr().out
+    windows = len(load_datasets(run.config.data, run.evaluator.tokenizer).train)
+    shown = path.strip("[]").replace("\n", "\\n").replace("\x1b", "\\x1b")
+    parts = [f"{windows:,} windows", *shown.split(",")]
+    assert len([line for line in out.splitlines() if all(part in line for part in parts)]) == 1
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("folder", ["runs", "my runs"])
+def test_a_run_with_the_lens_prints_the_command_that_shows_it(
+    in_process, tmp_path, text_file, folder
+):
+    short = [*TINY, f"data.path={text_file}", f"runs_dir='{folder}'", "lens=often"]
+    for more, count in ((["name=a"], 1), (["name=b", "lens=off"], 0), (["seed=1", "-m"], 0)):
+        code, out, err = in_process(train.main, tmp_path, *short, *more)
+        assert code == 0, err
+        commands = [line for line in out.splitlines() if "scripts.live" in line]
+        assert len(commands) == count
+        if count:
+            words = shlex.split(commands[0].partition("python -m scripts.live")[2])
+            settings = LiveConfig(**dict(word.split("=", 1) for word in words))
+            assert settings.runs_dir == folder
+
+
+def test_without_a_named_head_the_printed_command_trains_longer(in_process, tmp_path, text_file):
+    code, out, _ = in_process(train.main, tmp_path, *RUN)
+    assert (code, during(out)) == (0, [])
     (command,) = re.findall(PRINTED, out, re.MULTILINE)
     code, out, _ = in_process(train.main, tmp_path, *shlex.split(command)[2:])
     assert code == 0
@@ -93,18 +126,3 @@ def test_names_are_printed_once_when_they_first_occur_and_counted_at_the_end(mak
     assert during(out) == [(["L0 H3"], ["6"])]  # only the new name
     *_, line = [line for line in out.splitlines() if line.startswith("attention heads")]
     assert heads_of(line) == ["L1 H1"]
-
-
-def test_without_names_nothing_is_printed_during_the_run(make_run, capsys):
-    run = make_run(*HEADS)
-
-    def capture_attention(input_ids, callback, *_, **options):
-        for layer in (0, 1):
-            callback(layer, uniform_attention(input_ids.shape[1]).repeat(len(input_ids), 4, 1, 1))
-
-    run.model.capture_attention = capture_attention
-    train.fit(run)
-    out = capsys.readouterr().out
-    assert during(out) == []
-    (line,) = [line for line in out.splitlines() if line.startswith("attention heads")]
-    assert heads_of(line) == []
