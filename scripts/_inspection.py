@@ -17,7 +17,7 @@ from clearhead.config.schema import (
     Device,
     LensSettings,
     MaxTokens,
-    Paths,
+    Names,
     Positive,
     RepeatLength,
     Settings,
@@ -42,7 +42,7 @@ TEXT_BYTES = 2**20  # of the text on which heads of other models than ours are m
 class AblationText(Settings):
     """The text on which heads are measured."""
 
-    path: Paths | None = Field(
+    path: Names | None = Field(
         None,
         description="text or token files on which heads are measured and removed; null: the "
         "validation data of the run",

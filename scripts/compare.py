@@ -15,7 +15,7 @@ import difflib
 from pydantic import Field
 
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from clearhead.config.schema import Name, Paths
+from clearhead.config.schema import Name, Names
 from clearhead.errors import refuse, shorten
 from clearhead.files import last_values
 from clearhead.output.comparison import matching_paths, read_all, summarize, tables
@@ -29,7 +29,7 @@ class CompareConfig(ScriptConfig):
     Prints a table: one row for each combination of settings, averaged over seeds, best first.
     """
 
-    runs: Paths = Field(
+    runs: Names = Field(
         "runs/*", description="directories of runs or sweeps: a glob pattern, or [A,B,...]"
     )
     metric: Name = Field("val/loss", description="metric of metrics.jsonl to compare")

@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import Field
 
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from clearhead.config.schema import Paths
+from clearhead.config.schema import Names
 from clearhead.errors import DataError, refuse, sanitize
 from clearhead.output.comparison import markdown_table, matching_paths
 from headlens import formatted
@@ -33,7 +33,7 @@ class CompareHeadsConfig(ScriptConfig):
     Prints and writes which heads several runs have in common.
     """
 
-    runs: Paths = Field(description="runs, or snapshot files (.npz): [A,B,...] or a glob pattern")
+    runs: Names = Field(description="runs, or snapshot files (.npz): [A,B,...] or a glob pattern")
     out: OutFile = Field("heads.csv", pattern=r"(?i)\.csv$", description="CSV file to write")
 
 

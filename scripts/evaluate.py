@@ -32,7 +32,6 @@ from clearhead.config.schema import (
     Encoding,
     Names,
     ParallelConfig,
-    Paths,
     Positive,
     Precision,
     Settings,
@@ -51,7 +50,7 @@ FROM_RUN = ("text_key", "encoding", "val_fraction")
 class TextConfig(Settings):
     """The text, and how it is read."""
 
-    path: Paths = Field(description="text or token file, folder, glob pattern, or a list of these")
+    path: Names = Field(description="text or token file, folder, glob pattern, or a list of these")
     within_documents: bool = Field(
         False, description="true: no context from other documents; end-of-text is not scored"
     )

@@ -22,7 +22,6 @@ from clearhead.config.schema import (
     Encoding,
     Name,
     Names,
-    Paths,
     Positive,
     Settings,
     is_tokenizer,
@@ -40,7 +39,7 @@ from clearhead.tokens.sources import find_files, notes_about_repeated
 class SourceConfig(Settings):
     """The texts, and how they are tokenized."""
 
-    path: Paths = Field(
+    path: Names = Field(
         description="file, folder, glob pattern, a list of these, or hub:NAME:CONFIG:SPLIT"
     )
     tokenizer: Name = Field(

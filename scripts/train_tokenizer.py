@@ -22,7 +22,7 @@ from clearhead.config.command_line import (
     new_folder,
     settings_command,
 )
-from clearhead.config.schema import Encoding, Names, Paths, Positive, Settings, VocabSize
+from clearhead.config.schema import Encoding, Names, Positive, Settings, VocabSize
 from clearhead.errors import DataError, sanitize
 from clearhead.output.console import progress
 from clearhead.tokens.readers import documents, split_file
@@ -35,7 +35,7 @@ PART_BYTES = 2**24  # progress is shown after each part
 class SourceConfig(Settings):
     """The texts."""
 
-    path: Paths = Field(
+    path: Names = Field(
         description="file, folder, glob pattern, a list of these, or hub:NAME:CONFIG:SPLIT"
     )
     text_key: Names = Field(

@@ -110,10 +110,10 @@ class Muon(AdamW):
         torch._foreach_copy_(weights, after.unbind())
 
 
-def newton_schulz(matrices: Tensor, steps: int = STEPS) -> Tensor:
+def newton_schulz(matrices: Tensor) -> Tensor:
     """Maps each of the matrices U S V^T, (N, rows, columns), to approximately U V^T.
 
-    Each step maps every singular value s to a s + b s^3 + c s^5. Five steps map values from 0.002
+    Each step maps every singular value s to a s + b s^3 + c s^5. STEPS steps map values from 0.002
     to 1 into the interval 0.68 to 1.21; more steps do not move them closer to 1 (Jordan et al.).
     """
     a, b, c = COEFFICIENTS
@@ -121,7 +121,7 @@ def newton_schulz(matrices: Tensor, steps: int = STEPS) -> Tensor:
     x = matrices.mT if is_tall else matrices
     # The Frobenius norm is at least as large as the largest singular value.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
-    for _ in range(steps):
+    for _ in range(STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x

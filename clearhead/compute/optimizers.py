@@ -76,22 +76,17 @@ def state_keys(group: dict) -> set[str]:
 
 
 def learning_rate(
-    step: int,
-    config: OptimizerConfig,
-    warmup_steps: int,
-    max_steps: int,
-    peak: float | None = None,
+    step: int, config: OptimizerConfig, warmup_steps: int, max_steps: int, lr: float
 ) -> float:
     """Returns the learning rate of optimizer step `step`. After max_steps it does not change.
 
-    peak: lr in the formulas; None: config.lr. During warmup_steps, the rate rises linearly to lr.
-    Then, with r = min_lr_ratio and u from 0 to 1, the completed fraction of the remaining steps:
+    lr: the peak. During warmup_steps, the rate rises linearly to lr. Then, with r = min_lr_ratio
+    and u from 0 to 1, the completed fraction of the remaining steps:
       cosine    lr (r + (1 - r) (1 + cos(pi u)) / 2)             (Loshchilov and Hutter 2017)
       wsd       lr, then linearly to r lr over the last decay_fraction of all steps
                                                                  (Hu et al. 2024)
       constant  lr
     """
-    lr = config.lr if peak is None else peak
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     if config.schedule == "constant":

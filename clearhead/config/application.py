@@ -28,6 +28,7 @@ from pathlib import Path
 import hydra
 import hydra.utils
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
@@ -36,7 +37,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from clearhead.config.command_line import errors_in_one_line
-from clearhead.config.schema import GROUPS, Config, known_settings
+from clearhead.config.schema import Config, known_settings
 from clearhead.config.stored import config_from
 from clearhead.config.validation import unknown_key
 from clearhead.config.yaml_files import CONFIGS
@@ -70,8 +71,13 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError with all problems.
     """
-    with one_line_each(overrides), hydra.initialize_config_dir(str(CONFIGS), **VERSION):
-        return checked(hydra.compose("config", list(overrides)), overrides)
+    of_process = GlobalHydra.instance()  # a program of the user may be a Hydra application itself
+    of_program, of_process.hydra = of_process.hydra, None
+    try:
+        with one_line_each(overrides), hydra.initialize_config_dir(str(CONFIGS), **VERSION):
+            return checked(hydra.compose("config", list(overrides)), overrides)
+    finally:
+        GlobalHydra.instance().hydra = of_program
 
 
 def checked(values: DictConfig, overrides: Sequence[str]) -> Config:
@@ -100,12 +106,12 @@ def problems_of(error: Exception, overrides: Sequence[str]) -> list[Problem]:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return [Problem(group, name, f"no such {group}", f"use one of {', '.join(error.options)}")]
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        known, groups = known_settings(), {*GROUPS, cause.full_key.partition(".")[0]}
-        given = [text.partition("=") for text in overrides]
+        known, given = known_settings(), [text.partition("=") for text in overrides]
         unknown = [
             unknown_key(key, value, known)
             for key, _, value in given
-            if key not in known and key.partition(".")[0] in groups
+            if key == cause.full_key  # others may be groups of the user, or Hydra's own
+            or ("." in key and key not in known and not key.startswith(("hydra", "+", "~")))
         ]
         if unknown:
             return unknown

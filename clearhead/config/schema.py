@@ -72,7 +72,6 @@ Checkpoint = Annotated[
     Name, Field(description="run (last checkpoint), checkpoint, Hugging Face directory or hub:NAME")
 ]
 Names = Name | Annotated[list[Name], Field(min_length=1)]
-Paths = Names
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Threads = Annotated[
@@ -198,9 +197,9 @@ class DataConfig(Settings):
     tokenizer: Name
     vocab_size: Annotated[VocabSize | None, _of_trained]
     max_length: Positive
-    path: Annotated[Paths | None, _one_source]
+    path: Annotated[Names | None, _one_source]
     weights: Annotated[list[AboveZero] | None, _one_per_path]
-    val_path: Paths | None
+    val_path: Names | None
     text_key: Names
     encoding: Encoding
     stride: Positive | None

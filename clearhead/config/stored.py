@@ -7,7 +7,7 @@ Stored settings are plain values that the schema checks. They are never interpol
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from clearhead.config.schema import GROUPS, Config, WandbConfig, is_tokenizer
+from clearhead.config.schema import GROUPS, Config, WandbConfig, is_tokenizer, known_settings
 from clearhead.config.validation import flat_fields, validate
 from clearhead.config.yaml_files import flat, nested
 from clearhead.errors import NO_VALUE, CheckpointError, Problem, format_problem, refuse
@@ -48,9 +48,10 @@ def config_from(values: dict, overrides: Sequence[str]) -> Config:
         reason, hint = "names a second run", "remove it, or remove from"
         refuse([Problem("trainer.resume", resume, reason, hint)])
     given = [text.partition("=")[0].lstrip("+~").partition("@")[0] for text in overrides]
-    if "experiment" in given:
-        hint = "give single settings or groups"
-        refuse([Problem("experiment", NO_VALUE, f"sets all groups, as the run {run} does", hint)])
+    known = {*known_settings()} - {"experiment"}
+    reason, hint = f"sets several groups, as the run {run} does", "give single settings or groups"
+    others = [key for key in given if key not in known and not key.startswith("hydra")]
+    refuse([Problem(key, NO_VALUE, reason, hint) for key in others])
     config = with_settings_of(Path(run), config, given, is_new=run != resume)
     return _with_vocabulary(config)
 
@@ -103,6 +104,8 @@ def with_settings_of(path: Path, config: Config, given: list[str], is_new: bool)
         reason = f"contains no run (no valid {SETTINGS_JSON})"
         raise CheckpointError(key, path, reason, "give the directory of a run")
     known = flat(stored)
+    if known.get("wandb.mode") == "auto":  # then WANDB_MODE decides at each start
+        del known["wandb.mode"]
     if broken := sorted(GROUPS.keys() & known.keys()):
         reason = f"its stored {broken[0]} must be a group of settings"
         raise CheckpointError(key, path, reason, "use another run")

@@ -59,8 +59,10 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
         return Problem(key, details["input"], "is a group of settings", "see --help")
     reason = PATTERNS.get(context.get("pattern"), details["msg"])
     reason = re.sub("^(Input|List|String) should", "must", reason).replace("False", "false")
-    value = flat(values).get(key, NO_VALUE)
-    return Problem(key, value, reason, context.get("hint") or "see --help")
+    value, hint = flat(values).get(key, NO_VALUE), context.get("hint", "see --help")
+    if details["type"] == "string_type" and isinstance(value, int | float):
+        hint = f"as a text: '{key}=\"TEXT\"'"
+    return Problem(key, value, reason, hint)
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:

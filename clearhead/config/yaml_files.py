@@ -43,13 +43,6 @@ def default_values() -> dict:
     return OmegaConf.to_container(OmegaConf.create(nested(values)), resolve=True)
 
 
-def environment_variable(key: str) -> str | None:
-    """Returns the environment variable that the default value of a setting reads, if any."""
-    default, _ = defaults_and_meanings().get(key, (None, ""))
-    match = re.match(r"\$\{env:(\w+)", str(default))
-    return match and match[1]
-
-
 def flat(tree: Mapping) -> dict[str, object]:
     """Returns settings by dotted key, such as trainer.device."""
     leaves: dict[str, object] = {}

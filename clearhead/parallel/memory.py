@@ -28,7 +28,7 @@ from model import GPT, ModelConfig, model_without_values
 
 USABLE = 0.92  # fraction of the memory; the rest is for fragmentation and other programs
 # Memory that the allocator holds without use, as a fraction of the allocated memory. On a CPU,
-# training keeps freed memory (device.py): 10 to 28 % in measured runs, 20 % on
+# training keeps freed memory (hardware.py): 10 to 28 % in measured runs, 20 % on
 # average (docs/results.md). The 5 % of the caching GPU allocator are assumed, not measured.
 SLACK = {"cpu": 0.20, "cuda": 0.05}
 # Memory of a process without a model. CPU: libraries and a small text file, measured with a torch

@@ -16,8 +16,8 @@ from train import fit
 
 def rates_of(schedule, warmup=10, steps=100, after=0, **settings):
     """Of all steps of the schedule, and of as many after it."""
-    config = OptimizerConfig.with_defaults(lr=1.0, schedule=schedule, **settings)
-    return [learning_rate(step, config, warmup, steps) for step in range(steps + after)]
+    config = OptimizerConfig.with_defaults(schedule=schedule, **settings)
+    return [learning_rate(step, config, warmup, steps, 1.0) for step in range(steps + after)]
 
 
 def test_cosine_falls_to_its_minimum():

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 
+import hydra
 import pytest
 import yaml
 from helpers import REPOSITORY, TINY
@@ -21,7 +22,7 @@ from helpers.settings import settings
 import attention
 import train
 from clearhead.config import Config, compose
-from clearhead.config.application import hydra_main, override
+from clearhead.config.application import VERSION, hydra_main, override
 from clearhead.config.automatic import automatic_values
 from clearhead.config.command_line import parse
 from clearhead.config.schema import GROUPS, known_settings
@@ -141,6 +142,10 @@ def test_a_run_with_the_settings_of_another(in_process, tmp_path):
         compose([source, "model.num_heads=5"])
     with refused(ConfigError, "experiment"):
         compose([source, "experiment=book"])
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "studies" / "small.yaml").write_text("# @package _global_\nseed: 9\n")
+    with refused(ConfigError, "studies"):
+        compose([source, f"hydra.searchpath=[file://{tmp_path}]", "+studies=small"])
     with refused(ConfigError, "trainer.resume"):
         compose([source, "trainer.resume=runs/b"])
     with refused(CheckpointError, "from", "runs/none", exit_code=3):
@@ -199,6 +204,12 @@ def test_help_shows_every_setting_with_its_meaning(in_process, tmp_path):
     for key, (_, meaning) in defaults_and_meanings().items():
         assert re.search(rf"^ *{re.escape(key)} +{re.escape(meaning)}", out, re.MULTILINE), key
     assert "[0.125]" in out
+
+
+def test_settings_are_composed_inside_another_hydra_application():
+    with hydra.initialize_config_dir(str(CONFIGS), **VERSION):
+        assert compose(["data.path=any", "seed=3"]).seed == 3
+        assert hydra.compose("config", ["seed=4"]).seed == 4
 
 
 @pytest.mark.parametrize("arguments", [["generate.py", "--help"], ["-m", "scripts.plan", "--help"]])
@@ -331,3 +342,7 @@ def test_a_choice_of_wandb_changes_the_mode_of_a_resumed_run(tmp_path, monkeypat
         assert (config.name, config.runs_dir) == ("a", "runs")
         wandb = config.wandb
         assert (wandb.mode, wandb.project, wandb.tags) == ("online", project, ["a"])
+    stored["wandb"]["mode"] = "auto"  # the variable decides at each start
+    (tmp_path / "runs/a/run.json").write_text(json.dumps({"settings": stored}))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert compose(["trainer.resume=runs/a"]).wandb.mode == "disabled"

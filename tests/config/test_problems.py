@@ -115,6 +115,13 @@ def test_names_and_syntax():
             compose([argument])
 
 
+def test_all_unknown_names_are_reported():
+    for arguments in (["trainer.max_step=4", "optimzer.lr=3"], ["optimzer.lr=3", "model.heads=1"]):
+        with pytest.raises(ConfigError) as caught:
+            compose(arguments)
+        assert [f"{key}={value}" for key, value, *_ in caught.value.problems] == arguments
+
+
 def test_unknown_choices_list_the_existing_ones():
     with refused(ConfigError, "wandb", "disabled") as caught:
         compose(["wandb=disabled"])
