@@ -166,7 +166,8 @@ def read_text(key: str, value: str, path: str) -> str:
         return content.decode("utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: not in UTF-8, or no path
         reason = f"cannot be read ({getattr(error, 'strerror', None) or message_of(error)})"
-        hint = "give a text file in UTF-8; a prompt that starts with @ is written @@..."
+        hint = "give a text file in UTF-8"
+        hint += "; a prompt that starts with @ is written @@..." * (key == "prompt")
         raise ConfigError([(key, value, reason, hint)]) from error
 
 

@@ -128,7 +128,9 @@ def show(
     try:
         from IPython.display import HTML
     except ImportError as error:
-        reason = "lens.show needs IPython: use it in a notebook, or open attention/timelapse.html"
+        reason = (
+            "headlens.show needs IPython: use it in a notebook, or open attention/timelapse.html"
+        )
         raise ImportError(reason) from error
     folder = Path(run)
     if (folder / "attention").is_dir():

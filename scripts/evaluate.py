@@ -131,7 +131,8 @@ def main(settings: EvaluateConfig) -> None:
 
 
 def print_results(about: dict, results: dict, vocab_size: int) -> None:
-    where = "{checkpoint}, step {step}, in {precision}, on {part}".format(**about)
+    step = "" if about["step"] is None else ", step {step}"  # None: not of a run
+    where = f"{{checkpoint}}{step}, in {{precision}}, on {{part}}".format(**about)
     print(sanitize(where))
     print("windows of {max_length:,} tokens, {stride:,} apart\n".format(**about["rule"]))
     for name, value in results.items():

@@ -178,6 +178,10 @@ def inspect(
 
     model = trained.model.to(device)
     step = trained.state.step if trained.state else 0
+    if not settings.ablation:
+        data, lines = inspected(key, path, lens, model, step)
+        print_heads(path, lines)
+        return data
     with progress("passes without heads") as report:
         ablate = functools.partial(
             ablate_heads,
@@ -187,11 +191,10 @@ def inspect(
             max_tokens=math.inf if settings.ablation == "exact" else 0,
             report=report,
         )
-        data, lines = inspected(key, path, lens, model, step, ablate if settings.ablation else None)
+        data, lines = inspected(key, path, lens, model, step, ablate)
     print_heads(path, lines)
-    if settings.ablation:
-        print("largest increases of the loss:")
-        print("\n".join(f"  without {line}" for line in lens.most_important_heads()))
+    print("largest increases of the loss:")
+    print("\n".join(f"  without {line}" for line in lens.most_important_heads()))
     return data
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 
+from clearhead.config.application import is_in_sweep
 from clearhead.config.schema import WandbConfig
 from clearhead.errors import sanitize
 from clearhead.files import REPOSITORY
@@ -56,6 +57,9 @@ def start_run(
     is_shared: whether the user has another run open in this process, in a notebook. It is not
     changed: wandb.setup would change the settings of its session, and teardown would end it.
     """
+    if is_in_sweep():  # its jobs are several runs
+        os.environ.pop("WANDB_RUN_ID", None)
+        os.environ.pop("WANDB_NAME", None)
     wandb_settings = wandb.Settings(
         reinit="create_new",
         console=os.environ.get("WANDB_CONSOLE") or "off",  # pyrefly: ignore
@@ -63,7 +67,7 @@ def start_run(
         show_info=False,
         git_root=str(REPOSITORY),
         init_timeout=START_SECONDS,
-        finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
+        finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT") or FINISH_SECONDS),
         finish_timeout_raises=True,
         # Images and pages as hard links to those of the run directory. A symbolic link would upload
         # a page that was written again since, or nothing if the run directory was cleaned up.

@@ -314,7 +314,7 @@ def _check_plain_ids(path: Path, start: bytes, size: int, vocab_size: int, is_pl
     if zeros[1] and zeros[3] and not zeros[0]:
         bits = 64 if zeros[2] else 32
         read = f"numpy.fromfile({str(path)!r}, 'uint{bits}')"
-        hint = f"{read}.astype('uint16').tofile('ids.bin') converts them"
+        hint = f"if all are below {vocab_size}: {read}.astype('uint16').tofile('ids.bin')"
         raise _bad_file(path, f"its ids have {bits} bits instead of 16", hint)
     ids = np.frombuffer(start[: len(start) // 2 * 2], TOKEN_DTYPE)
     # A header has zeros after its three numbers.

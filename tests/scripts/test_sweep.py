@@ -22,6 +22,7 @@ from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config import compose
 from clearhead.config.application import hydra_main
 from clearhead.errors import ConfigError
+from clearhead.output import wandb_process
 from clearhead.output.tracker import Tracker
 from clearhead.run.signals import StopSignals
 from scripts import compare
@@ -288,8 +289,11 @@ def test_the_agents_trial_is_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SWEEP_ID", "thesweep")
     monkeypatch.setenv("WANDB_RUN_ID", "thetrial")
     config = compose(["data.path=any", "wandb=offline"])
-    tracker = Tracker(config.wandb, tmp_path, {"optimizer": {"lr": 1e-3}})
-    try:
-        assert (tracker.run_id, tracker.run.sweep_id) == ("thetrial", "thesweep")
-    finally:
-        tracker.finish()
+    for in_hydra_sweep in (False, True):  # whose jobs are several runs
+        monkeypatch.setattr(wandb_process, "is_in_sweep", lambda found=in_hydra_sweep: found)
+        tracker = Tracker(config.wandb, tmp_path, {"optimizer": {"lr": 1e-3}})
+        try:
+            assert (tracker.run_id == "thetrial") != in_hydra_sweep
+            assert tracker.run.sweep_id == "thesweep"
+        finally:
+            tracker.finish()
