@@ -47,7 +47,8 @@ def validate(
 
 def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) -> Problem:
     """Turns an error of pydantic into a problem."""
-    path, context, fields = details["loc"], details.get("ctx", {}), flat_fields(schema)
+    # A key that is no valid text has no path.
+    path, context, fields = details["loc"] or ("",), details.get("ctx", {}), flat_fields(schema)
     # Omits the rest of the path: the index in a list or the type in a union.
     length = 2 if path[0] in groups_of(schema) else 1
     key = context.get("key") or ".".join(map(str, path[:length]))

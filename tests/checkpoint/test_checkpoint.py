@@ -125,7 +125,8 @@ def test_optimizer_tensors_that_do_not_fit_are_named(saved, longer):
 
 def test_model_settings_that_do_not_fit_allocate_nothing(saved):
     right = json.loads((saved / "state.json").read_text())["settings"]["model"]
-    for key, value in {"num_layers": 10**9, "emb_dim": "32", "_target_": "os.system"}.items():
+    odd = {"num_layers": 10**9, "emb_dim": "32", "_target_": "os.system", "emb_dim\ud800": 32}
+    for key, value in odd.items():
         change_state(saved, **{"settings.model": right | {key: value}})
         with refused(CheckpointError, "checkpoint"):
             load_model(listing.find_checkpoint(saved))
