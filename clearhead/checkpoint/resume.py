@@ -1,4 +1,5 @@
-"""How a run is resumed: from which checkpoint, what may change, and with which command."""
+"""The rules of resuming, for run/start.py: from which checkpoint, and what may change. The command
+that resumes a run after it stopped."""
 
 import shlex
 import sys
@@ -11,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from attention import SCORES
 from clearhead.checkpoint import listing
 from clearhead.checkpoint.format import FILES, State, load_state
-from clearhead.checkpoint.run_directory import has_other_files, settings_of, summarized_step
+from clearhead.checkpoint.run_directory import summarized_step
 from clearhead.config.application import is_in_sweep, override
 from clearhead.config.automatic import AUTOMATIC
 from clearhead.config.schema import Config
@@ -22,6 +23,7 @@ from clearhead.config.stored import (
     dropped_settings,
     is_of,
     names_run,
+    settings_of,
 )
 from clearhead.config.validation import validate
 from clearhead.config.yaml_files import flat, nested
@@ -85,7 +87,7 @@ def is_resumed(run: Path | None, config: Config) -> bool:
     contains something else.
     """
     resume, has_any = config.trainer.resume, run is not None and listing.has_checkpoint(run)
-    if resume is False and (has_any or (run and settings_of(run))):
+    if resume is False and run and listing.is_run(run):
         hint = "use another name, or trainer.resume=auto to resume it"
         refuse([Problem("name", config.name, f"{run} already contains a run", hint)])
     if not has_any and resume not in ("auto", False):
@@ -95,7 +97,7 @@ def is_resumed(run: Path | None, config: Config) -> bool:
         reason = f"{run} has no checkpoint" if run else "name is not set"
         refuse([Problem("trainer.resume", resume, reason, hint)])
     if run and not has_any:
-        if has_other_files(run):
+        if listing.has_other_files(run):
             reason = f"{run} contains files that do not belong to a run"
             refuse([Problem("name", run.name, reason, "use another name")])
         # A run that has no checkpoint yet starts again, from step 0.

@@ -15,7 +15,7 @@ from helpers.runs import repeatable_rows, rows
 from helpers.settings import settings
 
 import train
-from clearhead.checkpoint.run_directory import settings_of
+from clearhead.config.stored import settings_of
 from clearhead.errors import ConfigError
 from clearhead.output.comparison import read
 from clearhead.run import stop

@@ -18,9 +18,9 @@ from helpers.runs import rows, run_command
 from helpers.tally import in_campaign
 
 import train
-from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config import compose
 from clearhead.config.application import hydra_main
+from clearhead.config.stored import settings_of
 from clearhead.errors import ConfigError
 from clearhead.output import wandb_process
 from clearhead.output.tracker import Tracker
