@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from attention import SCORES
 from clearhead.checkpoint import listing
-from clearhead.checkpoint.format import FILES, State, load_state
+from clearhead.checkpoint.format import FILES, FORMAT, State, load_state
 from clearhead.checkpoint.run_directory import summarized_step
 from clearhead.config.application import is_in_sweep, override
 from clearhead.config.automatic import AUTOMATIC
@@ -125,6 +125,10 @@ def settings_to_resume(
     with strategy.raise_on_all_ranks():
         below = [] if point.was_finished else point.state.exceeded_limits(config.trainer)
         refuse(dropped_settings(saved, run) + changed_settings(saved, now, run) + below)
+        limit, key = config.trainer.max_minutes, "trainer.max_minutes"
+        if point.state.format < FORMAT and limit and saved.get(key):
+            reason = f"version 3, which trained {run}, did not store the used time"
+            refuse([Problem(key, limit, reason, f"use {key}=null, or version 3")])
     changes = [
         f"{key}={shorten(as_yaml(value))} (was {shorten(as_yaml(saved[key]))})"
         for key, value in now.items()

@@ -14,7 +14,7 @@ import torch
 
 from attention import computes_its_scores
 from clearhead.checkpoint import run_directory
-from clearhead.checkpoint.format import MODEL, OPTIMIZER, State
+from clearhead.checkpoint.format import FORMAT, MODEL, OPTIMIZER, State
 from clearhead.checkpoint.listing import is_run
 from clearhead.checkpoint.saving import Checkpointer, Saver
 from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors, read_tensors
@@ -164,7 +164,7 @@ def build_model(inputs: RunInputs, closing: contextlib.ExitStack) -> tuple[GPT, 
 def build_state(inputs: RunInputs, model: GPT, optimizer: torch.optim.Optimizer) -> State:
     """Returns the state of a new run, or that of the checkpoint, and loads the optimizer state."""
     config, strategy, resumed = inputs.config, inputs.strategy, inputs.resumed
-    now = {"settings": config.model_dump(), "data": inputs.data.checksums}
+    now = {"settings": config.model_dump(), "data": inputs.data.checksums, "format": FORMAT}
     if resumed is None:
         return State(step=0, **now)
     state = dataclasses.replace(resumed.state, **now)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from attention import SCORES
+from clearhead.checkpoint.format import FORMAT
 from clearhead.checkpoint.listing import has_other_files
 from clearhead.checkpoint.resume import ResumePoint, find_resume_point, settings_to_resume
 from clearhead.checkpoint.run_directory import lock_directory
@@ -110,11 +111,10 @@ def load_data(
         data = load_datasets(config.data, tokenizer)
         if resumed:
             hint = "for a new run with these data, use another name"
-            saved = resumed.state.data or []
-            is_old = any(isinstance(checksum, list) for _, checksum in saved)
-            if is_old and (weights := config.data.weights):
+            if resumed.state.format < FORMAT and (weights := config.data.weights):
                 reason = "version 3, which wrote the checkpoint, had another order of windows"
                 raise DataError("data.weights", weights, reason, hint)
+            saved = resumed.state.data or []
             check_checksums(saved, data.checksums, path, "the checkpoint", hint)
     of_rank_0 = strategy.broadcast(data.checksums)
     with strategy.raise_on_all_ranks():
