@@ -40,6 +40,9 @@ FIXED |= {
     for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "num_heads", "qkv_bias")
 }
 
+# Changes of these are not reported. A sweep sets wandb.group to the name of its directory.
+MAY_DIFFER = (*OF_THE_LAUNCH, "data.path", "data.val_path", "wandb.group")
+
 
 @dataclass
 class ResumePoint:
@@ -112,11 +115,14 @@ def settings_to_resume(
 ) -> Config:
     """Returns the config with the values of the checkpoint for settings that are null. Appends a
     note about settings that have changed. Raises ConfigError if they must not change, and
-    CheckpointError if stored values are not valid."""
+    CheckpointError if stored values are not valid.
+
+    In a sweep, no setting may change: its table would have results of other settings."""
     saved, now = flat(point.state.settings), flat(config.model_dump())
     for key in ("model.vocab_size", *AUTOMATIC, *PROMPTS):
-        if now[key] is None and saved.get(key):  # not 0, as for a lens that was off
-            now[key] = saved[key]
+        # Not the 0 of a lens that was off, nor the empty list of one without prompts.
+        if now[key] is None and (saved.get(key) or not key.startswith("lens.")):
+            now[key] = saved.get(key)
     config, problems = validate(Config, nested(now))
     if problems:
         reason, hint = format_problem(problems[0]._replace(hint="")), f"give {problems[0].key}="
@@ -129,14 +135,23 @@ def settings_to_resume(
         if point.state.format < FORMAT and limit and saved.get(key):
             reason = f"version 3, which trained {run}, did not store the used time"
             refuse([Problem(key, limit, reason, f"use {key}=null, or version 3")])
-    changes = [
-        f"{key}={shorten(as_yaml(value))} (was {shorten(as_yaml(saved[key]))})"
+    changes = {
+        key: (value, saved[key])
         for key, value in now.items()
-        if value not in ("auto", saved.get(key, value))
-        and not is_of(key, (*OF_THE_LAUNCH, "data.path", "data.val_path"))
+        if value not in ("auto", saved.get(key, value)) and not is_of(key, MAY_DIFFER)
+    }
+    if is_in_sweep():
+        hint = "use another name or hydra.sweep.dir, or rerun the command that started the sweep"
+        reason = f"{run} was trained with "
+        refuse([Problem(k, new, reason + as_yaml(old), hint) for k, (new, old) in changes.items()])
+    named = [
+        f"{key}={shorten(as_yaml(new))} (was {shorten(as_yaml(old))})"
+        for key, (new, old) in changes.items()
     ]
-    if changes:
-        notes.append(f"resuming with other settings than before: {', '.join(changes)}")
+    if named and point.was_finished:
+        notes.append(f"not used, because the run has finished: {', '.join(named)}")
+    elif named:
+        notes.append(f"resuming with other settings than before: {', '.join(named)}")
     return config
 
 
