@@ -33,7 +33,6 @@ from pydantic import Field
 from safetensors.torch import load_file
 
 from benchmarks.timing import origin
-from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config.command_line import (
     InFolder,
     OutFile,
@@ -42,6 +41,7 @@ from clearhead.config.command_line import (
     write_out,
 )
 from clearhead.config.schema import AboveZero, Name, Positive
+from clearhead.config.stored import settings_of
 from clearhead.errors import ClearheadError, message_of, refuse
 from clearhead.files import REPOSITORY, read_json, read_rows
 from clearhead.parallel import device

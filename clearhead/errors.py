@@ -8,7 +8,7 @@ and exit_code. `config/command_line.py` prints it and exits with its exit code. 
 not depend on the text of a message. `never_fail` keeps a closed terminal from ending a training.
 
 Exit codes: 0 finished, 2 configuration, 3 data or checkpoint, 4 failed while running, 130 stopped
-by SIGINT, 143 stopped by SIGTERM.
+by SIGINT, 143 stopped by SIGTERM, SIGUSR1 or SIGHUP.
 """
 
 import contextlib

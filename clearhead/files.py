@@ -190,6 +190,8 @@ class RowFile:
         except OSError as error:
             reason = f"{self.path} cannot be written ({error.strerror})"
             hint = "free disk space and rerun the same command"
+            if isinstance(error, FileNotFoundError):
+                hint = "do not remove or move it during training; rerun the same command"
             raise RunError("name", self.path.parent.name, reason, hint) from error
 
     def sync(self) -> None:

@@ -25,7 +25,8 @@ class RenderConfig(ScriptConfig):
 
 @settings_command(RenderConfig)
 def main(settings: RenderConfig) -> None:
-    from clearhead.checkpoint.run_directory import attention_page, settings_of
+    from clearhead.checkpoint.run_directory import attention_page
+    from clearhead.config.stored import settings_of
     from clearhead.files import read_rows
     from clearhead.output.charts import CURVES, curves
     from clearhead.output.report import write_report

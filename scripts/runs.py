@@ -17,12 +17,11 @@ from clearhead.checkpoint.run_directory import (
     is_locked,
     lock_directory,
     optimizer_states,
-    settings_of,
     summarized_step,
 )
 from clearhead.config.command_line import ScriptConfig, settings_command
 from clearhead.config.schema import Name
-from clearhead.config.stored import SETTINGS_JSON
+from clearhead.config.stored import SETTINGS_JSON, settings_of
 from clearhead.config.yaml_files import flat
 from clearhead.errors import RunDirectoryError, refuse
 from clearhead.files import last_values, size_of

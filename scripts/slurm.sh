@@ -4,7 +4,7 @@
 #   sbatch --nodes=2 --gpus-per-node=8 scripts/slurm.sh name=big model=gpt2-xl parallel=fsdp ...
 #
 # The arguments are those of train.py. name= is required: a requeued job resumes the run of this name.
-# Do not use trainer.resume=PATH: a requeued job would start from this path again and fail.
+# Do not use trainer.resume=.../step_N: a requeued job would start from this step again and fail.
 # Put options of sbatch before the script name; they override the options below. Each machine runs
 # one torchrun, which starts one process for each GPU. Set PROCESSES= for another number of
 # processes, for example on machines without GPUs. If a process dies, torchrun restarts all processes

@@ -375,15 +375,17 @@ def test_resume_is_bit_exact(make_run, run, resumed, whole):
         assert (folder / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
-def test_longer_run_keeps_warmup_and_intervals(make_run, resumed):
+@pytest.mark.parametrize(("given", "chosen"), [("null", 4), ("0", 0)])
+def test_longer_run_keeps_warmup_and_intervals(make_run, resumed, given, chosen):
     """By default they depend on the number of steps of the original run."""
     open_settings = ("trainer.warmup_steps=null", "trainer.eval_every=null")
-    run = make_run("name=a", *open_settings, "trainer.max_steps=20")
+    first = (*open_settings, f"trainer.warmup_steps={given}", "trainer.max_steps=20")
+    run = make_run("name=a", *first)
     train_step(run)
     save(run)
     run.checkpointer.finish(run.state)
     before = run.config.trainer
-    assert before.warmup_steps == 4
+    assert before.warmup_steps == chosen
     more = ("trainer.max_steps=400", "lens=default")  # the lens was off before
     for longer in (
         make_run("name=a", *open_settings, *more),
@@ -504,11 +506,12 @@ def test_a_run_without_a_checkpoint_is_replaced_by_the_same_run(make_run):
     assert [row["step"] for row in rows(run.directory)] == [0, 1, 2, 3, 4]
 
 
-def test_a_finished_run_is_not_changed_by_starting_it_again(run, make_run):
+def test_a_finished_run_is_not_changed_by_starting_it_again(run, make_run, capsys):
     before = contents(run)
     for steps in (6, 3):
         fit(make_run(*OWN, "name=a", f"trainer.max_steps={steps}"))
         assert set(changed_paths(run, before)) <= {"report.html"}  # it contains the time
+    assert "resum" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("when", ["in the last step", "before the summary"])

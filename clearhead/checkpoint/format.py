@@ -48,7 +48,8 @@ from clearhead.files import atomic_write, fsync, open_regular, read_bounded, rea
 from clearhead.tokens.token_stream import StoredChecksums
 from clearhead.tokens.tokenizer_json import TOKENIZER
 
-FORMAT = 3  # increased when the files change; other formats are refused
+FORMAT = 4  # increased when the files change; formats that are not in READABLE are refused
+READABLE = (3, FORMAT)  # 3: `data` has a list of checksums for each file, and there is no `minutes`
 MODEL, STATE = "model.safetensors", "state.json"
 FILES, WITHOUT_OPTIMIZER = (MODEL, OPTIMIZER, STATE), (MODEL, STATE)
 CHECKSUMS = "SHA256SUMS"
@@ -235,7 +236,7 @@ def load_state(folder: Path) -> State:
     try:
         values = read_json(file, MAX_STATE_BYTES)
         version = values.get("format") if isinstance(values, dict) else None
-        if type(version) is int and version != FORMAT:
+        if type(version) is int and version not in READABLE:
             reason = f"format {version} instead of format {FORMAT} of this code"
             raise CheckpointError("checkpoint", file, reason, "use the version that wrote it")
         state = State.from_values(values)

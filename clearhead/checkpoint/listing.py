@@ -1,4 +1,5 @@
-"""Lists the checkpoints of a run, and finds the checkpoint for a path."""
+"""Lists the checkpoints of a run, finds the checkpoint for a path, and says which directory is a
+run."""
 
 import difflib
 import os
@@ -8,7 +9,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from clearhead.checkpoint.format import CHECKPOINT_NAME, MODEL, STATE, verify
+from clearhead.checkpoint.run_directory import CONFIG_YAML, LOCK
+from clearhead.config.stored import SETTINGS_JSON, settings_of
 from clearhead.errors import CheckpointError, DamagedCheckpointError
+from clearhead.tokens.tokenizer_json import TOKENIZER
 
 Found, Content = TypeVar("Found", Path, Path | None), TypeVar("Content")
 
@@ -41,6 +45,20 @@ def is_checkpoint(path: Path) -> bool:
 def has_checkpoint(run: Path) -> bool:
     """Returns whether a run has or had a checkpoint: a link `last` may remain."""
     return bool(list_checkpoints(run)) or (run / "checkpoints" / "last").is_symlink()
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether a directory is a run: it has a valid run.json, or has or had a checkpoint."""
+    return settings_of(folder) is not None or has_checkpoint(folder)
+
+
+def has_other_files(folder: Path) -> bool:
+    """Returns whether a directory contains files but is not a run."""
+    if not folder.is_dir() or is_run(folder):
+        return False
+    # Also as NAME.part-..., before they are complete.
+    ours = {LOCK, SETTINGS_JSON, CONFIG_YAML, TOKENIZER}
+    return any(entry.name.partition(".part")[0] not in ours for entry in folder.iterdir())
 
 
 def find_checkpoint(

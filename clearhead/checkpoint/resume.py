@@ -1,4 +1,5 @@
-"""How a run is resumed: from which checkpoint, what may change, and with which command."""
+"""The rules of resuming, for run/start.py: from which checkpoint, and what may change. The command
+that resumes a run after it stopped."""
 
 import shlex
 import sys
@@ -10,8 +11,8 @@ from hydra.core.hydra_config import HydraConfig
 
 from attention import SCORES
 from clearhead.checkpoint import listing
-from clearhead.checkpoint.format import FILES, State, load_state
-from clearhead.checkpoint.run_directory import has_other_files, settings_of, summarized_step
+from clearhead.checkpoint.format import FILES, FORMAT, State, load_state
+from clearhead.checkpoint.run_directory import summarized_step
 from clearhead.config.application import is_in_sweep, override
 from clearhead.config.automatic import AUTOMATIC
 from clearhead.config.schema import Config
@@ -22,6 +23,7 @@ from clearhead.config.stored import (
     dropped_settings,
     is_of,
     names_run,
+    settings_of,
 )
 from clearhead.config.validation import validate
 from clearhead.config.yaml_files import flat, nested
@@ -37,6 +39,9 @@ FIXED |= {
     f"model.{key}"
     for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "num_heads", "qkv_bias")
 }
+
+# Changes of these are not reported. A sweep sets wandb.group to the name of its directory.
+MAY_DIFFER = (*OF_THE_LAUNCH, "data.path", "data.val_path", "wandb.group")
 
 
 @dataclass
@@ -85,7 +90,7 @@ def is_resumed(run: Path | None, config: Config) -> bool:
     contains something else.
     """
     resume, has_any = config.trainer.resume, run is not None and listing.has_checkpoint(run)
-    if resume is False and (has_any or (run and settings_of(run))):
+    if resume is False and run and listing.is_run(run):
         hint = "use another name, or trainer.resume=auto to resume it"
         refuse([Problem("name", config.name, f"{run} already contains a run", hint)])
     if not has_any and resume not in ("auto", False):
@@ -95,7 +100,7 @@ def is_resumed(run: Path | None, config: Config) -> bool:
         reason = f"{run} has no checkpoint" if run else "name is not set"
         refuse([Problem("trainer.resume", resume, reason, hint)])
     if run and not has_any:
-        if has_other_files(run):
+        if listing.has_other_files(run):
             reason = f"{run} contains files that do not belong to a run"
             refuse([Problem("name", run.name, reason, "use another name")])
         # A run that has no checkpoint yet starts again, from step 0.
@@ -110,11 +115,14 @@ def settings_to_resume(
 ) -> Config:
     """Returns the config with the values of the checkpoint for settings that are null. Appends a
     note about settings that have changed. Raises ConfigError if they must not change, and
-    CheckpointError if stored values are not valid."""
+    CheckpointError if stored values are not valid.
+
+    In a sweep, no setting may change: its table would have results of other settings."""
     saved, now = flat(point.state.settings), flat(config.model_dump())
     for key in ("model.vocab_size", *AUTOMATIC, *PROMPTS):
-        if now[key] is None and saved.get(key):  # not 0, as for a lens that was off
-            now[key] = saved[key]
+        # Not the 0 of a lens that was off, nor the empty list of one without prompts.
+        if now[key] is None and (saved.get(key) or not key.startswith("lens.")):
+            now[key] = saved.get(key)
     config, problems = validate(Config, nested(now))
     if problems:
         reason, hint = format_problem(problems[0]._replace(hint="")), f"give {problems[0].key}="
@@ -123,14 +131,27 @@ def settings_to_resume(
     with strategy.raise_on_all_ranks():
         below = [] if point.was_finished else point.state.exceeded_limits(config.trainer)
         refuse(dropped_settings(saved, run) + changed_settings(saved, now, run) + below)
-    changes = [
-        f"{key}={shorten(as_yaml(value))} (was {shorten(as_yaml(saved[key]))})"
+        limit, key = config.trainer.max_minutes, "trainer.max_minutes"
+        if point.state.format < FORMAT and limit and saved.get(key):
+            reason = f"version 3, which trained {run}, did not store the used time"
+            refuse([Problem(key, limit, reason, f"use {key}=null, or version 3")])
+    changes = {
+        key: (value, saved[key])
         for key, value in now.items()
-        if value not in ("auto", saved.get(key, value))
-        and not is_of(key, (*OF_THE_LAUNCH, "data.path", "data.val_path"))
+        if value not in ("auto", saved.get(key, value)) and not is_of(key, MAY_DIFFER)
+    }
+    if is_in_sweep():
+        hint = "use another name or hydra.sweep.dir, or rerun the command that started the sweep"
+        reason = f"{run} was trained with "
+        refuse([Problem(k, new, reason + as_yaml(old), hint) for k, (new, old) in changes.items()])
+    named = [
+        f"{key}={shorten(as_yaml(new))} (was {shorten(as_yaml(old))})"
+        for key, (new, old) in changes.items()
     ]
-    if changes:
-        notes.append(f"resuming with other settings than before: {', '.join(changes)}")
+    if named and point.was_finished:
+        notes.append(f"not used, because the run has finished: {', '.join(named)}")
+    elif named:
+        notes.append(f"resuming with other settings than before: {', '.join(named)}")
     return config
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from clearhead.config.stored import SETTINGS_JSON, settings_of
+from clearhead.config.stored import SETTINGS_JSON
 from clearhead.errors import RunDirectoryError, RunFileError, hint_of
 from clearhead.files import (
     as_json,
@@ -153,22 +153,6 @@ def final_validation(folder: Path, step: int) -> dict:
     not ended, or was resumed."""
     found = read_object(folder / VALIDATION_JSON)
     return found if found.get("step") == step else {}
-
-
-def has_other_files(folder: Path) -> bool:
-    """Returns whether a directory contains files but is not a run: it has no valid run.json."""
-    if not folder.is_dir() or settings_of(folder) is not None:
-        return False
-    # Also as NAME.part-..., before they are complete.
-    ours = {LOCK, SETTINGS_JSON, CONFIG_YAML, TOKENIZER}
-    return any(entry.name.partition(".part")[0] not in ours for entry in folder.iterdir())
-
-
-def check_new(folder: Path) -> None:
-    """Raises RunDirectoryError if another process has started a run there in the meantime."""
-    if settings_of(folder) is not None or (folder / "checkpoints").exists():
-        reason = f"another process has just started a run in {folder}"
-        raise RunDirectoryError("name", folder.name, reason, "use another name")
 
 
 def optimizer_states(run: Path) -> list[Path]:

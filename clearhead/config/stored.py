@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from clearhead.config.schema import GROUPS, Config, WandbConfig, is_tokenizer, known_settings
-from clearhead.config.validation import flat_fields, validate
+from clearhead.config.validation import validate
 from clearhead.config.yaml_files import flat, nested
 from clearhead.errors import NO_VALUE, CheckpointError, Problem, format_problem, refuse
 from clearhead.files import read_object
@@ -79,12 +79,11 @@ def dropped_settings(stored: dict, run: object, given: Collection[str] = ()) -> 
 
     stored: its settings, flat. given: keys and groups on the command line, which replace them.
     """
-    known = flat_fields(Config)
     reason = f"{run} was trained with this value, which is not supported any more"
     return [
         Problem(key, stored[key], reason, "use the version that trained it")
         for key, supported in DROPPED.items()
-        if key not in known and stored.get(key, supported) != supported and not is_of(key, given)
+        if stored.get(key, supported) != supported and not is_of(key, given)
     ]
 
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clearhead.checkpoint.run_directory import final_validation, settings_of, summarized_step
+from clearhead.checkpoint.run_directory import final_validation, summarized_step
 from clearhead.config.automatic import automatic_warmup
-from clearhead.config.stored import SETTINGS_JSON, is_of
+from clearhead.config.stored import SETTINGS_JSON, is_of, settings_of
 from clearhead.config.yaml_files import flat
 from clearhead.errors import as_yaml, sanitize
 from clearhead.files import read_object, read_rows

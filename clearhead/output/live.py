@@ -26,10 +26,9 @@ from clearhead.checkpoint.run_directory import (
     SUMMARY_JSON,
     VALIDATION_JSON,
     is_locked,
-    settings_of,
     summarized_step,
 )
-from clearhead.config.stored import SETTINGS_JSON
+from clearhead.config.stored import SETTINGS_JSON, settings_of
 from clearhead.config.yaml_files import flat
 from clearhead.errors import sanitize
 from clearhead.files import MAX_LOG_BYTES, log_lines, open_regular, read_object, read_rows

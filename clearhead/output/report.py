@@ -18,7 +18,8 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from clearhead.checkpoint.run_directory import attention_page, final_validation, settings_of
+from clearhead.checkpoint.run_directory import attention_page, final_validation
+from clearhead.config.stored import settings_of
 from clearhead.config.yaml_files import flat
 from clearhead.errors import sanitize
 from clearhead.files import atomic_write, read_bounded, read_rows

@@ -14,14 +14,15 @@ import torch
 
 from attention import computes_its_scores
 from clearhead.checkpoint import run_directory
-from clearhead.checkpoint.format import MODEL, OPTIMIZER, State
+from clearhead.checkpoint.format import FORMAT, MODEL, OPTIMIZER, State
+from clearhead.checkpoint.listing import is_run
 from clearhead.checkpoint.saving import Checkpointer, Saver
 from clearhead.checkpoint.tensors import load_optimizer, model_from_tensors, read_tensors
 from clearhead.compute.cross_entropy import LOGITS_AT_ONCE
 from clearhead.compute.optimizers import MAX_SKIPS, NonFiniteCheck, build_optimizer
 from clearhead.config.automatic import automatic_intervals
 from clearhead.config.schema import Config
-from clearhead.errors import exit_code_of, refuse, shorten
+from clearhead.errors import RunDirectoryError, exit_code_of, refuse, shorten
 from clearhead.files import RowFile, drop_rows_after
 from clearhead.output.console import Console
 from clearhead.output.run_log import Metrics, RunLog
@@ -124,11 +125,11 @@ def build_components(
         log=log,
         stop=stop,
         closing=closing,
-        was_finished=inputs.was_finished,
+        was_finished=bool(inputs.resumed and inputs.resumed.was_finished),
     )
     facts = describe(config, strategy, data, model.num_parameters(), inputs.is_compiled, size)
     notes = [f"note: {note}" for note in inputs.notes]
-    introduce(config, state, log, facts + notes, inputs.was_finished)
+    introduce(config, state, log, facts + notes, run.was_finished)
     return run
 
 
@@ -163,7 +164,7 @@ def build_model(inputs: RunInputs, closing: contextlib.ExitStack) -> tuple[GPT, 
 def build_state(inputs: RunInputs, model: GPT, optimizer: torch.optim.Optimizer) -> State:
     """Returns the state of a new run, or that of the checkpoint, and loads the optimizer state."""
     config, strategy, resumed = inputs.config, inputs.strategy, inputs.resumed
-    now = {"settings": config.model_dump(), "data": inputs.data.checksums}
+    now = {"settings": config.model_dump(), "data": inputs.data.checksums, "format": FORMAT}
     if resumed is None:
         return State(step=0, **now)
     state = dataclasses.replace(resumed.state, **now)
@@ -216,7 +217,7 @@ def open_log(
             saver = Saver(directory, config.trainer.keep, content, resumed)
             closing.callback(saver.close)
             tracker = NoTracker()
-            if not inputs.was_finished:
+            if not (inputs.resumed and inputs.resumed.was_finished):
                 tracker = open_tracker(inputs, directory, state, model.num_parameters(), closing)
             return directory, saver, tracker
 
@@ -236,7 +237,9 @@ def create_directory(inputs: RunInputs, closing: contextlib.ExitStack) -> Path:
     directory = run_directory.create(Path(config.runs_dir), config.name, model_name)
     if directory != inputs.locked:  # a new directory
         closing.enter_context(run_directory.lock_directory(directory))
-        run_directory.check_new(directory)
+        if is_run(directory):
+            reason = f"another process has just started a run in {directory}"
+            raise RunDirectoryError("name", directory.name, reason, "use another name")
     return directory
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from clearhead.checkpoint.resume import resume_command
-from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config.application import is_in_sweep
 from clearhead.config.automatic import expected_steps
 from clearhead.config.schema import Config
+from clearhead.config.stored import settings_of
 from clearhead.errors import MAX_FAILURES, Failures, best_effort
 from clearhead.files import read_rows
 from clearhead.models.head_removal import ablate_heads

@@ -2,7 +2,8 @@
 weights of another model (trainer.init_from).
 
 `start` completes the config: nothing changes it after that. It writes nothing to the run directory,
-except for its lock. config/stored.py has added the settings of the run that `from=` or
+except for its lock. checkpoint/resume.py has the rules of resuming: which checkpoint, and which
+settings may change. config/stored.py has added the settings of the run that `from=` or
 trainer.resume=PATH names before.
 """
 
@@ -15,9 +16,10 @@ from pathlib import Path
 import torch
 
 from attention import SCORES
-from clearhead.checkpoint.listing import has_checkpoint
+from clearhead.checkpoint.format import FORMAT
+from clearhead.checkpoint.listing import has_other_files
 from clearhead.checkpoint.resume import ResumePoint, find_resume_point, settings_to_resume
-from clearhead.checkpoint.run_directory import has_other_files, lock_directory
+from clearhead.checkpoint.run_directory import lock_directory
 from clearhead.config.automatic import automatic_values, expected_steps
 from clearhead.config.schema import Config
 from clearhead.config.stored import PROMPTS
@@ -53,11 +55,6 @@ class RunInputs:
     data: LoadedData
     is_compiled: bool
     notes: list[str]  # for the user
-
-    @property
-    def was_finished(self) -> bool:
-        """Whether an earlier process has finished the run."""
-        return self.resumed is not None and self.resumed.was_finished
 
 
 def start(config: Config, strategy: Strategy, closing: contextlib.ExitStack) -> RunInputs:
@@ -99,8 +96,7 @@ def lock_existing(config: Config, closing: contextlib.ExitStack) -> Path | None:
     """Locks the directory of a run with a name, if it exists: no other process can change it now.
     Removes temporary files of killed processes from it."""
     run = Path(config.runs_dir, config.name) if config.name else None
-    # Settings files may be missing from a run with checkpoints.
-    if run is None or not run.is_dir() or (has_other_files(run) and not has_checkpoint(run)):
+    if run is None or not run.is_dir() or has_other_files(run):
         return None
     closing.enter_context(lock_directory(run))
     return run
@@ -115,11 +111,10 @@ def load_data(
         data = load_datasets(config.data, tokenizer)
         if resumed:
             hint = "for a new run with these data, use another name"
-            saved = resumed.state.data or []
-            is_old = any(isinstance(checksum, list) for _, checksum in saved)
-            if is_old and (weights := config.data.weights):
+            if resumed.state.format < FORMAT and (weights := config.data.weights):
                 reason = "version 3, which wrote the checkpoint, had another order of windows"
                 raise DataError("data.weights", weights, reason, hint)
+            saved = resumed.state.data or []
             check_checksums(saved, data.checksums, path, "the checkpoint", hint)
     of_rank_0 = strategy.broadcast(data.checksums)
     with strategy.raise_on_all_ranks():

@@ -13,8 +13,8 @@ from helpers.texts import prepare
 
 import train
 from clearhead.checkpoint import format as checkpoint
-from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config import compose
+from clearhead.config.stored import settings_of
 from clearhead.errors import CheckpointError
 from clearhead.run.lens_runner import choose_prompts
 from clearhead.tokens.token_stream import TokenStream

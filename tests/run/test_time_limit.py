@@ -11,11 +11,13 @@ import pytest
 import torch
 from helpers import TEXT, TINY
 from helpers.refusals import printed_keys, refused
-from helpers.runs import repeatable_rows, rows
+from helpers.runs import change_state, repeatable_rows, rows
 from helpers.settings import settings
 
 import train
-from clearhead.checkpoint.run_directory import settings_of
+from clearhead.checkpoint.format import FORMAT, load_state
+from clearhead.checkpoint.listing import find_checkpoint
+from clearhead.config.stored import settings_of
 from clearhead.errors import ConfigError
 from clearhead.output.comparison import read
 from clearhead.run import stop
@@ -121,6 +123,18 @@ def test_a_resumed_run_continues_with_the_time_that_is_left(simulated):
         lambda step: 40.0, *LIMITED, "name=half", "lens=off", "trainer.max_minutes=200"
     )
     assert longer.state.step > rest.state.step
+
+
+def test_the_limit_of_a_checkpoint_without_its_used_time_is_refused(simulated):
+    """Format 3, of version 3."""
+    run, _ = simulated(lambda step: 40.0, *LIMITED, "name=old", "lens=off", stop_at=5)
+    newest = find_checkpoint(run.directory)
+    data = [[name, [checksum]] for name, checksum in run.state.data]
+    change_state(newest, format=3, minutes=0.0, data=data)
+    with refused(ConfigError, "trainer.max_minutes", 100.0, exit_code=2):
+        simulated(lambda step: 40.0, *LIMITED, "name=old", "lens=off")
+    rest, _ = simulated(lambda step: 40.0, "trainer.max_steps=9", "name=old")
+    assert load_state(find_checkpoint(rest.directory)).format == FORMAT > 3
 
 
 def test_steps_and_time_limit_a_run_together(simulated):

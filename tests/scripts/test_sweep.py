@@ -14,13 +14,13 @@ import yaml
 from helpers import REPOSITORY, TEXT, TIMEOUT, TINY
 from helpers.ranks import check_same_bytes
 from helpers.refusals import printed_keys
-from helpers.runs import rows, run_command
+from helpers.runs import changed_paths, contents, rows, run_command
 from helpers.tally import in_campaign
 
 import train
-from clearhead.checkpoint.run_directory import settings_of
 from clearhead.config import compose
 from clearhead.config.application import hydra_main
+from clearhead.config.stored import settings_of
 from clearhead.errors import ConfigError
 from clearhead.output import wandb_process
 from clearhead.output.tracker import Tracker
@@ -131,6 +131,35 @@ def test_a_stopped_sweep_continues_in_its_folder(tmp_path, text_file, monkeypatc
     for number in (0, 1):
         steps = rows(tmp_path / "runs" / f"{folder.name}_{number}")
         assert [row["step"] for row in steps if "train/loss" in row] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("name", "again"), [("name=rates", "other"), ("name=null", "sweep")])
+def test_a_sweep_with_other_values_does_not_continue_the_runs_of_another(
+    tmp_path, text_file, name, again
+):
+    """Nor of a finished one. The same values are not trained again."""
+
+    def sweep(folder, rate):
+        found = run_in(
+            tmp_path, "-m", *SHORT, f"optimizer.lr={rate}", name, f"hydra.sweep.dir={folder}"
+        )
+        (job,) = json.loads((tmp_path / folder / "results.json").read_text())["jobs"]
+        return found[0], job["error"].partition("=")[0]
+
+    assert sweep("sweep", 1e-3) == (0, "")
+    (run,) = (tmp_path / "runs").iterdir()
+    before = contents(run)
+    assert sweep(again, 1e-2) == (2, "optimizer.lr")
+    assert sweep(again, 1e-3) == (0, "")
+    assert not changed_paths(run, before)
+
+
+def test_jobs_that_resume_a_path_or_have_too_long_names_are_refused(swept):
+    folder, *_ = swept
+    run = results_of(folder)[1]["jobs"][-1]["run"]
+    for given in (f"trainer.resume={run}", f"name={'a' * 127}"):
+        code, _, err = run_in(folder, "-m", *SHORT, given, "seed=2", "hydra.sweep.dir=refused")
+        assert (code, err.startswith(f"job 0 failed: {given}")) == (2, True)
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("broken memory")])
