@@ -124,7 +124,8 @@ def removal_lines(found: dict, head_name: Callable[[int, int], str]) -> list[str
     else:  # without some heads, the loss is clearly smaller
         lines.append("any single head: the loss increases by less than the noise")
     if first := most_important(row for row in found["groups"] if row["heads"] > 1):
-        lines.append(removal(f"all {first['heads']} {title_of(first['name'])} heads", first))
+        which = "both" if first["heads"] == 2 else f"all {first['heads']}"
+        lines.append(removal(f"{which} {title_of(first['name'])} heads", first))
     is_estimate = found["method"] == "estimate"
     return [line + " (first-order estimate)" * is_estimate for line in lines]
 

@@ -92,7 +92,7 @@ class InspectConfig(ScriptConfig):
     figure: OutFile = Field(
         "",
         pattern=r"(?i)(\.png|^)$",
-        description="also draw the heatmaps: a .png file",
+        description="draw the heatmaps instead of the page: a .png file",
     )
     prompt: Positive | None = Field(
         None,

@@ -46,9 +46,14 @@ def main(settings: CompareConfig) -> None:
     folders = dict.fromkeys(path for paths in found.values() for path in paths if path.is_dir())
     runs = read_all([folder for folder in folders if folder.name != SWEEPS], settings.metric)
     if not runs:
-        known = {key for folder in folders for key in last_values(folder / "metrics.jsonl")}
+        values = [last_values(folder / "metrics.jsonl") for folder in folders]
+        known = {k for of in values for k, value in of.items() if isinstance(value, int | float)}
         near = difflib.get_close_matches(settings.metric, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {shorten(', '.join(known))}"
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"use one of {shorten(', '.join(sorted(known, reverse=True)))}"
+        )
         refuse([("metric", settings.metric, "no run has this metric", hint)])
     rows = summarize(runs, settings.metric)
     print(tables(rows, settings.metric))

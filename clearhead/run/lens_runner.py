@@ -31,6 +31,7 @@ from model import GPT
 MIN_WINDOWS, MAX_WINDOWS = 4, 32
 MIN_TOKENS, MAX_TOKENS = 64, 256
 MANY_WINDOWS = 8  # before they become longer
+SMALL = 5e10  # tokens x parameters of an exact ablation, about one second on a CPU
 EXCERPTS, EXCERPT_TOKENS = 8, 4096  # of a dataset, in which prompts are searched
 OFF = "lens: attention logging is off for the rest of this run"
 
@@ -189,7 +190,8 @@ def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -
     steps) -> results.
 
     lens.ablation=auto depends on counted tokens and not on a measured time, so that equal runs have
-    equal results. It is exact for at most one percent of the computation of a rank.
+    equal results. It is exact for at most one percent of the computation of a rank, and for small
+    models: their estimates are often wrong, also in sign (benchmarks/results/lens.md).
     """
     per_step = config.trainer.batch_size * config.data.max_length / strategy.world_size
     # The backward pass takes as long as two forward passes. Exact ablation is in fp32, which takes
@@ -198,7 +200,7 @@ def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -
     synthetic = bool(config.data.synthetic)
 
     def ablate(model: GPT, groups: dict[str, list[tuple[int, int]]], steps: int) -> dict:
-        auto = 0.01 * passes * per_step * steps
+        auto = max(0.01 * passes * per_step * steps, SMALL / model.num_parameters())
         max_tokens = {"auto": auto, "exact": math.inf, "estimate": 0}[config.lens.ablation]
         return ablate_heads(
             model, groups, dataset=dataset, is_synthetic=synthetic, max_tokens=max_tokens

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers.models import random_ids, tiny_model
 
 from clearhead.models.head_removal import ablate_heads
+from clearhead.run import lens_runner
 from clearhead.tokens.windows import IGNORED, WindowDataset
 from headlens import read_snapshot
 from headlens.ablation import COLUMNS, removal_lines
@@ -152,10 +153,14 @@ def test_model_gradients_and_random_state_do_not_change():
     assert [text["accuracy"] for text in texts] == [None, None]  # of text it is of no interest
 
 
-@pytest.mark.parametrize(("batch_size", "method"), [(49, "estimate"), (51, "exact")])
-def test_results_of_a_run(make_run, batch_size, method):
+@pytest.mark.parametrize(
+    ("small", "batch_size", "method"),
+    [(0, 49, "estimate"), (0, 51, "exact"), (lens_runner.SMALL, 49, "exact")],
+)
+def test_results_of_a_run(make_run, monkeypatch, small, batch_size, method):
     """Exact: 2 heads of layer 0 and 2 of layer 1 need three passes of 2 windows. This is at most
-    one percent of three passes of all trained windows."""
+    one percent of three passes of all trained windows, or the model is small."""
+    monkeypatch.setattr(lens_runner, "SMALL", small)
     options = ("lens=default", "lens.prompts=[abcd]", "lens.repeat_length=0", "lens.every=4")
     options += ("data.val_fraction=0.03", "trainer.eval_every=0")
     run = make_run(*options, "trainer.max_steps=4", f"trainer.batch_size={batch_size}")
