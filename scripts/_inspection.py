@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 TEXT_BYTES = 2**20  # of the text on which heads of other models than ours are measured
 
 
-class AblationText(Settings):
+class MeasuredText(Settings):
     """The text on which heads are measured."""
 
     path: Names | None = Field(
@@ -107,7 +107,7 @@ class InspectConfig(ScriptConfig):
     ablation: Literal["exact", "estimate"] | None = Field(
         None, description="measure the loss without each head: exact | estimate; null: do not"
     )
-    data: AblationText = Field(default_factory=AblationText)
+    data: MeasuredText = Field(default_factory=MeasuredText)
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
     threads: Threads = None
 

@@ -49,11 +49,8 @@ def main(settings: CompareConfig) -> None:
         values = [last_values(folder / "metrics.jsonl") for folder in folders]
         known = {k for of in values for k, value in of.items() if isinstance(value, int | float)}
         near = difflib.get_close_matches(settings.metric, known, n=1)
-        hint = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"use one of {shorten(', '.join(sorted(known, reverse=True)))}"
-        )
+        others = shorten(", ".join(sorted(known, reverse=True)))  # val/ and train/ first
+        hint = f"did you mean {near[0]}?" if near else f"use one of {others}"
         refuse([("metric", settings.metric, "no run has this metric", hint)])
     rows = summarize(runs, settings.metric)
     print(tables(rows, settings.metric))

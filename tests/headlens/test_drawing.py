@@ -99,7 +99,7 @@ def places(monkeypatch):
 
 
 def test_image_of_a_step(tmp_path, places):
-    """All heads, and an enlarged head beside them; below a flat grid, another one."""
+    """All heads, and an enlarged head to the right; below a flat grid, another one."""
     square = ((1, 1, 1), (4, 4, 64), (12, 12, 255), (24, 16, 21), (48, 25, 5), (30, 8, 9))
     flat = ((2, 4, 63), (4, 8, 30))
     for layers, heads, tokens in square + flat:

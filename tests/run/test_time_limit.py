@@ -156,7 +156,7 @@ def test_with_more_steps_than_the_time_allows_the_time_rules(simulated):
     time, _ = simulated(lambda step: 20.0, *own, "name=time")
     both, _ = simulated(lambda step: 20.0, *own, "trainer.max_steps=1000000", "name=both")
     steps, n = [[row["step"] for row in rows(run.directory)] for run in (time, both)]
-    assert steps == n == [*range(time.state.step + 1)]  # also step 1 has a row of its own
+    assert steps == n == [*range(time.state.step + 1)]  # also step 1 has a row
     kinds = [[sorted(row) for row in rows(run.directory)] for run in (time, both)]
     assert kinds[0] == kinds[1]
     assert rates(both)[:30] == sorted(rates(both)[:30])
