@@ -40,7 +40,7 @@ class WandbServer:
         self.requests: list[tuple[str, bytes]] = []  # path and body of each request
         self.history: dict[str, dict[int, dict]] = {}  # by run: the rows, by line number
         self.files: dict[str, dict[str, set[bytes]]] = {}  # by run and name: uploaded contents
-        self.dropping = False  # whether uploads of files are interrupted
+        self.dropping = False  # whether uploads of files and rows are interrupted
         self.dropped = threading.Event()  # after the first one
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
@@ -154,8 +154,11 @@ class WandbServer:
                     return  # the client was killed
                 if outer.failing:
                     return self.fail()
-                if outer.dropping and self.path.startswith("/store/runs/"):
-                    outer.dropped.set()
+                # No row may arrive: W&B would give those of the next upload other steps.
+                is_file = self.path.startswith("/store/runs/")
+                if outer.dropping and (is_file or self.path.endswith("/file_stream")):
+                    if is_file:
+                        outer.dropped.set()
                     self.close_connection = True
                     return
                 outer.requests.append((self.path, body))
