@@ -27,7 +27,7 @@ from ..history import Row, copying_step, evenly_spaced, json_values
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
 
-VERSION = 5
+VERSION = 6
 MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
 TRAINER_CURVES = {"loss": "training loss", "eval_loss": "validation loss"}
 START, END = '<script type="application/json" id="data">', "</script>"

@@ -14,15 +14,6 @@ let shownCurves = ""; // as JSON
 let rebuild = null; // builds what depends on the data; null until the page is drawn
 let liveText, liveLosses, lostText; // elements
 
-/** Returns whether a page has to ask a server for its data. */
-export function isLive(text) {
-  try {
-    return JSON.parse(text).live === true;
-  } catch {
-    return false;
-  }
-}
-
 /** Shows the state of the run from now on. Returns its data as soon as it has a snapshot. */
 export function firstRun() {
   liveText = make("span", { className: "number" });
@@ -40,7 +31,7 @@ export function firstRun() {
       if (!found.snapshots) return showWaiting(found);
       const text = await loadData();
       if (text === null) return false;
-      const [first] = readData(text);
+      const [first] = readData(text).runs;
       Object.assign(first, { curves: found.curves, isTraining: found.state === "running" });
       shownCurves = JSON.stringify(found.curves);
       $("error").hidden = true;
@@ -56,7 +47,6 @@ export function firstRun() {
 
 /** Takes up new data from now on. build: builds what depends on the data of the run. */
 export function followRun(build) {
-  $("bar").prepend($("live"));
   rebuild = build;
 }
 
@@ -82,7 +72,7 @@ async function takeUp(found) {
   if (found.snapshots && found.snapshots !== shownSnapshots) {
     const before = shownSnapshots;
     const text = await loadData();
-    const isTaken = text !== null && await takeSnapshots(readData(text)[0], found);
+    const isTaken = text !== null && await takeSnapshots(readData(text).runs[0], found);
     if (!isTaken) shownSnapshots = before;
     return isTaken;
   }
