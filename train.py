@@ -13,6 +13,7 @@ model, optimizer, checkpointer, ...). A run writes all its files to runs/<name>/
 """
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from clearhead.config.application import hydra_main
@@ -112,14 +113,14 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
             sample = run.sample()
     if snapshot_due:
         with run.log.timed("attention snapshots"):
-            snapshot = run.lens.snapshot(run.model, step, run.stop.last_step, row)
+            snapshot = run.lens.snapshot(run.model, step)
         run.log.console.first_heads(step, snapshot)
     if row or snapshot_due or sample:  # equal on all ranks
         row["train/tokens"] = run.state.tokens
         with run.log.timed("logging"), run.strategy.raise_on_all_ranks():
-            run.log.tracker.log(row, step, snapshot, sample)
-    if evaluation_due and step < run.stop.last_step:  # after the last step, run.finish writes it
-        run.log.write_report(is_training=True)
+            state = "running" if step < run.stop.last_step else "finished"
+            write_page = partial(run.log.write_page, step, state)
+            run.log.tracker.log(row, step, snapshot, sample, write_page)
     return row
 
 

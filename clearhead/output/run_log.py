@@ -1,4 +1,4 @@
-"""What a run prints, records and times: console, tracker (metrics.jsonl, W&B), report; and its
+"""What a run prints, records and times: console, tracker (metrics.jsonl, W&B), page; and its
 training metrics: loss, gradient norm, speed and skipped steps."""
 
 import contextlib
@@ -14,11 +14,11 @@ from clearhead.checkpoint.format import State
 from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.errors import DIVERGENCE_HINT, DivergedError, best_effort
 from clearhead.output.console import Console
-from clearhead.output.report import write_report
+from clearhead.output.report import RUN_HTML, write_page
 from clearhead.output.tracker import Tracker
 from clearhead.parallel.strategy import Strategy
 
-MAX_SHARE = 0.01  # of the time of a run: reports that are written while it trains
+MAX_SHARE = 0.01  # of the time of a run: pages that are written while it trains
 
 
 @dataclass
@@ -29,9 +29,12 @@ class RunLog:
     console: Console
     tracker: Tracker
     exclude: Callable[[float], None]  # called with the seconds of work that is not training
-    debug: bool  # whether errors of a report end the run
+    debug: bool  # whether errors of a page end the run
     seconds: dict[str, float] = field(default_factory=dict)  # of validation, samples, ...
-    started: float = field(default_factory=time.perf_counter)
+    page_step: int = -1  # of the last page
+    page_seconds: float = 0.0  # that it took
+    page_time: float = -math.inf  # when it was written
+    logged_step: int = -1  # of the last page on W&B
 
     @contextlib.contextmanager
     def timed(self, work: str) -> Iterator[None]:
@@ -42,16 +45,25 @@ class RunLog:
         self.seconds[work] = self.seconds.get(work, 0.0) + seconds
         self.exclude(seconds)
 
-    def write_report(self, is_training: bool = False) -> None:
-        """Writes report.html, on rank 0. is_training: while the run trains, at most one percent of
-        its time is for reports, so it is written less often if it takes long."""
-        if not self.console.is_rank_0:
-            return
-        elapsed = time.perf_counter() - self.started
-        if is_training and self.seconds.get("report", 0) > MAX_SHARE * elapsed:
-            return
-        with self.timed("report"), best_effort("report.html: could not be written", self.debug):
-            write_report(self.directory, is_training)
+    def write_page(self, step: int, state: str) -> Path | None:
+        """Writes run.html, on rank 0, and returns its path if W&B gets it: the 1st one, those after
+        twice as many steps as the last, and that of a finished run. state: running, stopped or
+        finished. While the run trains, at most one percent of its time is for pages, so one is
+        skipped if the last one took more of the time since."""
+        since = time.perf_counter() - self.page_time
+        too_soon = state == "running" and self.page_seconds > MAX_SHARE * since
+        if not self.console.is_rank_0 or too_soon:
+            return None
+        started, what = time.perf_counter(), f"{RUN_HTML}: could not be written"
+        path = None
+        with best_effort(what, self.debug):
+            path = write_page(self.directory, state)
+        self.page_time, self.page_step = time.perf_counter(), step
+        self.page_seconds = self.page_time - started
+        if not path or (state == "running" and step < 2 * self.logged_step):
+            return None
+        self.logged_step = step
+        return path
 
 
 @dataclass

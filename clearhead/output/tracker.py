@@ -109,25 +109,28 @@ class Tracker:
         step: int,
         snapshot: "Snapshot | None" = None,
         sample: dict | None = None,
+        page: Callable[[], Path | None] | None = None,
     ) -> None:
         """Logs the metrics of a step. snapshot: an attention snapshot, whose files are in the run
-        directory. sample: a row of samples.jsonl.
+        directory. sample: a row of samples.jsonl. page(): writes the page of the run, which shows
+        these metrics, and returns its path if W&B gets it.
 
         Call it at most once for each step, in order: W&B drops rows of earlier steps.
         """
         if snapshot:
             metrics = metrics | snapshot.metrics
-        files = snapshot.images | snapshot.pages if snapshot else {}
+        files = snapshot.images if snapshot else {}
         row = {"step": step} | {key: _json_value(value) for key, value in metrics.items()}
         row |= {key: path.relative_to(self.folder).as_posix() for key, path in files.items()}
         if len(row) > 1:
             self.rows.append(row)
         if sample:
             self.samples.append(sample)
+        path = page() if page else None
         # W&B would give a step that it has, and all later ones, another number.
         if self.run is None or step < self.first_step:
             return
-        media = self._media(step, snapshot, sample)
+        media = self._media(step, snapshot, sample, path)
         # commit: otherwise W&B records the row at the next step. W&B names the files of media after
         # the step of the last call.
         self._call(lambda run: run.log(metrics, step=step, commit=not media))
@@ -135,7 +138,7 @@ class Tracker:
             self._call(lambda run: run.log(media, step=step, commit=True))
 
     def _media(
-        self, step: int, snapshot: "Snapshot | None", sample: dict | None
+        self, step: int, snapshot: "Snapshot | None", sample: dict | None, page: Path | None
     ) -> dict[str, object]:
         """Returns images, pages, tables and histograms as W&B's types. After an error, it prints a
         line on stderr and skips the rest; the files stay in the run directory."""
@@ -146,12 +149,12 @@ class Tracker:
                 # inject=False: by default W&B adds a stylesheet from its server to the page.
                 page = wandb.Html(sample_page(sample), inject=False, data_is_not_path=True)
                 media["samples/text"] = page
+            if page:
+                media["attention/page"] = wandb.Html(str(page), inject=False)
             if snapshot:
                 media |= snapshot.heads
                 for key, path in snapshot.images.items():
                     media[key] = wandb.Image(str(path), caption=snapshot.captions.get(key))
-                for key, path in snapshot.pages.items():
-                    media[key] = wandb.Html(str(path), inject=False)
                 for key, rows in snapshot.tables.items():
                     cells: list = [
                         [wandb.Image(x) if isinstance(x, np.ndarray) else x for x in row.values()]

@@ -24,7 +24,9 @@ import { drawGroups, drawRemoved } from "./removed.js";
 import { buildHelp } from "./help.js";
 import { buildExport } from "./export.js";
 import { onKey } from "./keys.js";
-import { firstRun, followRun } from "./live.js";
+import { firstRun, followHeads, followRun } from "./live.js";
+import { followRuns } from "./runs.js";
+import { showTraining } from "./training.js";
 import { buildTabs, shownTab, showTab, tabOfLink } from "./tabs.js";
 
 function drawAll() {
@@ -117,7 +119,7 @@ async function startHeads({ runs: found, live }) {
   redraw();
   // Without a link and a second run, the page opens with a head. It must not hide the others.
   const hides = $("all-heads").matches(".compact:not(.wide)");
-  const isEmpty = !location.hash || isBeyondTour(location.hash);
+  const isEmpty = !location.hash || tabOfLink(location.hash) || isBeyondTour(location.hash);
   if (isEmpty && !other && !hides) update(openingView());
   else if (state.tour) goTour(state.tour);
   else if (selected() !== null) showDetail();
@@ -126,21 +128,32 @@ async function startHeads({ runs: found, live }) {
   timing.ready = performance.now();
   document.documentElement.dataset.ready = "1";
   prefetch(run).then(() => other && prefetch(other)).then(() => update()); // charts of all steps
-  if (live) followRun(buildAgain);
+  if (live) followHeads(buildAgain);
 }
 
 async function start() {
   const text = $("data").textContent;
   $("data").textContent = ""; // the text is not needed twice
   const data = readData(text);
+  const { runs, training, live, list } = data;
+  if (training) {
+    showTraining(training);
+    $("live").hidden = false;
+    $("live").textContent = training.state;
+  }
   let heads = null;
-  buildTabs([...(data.runs.length || data.live ? ["heads"] : []),
-    ...(data.training ? ["training", "settings"] : [])], (name) => {
+  const tabs = list ? ["runs"] : [...(live ? ["runs"] : []), ...(live || runs.length ? ["heads"] : []),
+    ...(live || training ? ["training", "settings"] : [])];
+  const usual = tabs.find((name) => name !== "runs") ?? "runs";
+  buildTabs(tabs, (name) => {
+    $("error").hidden = name !== "heads" || !$("error").textContent;
     if (name === "heads" && heads) update();
     else if (name === "heads") heads = startHeads(data).catch(fail);
   });
-  addEventListener("hashchange", ({ newURL }) => showTab(tabOfLink(newURL) || "heads"));
-  showTab(tabOfLink(location.hash) || (data.runs.length || data.live ? "heads" : "training"));
+  if (live) followRuns(list);
+  if (live && !list) followRun();
+  addEventListener("hashchange", ({ newURL }) => showTab(tabOfLink(newURL) || usual));
+  showTab(tabOfLink(location.hash) || usual);
   readTheme();
   await heads;
   document.documentElement.dataset.ready = "1";
