@@ -82,7 +82,7 @@ async function takeTraining(version) {
 }
 
 /** Returns the text of the data, null if it cannot be read now: a file may just be replaced. */
-async function askData() {
+async function loadData() {
   const { isFound, text } = await ask("data.json");
   if (isFound) shownSnapshots = JSON.parse(text).snapshots;
   else if (text && !rebuild) showInstead(text);

@@ -18,6 +18,7 @@ export function tabOfLink(link) {
 
 /** Offers these tabs. show(name) is called after one is shown. */
 export function buildTabs(names, show) {
+  $("tabs").hidden = names.length < 2;
   onShow = show;
   for (const button of $("tabs").children) {
     button.hidden = !names.includes(nameOf(button));
