@@ -67,7 +67,7 @@ def serve(settings: ViewConfig) -> None:
 def write(folder: Path) -> None:
     """Draws the images and the page of a run."""
     from clearhead.output.live import LiveRun
-    from clearhead.output.report import write_page
+    from clearhead.output.report import write_run_page
     from headlens import draw_run
 
     run = LiveRun(folder)
@@ -75,7 +75,7 @@ def write(folder: Path) -> None:
         raise DataError("write", folder, "not a run directory", "give runs/NAME")
     try:
         draw_run(folder / "attention")
-        page = write_page(folder, run.state()["state"])
+        page = write_run_page(folder, run.state()["state"])
     except ValueError as error:
         hint = "remove the file, or use the version of clearhead that wrote it"
         raise DataError("write", folder, str(error), hint) from error

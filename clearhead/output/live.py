@@ -41,7 +41,7 @@ from headlens import LiveSnapshots, rounded
 MAX_RUNS = 200  # in the list
 POINTS = 80  # of a curve in the list
 PAUSE = 20  # a file that took t seconds to read is not read again for PAUSE * t seconds
-LOGS = ("metrics.jsonl", "samples.jsonl", "starts.jsonl", VALIDATION_JSON)
+LOGS = ("metrics.jsonl", "starts.jsonl", "samples.jsonl", VALIDATION_JSON)
 
 Value = TypeVar("Value")
 Signature = tuple[int, ...] | None
@@ -60,21 +60,28 @@ def signature(path: Path) -> Signature:
 
 class Cached(Generic[Value]):
     """What a function makes from files; made again when one has changed, but not if that would take
-    more than a small part of the time. nothing: the result without the first file, and if one of
-    them is a link."""
+    more than a small part of the time. sources: paths, or the content of a file. nothing: the
+    result without the first file, and if one of them is a link."""
 
-    def __init__(self, make: Callable[[], Value], nothing: Value, *paths: Path):
-        self.make, self.nothing, self.paths = make, nothing, paths
+    def __init__(self, make: Callable[[], Value], nothing: Value, *sources: "Path | Cached"):
+        self.make, self.nothing, self.sources = make, nothing, sources
         self.seen: list[Signature] = []
         self.value, self.next_time = nothing, 0.0
 
     def __call__(self) -> Value:
-        found, started = [signature(path) for path in self.paths], time.monotonic()
+        found, started = [*map(self._version, self.sources)], time.monotonic()
         if found != self.seen and started >= self.next_time:
             self.value = self.make() if found[0] and None not in found else self.nothing
             self.seen, now = found, time.monotonic()
             self.next_time = now + PAUSE * (now - started)
         return self.value
+
+    @staticmethod
+    def _version(source: "Path | Cached") -> Signature:
+        if isinstance(source, Path):
+            return signature(source)
+        source()
+        return source.seen[0]  # what it has read, which is not always the newest
 
 
 class LiveRun:
@@ -83,11 +90,12 @@ class LiveRun:
     def __init__(self, folder: Path):
         self.folder = folder
         self.lock = threading.Lock()  # one thread at a time reads the files of a run
-        starts, logs = folder / "starts.jsonl", [folder / name for name in LOGS]
+        metrics, starts, *others = (folder / name for name in LOGS)
         self.settings = Cached(lambda: flat(settings_of(folder) or {}), {}, folder / SETTINGS_JSON)
         self.start = Cached(lambda: next(iter(read_rows(starts)), {}), {}, starts)
         self.finished_step = Cached(lambda: summarized_step(folder), None, folder / SUMMARY_JSON)
-        self.rows = Cached(lambda: read_rows(logs[0], *ROWS), [], logs[0])
+        self.rows = Cached(lambda: read_rows(metrics, *ROWS), [], metrics)
+        logs = (self.rows, starts, *others)
         self.short = Cached(self._losses, {"losses": [], "lines": {}}, *logs)
         self.training = Cached(self._training, b"", folder / CONFIG_YAML, *logs)
         self.snapshots = LiveSnapshots(folder / "attention")

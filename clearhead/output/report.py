@@ -1,6 +1,6 @@
 """What the page of a run shows besides its heads: losses, samples and settings; and the page.
 
-    write_page(Path("runs/first"), state="finished")  # runs/first/run.html
+    write_run_page(Path("runs/first"), state="finished")  # runs/first/run.html
 
 Both are made from the files in the run directory, can be made at any time, and omit what is
 missing. headlens/page/training.js draws what `training_data` returns.
@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 import statistics
+import time
 from html import escape
 from pathlib import Path
 
@@ -50,18 +51,21 @@ ENVIRONMENT = {
 }
 
 
-def write_page(folder: Path, state: str) -> Path:
+def write_run_page(folder: Path, state: str) -> Path:
     """Writes folder/run.html; returns its path. state: running, stopped or finished."""
     from headlens import folder_page  # imports torch, which the other functions do not need
 
     rows = read_rows(folder / "metrics.jsonl", *ROWS)
-    training, settings = training_data(folder, rows), flat(settings_of(folder) or {})
+    training = training_data(folder, rows)
+    max_steps = flat(settings_of(folder) or {}).get("trainer.max_steps")
+    when = f"; written {time.strftime('%Y-%m-%d %H:%M')}, while it trained" * (state == "running")
+    training["state"] = progress(state, rows, max_steps) + when
     page = folder_page(
         folder / "attention",
         sanitize(folder.resolve().name),
         curves=curves(rows),
         is_training=state != "finished",
-        training=training | {"state": progress(state, rows, settings.get("trainer.max_steps"))},
+        training=training,
     )
     atomic_write(folder / RUN_HTML, page.encode("utf-8", "backslashreplace"))
     return folder / RUN_HTML

@@ -14,7 +14,7 @@ from clearhead.checkpoint.format import State
 from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.errors import DIVERGENCE_HINT, DivergedError, best_effort
 from clearhead.output.console import Console
-from clearhead.output.report import RUN_HTML, write_page
+from clearhead.output.report import RUN_HTML, write_run_page
 from clearhead.output.tracker import Tracker
 from clearhead.parallel.strategy import Strategy
 
@@ -57,7 +57,7 @@ class RunLog:
         started, what = time.perf_counter(), f"{RUN_HTML}: could not be written"
         path = None
         with best_effort(what, self.debug):
-            path = write_page(self.directory, state)
+            path = write_run_page(self.directory, state)
         self.page_time, self.page_step = time.perf_counter(), step
         self.page_seconds = self.page_time - started
         if not path or (state == "running" and step < 2 * self.logged_step):

@@ -69,7 +69,7 @@ def introduce(
     lines = [*facts, f"run directory: {log.directory}"]
     if where := log.tracker.where():
         lines.append(f"W&B: {where}")
-    if is_single_run() and config.lens.every != 0 and not was_finished:
+    if is_single_run() and not was_finished:
         lines.append(f"watch it live: {view_command(config)}")
     if was_finished:
         more = longer(config, state)
@@ -118,8 +118,10 @@ def where_to_look(config: Config, state: State, log: RunLog, uploaded: str | Non
     """Returns lines with the files of a run, and the command that generates text. uploaded: the
     name of the model on W&B."""
     folder, lines = log.directory, []
-    lines.append(f"page of the run  {folder / RUN_HTML}")
-    lines.append(f"all runs         {view_command(config)}")
+    if (folder / RUN_HTML).is_file():
+        lines.append(f"page of the run  {folder / RUN_HTML}")
+    if is_single_run():
+        lines.append(f"all runs         {view_command(config)}")
     given = folder / "checkpoints" / "best" if has_risen(state) else folder
     prompt = re.sub("^@", "@@", config.trainer.sample_prompt or "")  # @FILE: from a file
     command = ["python", script_path("generate.py"), f"checkpoint={given}", f"prompt={prompt}"]

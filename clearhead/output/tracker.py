@@ -147,8 +147,8 @@ class Tracker:
             if sample and (step >= self.next_sample or step == self.last_step):
                 self.next_sample = step + self.last_step / MAX_SAMPLES
                 # inject=False: by default W&B adds a stylesheet from its server to the page.
-                page = wandb.Html(sample_page(sample), inject=False, data_is_not_path=True)
-                media["samples/text"] = page
+                text = wandb.Html(sample_page(sample), inject=False, data_is_not_path=True)
+                media["samples/text"] = text
             if page:
                 media["attention/page"] = wandb.Html(str(page), inject=False)
             if snapshot:
