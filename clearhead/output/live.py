@@ -130,7 +130,6 @@ class LiveRun:
         return {
             **self._progress(),
             "snapshots": self.snapshots.version() if self.has_snapshots else "",
-            "is_recorded": self.settings().get("lens.every") != 0,
             "training": hashlib.sha256(self.training()).hexdigest()[:16],
         }
 

@@ -157,7 +157,7 @@ def answer_to(runs: LiveRuns, target: str) -> Answer:
     # Decoded after the split: a name with an encoded slash is not the name of a run.
     match [os.fsdecode(unquote_to_bytes(part)) for part in path.split("/")[1:]]:
         case [""]:
-            return as_page("runs", is_list=True)
+            return as_page("runs", ["runs"])
         case ["runs.json"]:
             return as_json(runs.rows())
         case ["run", name, *rest]:
@@ -175,7 +175,9 @@ def answer_of_run(run: LiveRun, parts: list[str]) -> Answer:
         case []:
             return Answer(b"", status=HTTPStatus.FOUND, location=f"/{run.address}")
         case [""]:
-            return as_page(sanitize(run.folder.name))
+            heads = ["heads"] * (run.has_snapshots or run.settings().get("lens.every") != 0)
+            tabs = ["runs", *heads, "training", "settings"]
+            return as_page(sanitize(run.folder.name), tabs)
         case ["state.json"]:
             return as_json(run.state())
         case ["data.json"] if run.has_snapshots:
@@ -193,7 +195,7 @@ def as_json(value: object) -> Answer:
     return Answer(json.dumps(value).encode())
 
 
-def as_page(title: str, is_list: bool = False) -> Answer:
+def as_page(title: str, tabs: list[str]) -> Answer:
     """Returns the page, which asks this server for its content and contains its own policy."""
-    page = live_page(title, is_list).encode("utf-8", "replace")
+    page = live_page(title, tabs).encode("utf-8", "replace")
     return Answer(page, "text/html", "base-uri 'none'")

@@ -166,11 +166,11 @@ def page(runs: Sequence[dict], title: str, picture: str = "", training: dict | N
     return _filled(content, title, picture)
 
 
-def live_page(title: str, is_list: bool = False) -> str:
+def live_page(title: str, tabs: Sequence[str]) -> str:
     """Returns the page for a server that sends its data (live_snapshots.py), also while the run
-    trains; is_list: the page of the list of runs. Its Content-Security-Policy allows requests to
-    this server."""
-    return _filled({"version": VERSION, "live": True, "list": is_list}, title, is_live=True)
+    trains. tabs: "runs", "heads", "training", "settings"; the list of runs has the first only. Its
+    Content-Security-Policy allows requests to this server."""
+    return _filled({"version": VERSION, "live": True, "tabs": tabs}, title, is_live=True)
 
 
 def _filled(content: dict, title: str, picture: str = "", is_live: bool = False) -> str:

@@ -292,8 +292,11 @@ export function fitPaper(isPrinted) {
 /** Measures the bar, and where the left column stays while the page scrolls: below the bar or, if it is
  * longer than the window, with its end at the end of the window. */
 export function measureBar() {
-  const bar = $("bar").offsetHeight;
+  const isCompact = $("all-heads").classList.contains("compact"); // then the top stays too
+  const top = isCompact ? $("top").offsetHeight : 0;
+  const bar = $("bar").offsetHeight + top;
   const stick = Math.min(bar + 10, innerHeight - $("all").offsetHeight - 10);
+  document.documentElement.style.setProperty("--top", `${top}px`);
   document.documentElement.style.setProperty("--bar", `${bar}px`);
   document.documentElement.style.setProperty("--stick", `${stick}px`);
 }

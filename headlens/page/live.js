@@ -50,8 +50,7 @@ async function take(found) {
   if (rebuild) return takeHeads(found, isNew);
   if (!first || shownSnapshots) return false; // the heads are not shown, or not drawn yet
   if (!found.snapshots) {
-    showInstead(found.is_recorded ? "The run has no attention snapshot yet. The first one appears here."
-      : "The run records no attention (lens.every=0).");
+    showInstead("The run has no attention snapshot yet. The first one appears here.");
     return false;
   }
   const text = await loadData();

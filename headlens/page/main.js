@@ -135,23 +135,23 @@ async function start() {
   const text = $("data").textContent;
   $("data").textContent = ""; // the text is not needed twice
   const data = readData(text);
-  const { runs, training, live, list } = data;
+  const { runs, training, live } = data;
   if (training) {
     showTraining(training);
     $("live").hidden = false;
     $("live").textContent = training.state;
   }
   let heads = null;
-  const tabs = list ? ["runs"] : [...(live ? ["runs"] : []), ...(live || runs.length ? ["heads"] : []),
-    ...(live || training ? ["training", "settings"] : [])];
+  const tabs = data.tabs ?? [...(runs.length ? ["heads"] : []),
+    ...(training ? ["training", "settings"] : [])];
   const usual = tabs.find((name) => name !== "runs") ?? "runs";
   buildTabs(tabs, (name) => {
     $("error").hidden = name !== "heads" || !$("error").textContent;
     if (name === "heads" && heads) update();
     else if (name === "heads") heads = startHeads(data).catch(fail);
   });
-  if (live) followRuns(list);
-  if (live && !list) followRun();
+  if (live) followRuns(tabs.length === 1);
+  if (live && tabs.length > 1) followRun();
   addEventListener("hashchange", ({ newURL }) => showTab(tabOfLink(newURL) || usual));
   showTab(tabOfLink(location.hash) || usual);
   readTheme();

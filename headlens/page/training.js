@@ -24,7 +24,7 @@ export function showTraining(training) {
   const { result, facts, charts, samples } = training;
   const focused = [...document.querySelectorAll("#tab-training svg")].indexOf(document.activeElement);
   $("tab-training").replaceChildren(
-    make("p", { className: "result", textContent: result || "No loss was logged yet." }),
+    make("h2", { className: "result", textContent: result || "No loss was logged yet." }),
     pairs("facts", facts),
     make("div", { className: "charts" }, ...charts.map(chartOf)),
     ...samplesOf(samples, isOpen));

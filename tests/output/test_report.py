@@ -223,7 +223,7 @@ def test_the_tabs_are_chosen_by_pointer_keyboard_and_address(tmp_path, opened):
     expect(page.locator("#tab-settings")).to_be_visible()
     tab("settings").focus()
     page.keyboard.press("Home")
-    page.locator(".head canvas").first.wait_for()
+    page.locator(".head").first.wait_for(state="attached")
     expect(page.locator("#tab-heads")).to_be_visible()
     expect(page.locator("#tab-settings")).to_be_hidden()
 
