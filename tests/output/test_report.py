@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 from helpers.live import RUN
-from helpers.pages import HOSTILE, ready
+from helpers.pages import CONTRASTS, HOSTILE, ready
 from helpers.refusals import SPECIAL_FILES, time_limit
 from helpers.runs import train_in
 from playwright.sync_api import expect
@@ -226,6 +226,23 @@ def test_the_tabs_are_chosen_by_pointer_keyboard_and_address(tmp_path, opened):
     page.locator(".head").first.wait_for(state="attached")
     expect(page.locator("#tab-heads")).to_be_visible()
     expect(page.locator("#tab-settings")).to_be_hidden()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_texts_can_be_read_and_fit(run, opened, theme):
+    samples = [{"step": n, "prompt": "a", "text": f"a {'word' * 90}"} for n in range(1, 7)]
+    folder = run(ROWS, samples, f"name: {'long' * 90}\n")
+    path = write_run_page(folder, "finished")
+    for width in (1400, 460, 320):
+        size = {"width": width, "height": 800}
+        page = opened(path, color_scheme=theme, viewport=size)
+        ready(page)
+        for tab in ("losses", "settings"):
+            page.get_by_role("tab", name=tab).click()
+            found = page.evaluate(CONTRASTS)
+            assert len(found) > 10
+            assert [entry for entry in found if entry[3] < entry[2]] == []
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_settings_of_a_run(tmp_path, opened):
