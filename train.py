@@ -13,7 +13,6 @@ model, optimizer, checkpointer, ...). A run writes all its files to runs/<name>/
 """
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 from clearhead.config.application import hydra_main
@@ -118,9 +117,7 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
     if row or snapshot_due or sample:  # equal on all ranks
         row["train/tokens"] = run.state.tokens
         with run.log.timed("logging"), run.strategy.raise_on_all_ranks():
-            state = "running" if step < run.stop.last_step else "finished"
-            write_page = partial(run.log.write_page, step, state)
-            run.log.tracker.log(row, step, snapshot, sample, write_page)
+            run.log.log(row, step, snapshot, sample, is_last=step == run.stop.last_step)
     return row
 
 

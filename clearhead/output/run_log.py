@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,6 +18,9 @@ from clearhead.output.console import Console
 from clearhead.output.report import RUN_HTML, write_run_page
 from clearhead.output.tracker import Tracker
 from clearhead.parallel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from headlens import Snapshot
 
 MAX_SHARE = 0.01  # of the time of a run: pages that are written while it trains
 
@@ -33,7 +37,7 @@ class RunLog:
     seconds: dict[str, float] = field(default_factory=dict)  # of validation, samples, ...
     page_step: int = -1  # of the last page
     page_seconds: float = 0.0  # that it took
-    page_time: float = -math.inf  # when it was written
+    page_time: float = 0.0  # when it was written
     logged_step: int = -1  # of the last page on W&B
 
     @contextlib.contextmanager
@@ -45,24 +49,38 @@ class RunLog:
         self.seconds[work] = self.seconds.get(work, 0.0) + seconds
         self.exclude(seconds)
 
-    def write_page(self, step: int, state: str) -> Path | None:
-        """Writes run.html, on rank 0, and returns its path if W&B gets it: the 1st one, those after
-        twice as many steps as the last, and that of a finished run. state: running, stopped or
-        finished. While the run trains, at most one percent of its time is for pages, so one is
-        skipped if the last one took more of the time since."""
+    def log(
+        self,
+        metrics: dict[str, float],
+        step: int,
+        snapshot: "Snapshot | None",
+        sample: dict | None,
+        is_last: bool,
+    ) -> None:
+        """Logs the metrics of a step, see Tracker.log, and writes the page, which shows them.
+
+        While the run trains, at most one percent of its time is for pages, so one is skipped if the
+        last one took more of the time since. W&B gets the first one, those after twice as many
+        steps as the last, and the one of the last step."""
         since = time.perf_counter() - self.page_time
-        too_soon = state == "running" and self.page_seconds > MAX_SHARE * since
-        if not self.console.is_rank_0 or too_soon:
+        is_due = is_last or self.page_seconds <= MAX_SHARE * since
+        is_shown = is_last or (is_due and step >= 2 * self.logged_step)
+        self.tracker.log(metrics, step, snapshot, sample, page_follows=is_shown)
+        path = self.write_page(step, "finished" if is_last else "running") if is_due else None
+        if path and is_shown:
+            self.tracker.log_page(path, step)
+            self.logged_step = step
+
+    def write_page(self, step: int, state: str) -> Path | None:
+        """Writes run.html, on rank 0, and returns its path; None after an error. state: running,
+        stopped or finished."""
+        if not self.console.is_rank_0:
             return None
-        started, what = time.perf_counter(), f"{RUN_HTML}: could not be written"
-        path = None
-        with best_effort(what, self.debug):
+        started, path = time.perf_counter(), None
+        with best_effort(f"{RUN_HTML}: could not be written", self.debug):
             path = write_run_page(self.directory, state)
         self.page_time, self.page_step = time.perf_counter(), step
         self.page_seconds = self.page_time - started
-        if not path or (state == "running" and step < 2 * self.logged_step):
-            return None
-        self.logged_step = step
         return path
 
 

@@ -109,11 +109,10 @@ class Tracker:
         step: int,
         snapshot: "Snapshot | None" = None,
         sample: dict | None = None,
-        page: Callable[[], Path | None] | None = None,
+        page_follows: bool = False,
     ) -> None:
         """Logs the metrics of a step. snapshot: an attention snapshot, whose files are in the run
-        directory. sample: a row of samples.jsonl. page(): writes the page of the run, which shows
-        these metrics, and returns its path if W&B gets it.
+        directory. sample: a row of samples.jsonl. page_follows: log_page is called for this step.
 
         Call it at most once for each step, in order: W&B drops rows of earlier steps.
         """
@@ -126,19 +125,28 @@ class Tracker:
             self.rows.append(row)
         if sample:
             self.samples.append(sample)
-        path = page() if page else None
         # W&B would give a step that it has, and all later ones, another number.
         if self.run is None or step < self.first_step:
             return
-        media = self._media(step, snapshot, sample, path)
+        media = self._media(step, snapshot, sample)
         # commit: otherwise W&B records the row at the next step. W&B names the files of media after
         # the step of the last call.
-        self._call(lambda run: run.log(metrics, step=step, commit=not media))
+        is_complete = not media and not page_follows
+        self._call(lambda run: run.log(metrics, step=step, commit=is_complete))
         if media:
-            self._call(lambda run: run.log(media, step=step, commit=True))
+            self._call(lambda run: run.log(media, step=step, commit=not page_follows))
+
+    def log_page(self, path: Path, step: int) -> None:
+        """Logs the page of the run to W&B, after `log` of this step with page_follows=True.
+
+        W&B has a hard link to the file: the next page must replace it, not overwrite it.
+        """
+        if self.run and step >= self.first_step:
+            page = {"attention/page": self.wandb.Html(str(path), inject=False)}
+            self._call(lambda run: run.log(page, step=step, commit=True))
 
     def _media(
-        self, step: int, snapshot: "Snapshot | None", sample: dict | None, page: Path | None
+        self, step: int, snapshot: "Snapshot | None", sample: dict | None
     ) -> dict[str, object]:
         """Returns images, pages, tables and histograms as W&B's types. After an error, it prints a
         line on stderr and skips the rest; the files stay in the run directory."""
@@ -149,8 +157,6 @@ class Tracker:
                 # inject=False: by default W&B adds a stylesheet from its server to the page.
                 text = wandb.Html(sample_page(sample), inject=False, data_is_not_path=True)
                 media["samples/text"] = text
-            if page:
-                media["attention/page"] = wandb.Html(str(page), inject=False)
             if snapshot:
                 media |= snapshot.heads
                 for key, path in snapshot.images.items():
@@ -278,7 +284,7 @@ class NoTracker(Tracker):
     def _nothing(self, *_, **__) -> None: ...
 
     run_id = property(_nothing)
-    log = log_model = summary = sync = finish = where = _nothing
+    log = log_page = log_model = summary = sync = finish = where = _nothing
 
 
 def _wandb_folder(run) -> Path:
