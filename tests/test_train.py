@@ -312,6 +312,18 @@ def test_the_page_is_written_with_each_row(make_run, monkeypatch):
         written.clear()
 
 
+def test_a_page_that_cannot_be_written_ends_no_run(make_run, monkeypatch, capsys):
+    def full(folder, state):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("clearhead.output.run_log.write_run_page", full)
+    run = make_run("name=full", "debug=false")
+    fit(run)
+    assert (run.directory / "summary.json").is_file()
+    assert "No space left" in capsys.readouterr().err
+    assert not (run.directory / "run.html").exists()
+
+
 def test_every_row_has_the_number_of_tokens(make_run):
     """Rows with only attention (steps 0, 2), a sample without validation (3), a loss (4)."""
     rare = ("trainer.log_every=4", "trainer.eval_every=3", "data.val_fraction=0")
