@@ -34,7 +34,7 @@ export function placePlots() {
   const copies = A.run.prompts[A.prompt].period ? COPIES : 0;
   // Height above and below the map: bar, title, sentence and colour bar. In a panel, the text is next
   // to the map, not below it.
-  const around = compact ? (wide ? 144 : 100) : wide ? $("bar").offsetHeight + 140 : 132;
+  const around = compact ? (wide ? 144 : 100) + $("top").offsetHeight : wide ? $("bar").offsetHeight + 140 : 132;
   // Width of the text next to the map; 0: the text is below the map.
   const text = compact ? (!wide && sideWidth() > 400 ? 170 : 0) : sideWidth() >= 600 ? 246 : 0;
   for (; ; lanes++) {
