@@ -112,14 +112,12 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
             sample = run.sample()
     if snapshot_due:
         with run.log.timed("attention snapshots"):
-            snapshot = run.lens.snapshot(run.model, step, run.stop.last_step, row)
+            snapshot = run.lens.snapshot(run.model, step)
         run.log.console.first_heads(step, snapshot)
     if row or snapshot_due or sample:  # equal on all ranks
         row["train/tokens"] = run.state.tokens
         with run.log.timed("logging"), run.strategy.raise_on_all_ranks():
-            run.log.tracker.log(row, step, snapshot, sample)
-    if evaluation_due and step < run.stop.last_step:  # after the last step, run.finish writes it
-        run.log.write_report(is_training=True)
+            run.log.log(row, step, snapshot, sample, is_last=step == run.stop.last_step)
     return row
 
 

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .ablation import ablate
-    from .assemble import assemble_html, content_security_policy
     from .capturing import Captured, LayerAttention, capture
     from .config import DEFAULT_PROMPTS, LensConfig
     from .drawing import draw_figure
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from .matching import matched_heads
     from .page import live_page, run_data, trainer_curves
     from .passages import beginning, text_prompts
-    from .render import page_html, render_run, show, write_page
-    from .report import heads_section
+    from .render import FRAMES, draw_run, folder_page, page_html, show, write_page
     from .rounding import formatted, rounded
     from .snapshot_data import SnapshotData, read_snapshot, snapshot_bytes, write_snapshot
     from .statistics import STATISTICS

@@ -22,7 +22,6 @@ class LensConfig:
     max_tokens: int = 64  # longer prompts are truncated; images and pages note this
     prompts: list[str] | None = None  # at most 20; null: passages of the text, or DEFAULT_PROMPTS
     logit_lens: bool = False  # also record what the output layer predicts from each layer's input
-    frames: int = 24  # maximum number of steps in the time-lapse
     ablation: str = "auto"  # removed heads at the last step: auto, exact, estimate or off
 
     def __post_init__(self) -> None:
@@ -31,7 +30,7 @@ class LensConfig:
             raise ValueError(f"prompts={self.prompts!r}: is not a list; write [prompt]")
         if self.repeat_length == 1:
             raise ValueError("repeat_length=1: must be 0 or at least 2")
-        for key, least in {"every": 0, "repeat_length": 0, "max_tokens": 2, "frames": 2}.items():
+        for key, least in {"every": 0, "repeat_length": 0, "max_tokens": 2}.items():
             if (value := getattr(self, key)) is not None and value < least:
                 raise ValueError(f"{key}={value}: must be at least {least}")
 

@@ -54,9 +54,9 @@ def pooled(codes: np.ndarray, most: int) -> np.ndarray:
     return np.maximum.reduceat(np.maximum.reduceat(squares, first, -2), first, -1)
 
 
-def data_url(codes: np.ndarray, most: int) -> str:
-    """Returns a heatmap, (T (T + 1) / 2), as the URL of a PNG: a pixel for each cell, at most
-    `most` x `most`. Cells above the diagonal are transparent."""
+def png_of_head(codes: np.ndarray, most: int) -> bytes:
+    """Returns a heatmap, (T (T + 1) / 2), as a PNG: a pixel for each cell, at most `most` x `most`.
+    Cells above the diagonal are transparent."""
     square = pooled(codes, most).astype(int)
     indices = np.tril(1 + square * 254 // 255)  # in the palette; 0: transparent
     image = Image.fromarray(indices.astype(np.uint8), "P")
@@ -64,7 +64,7 @@ def data_url(codes: np.ndarray, most: int) -> str:
     image.putpalette(bytes(3) + colours.tobytes())
     file = io.BytesIO()
     image.save(file, "PNG", transparency=0)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return file.getvalue()
 
 
 def grid_url(codes: np.ndarray, width: int = 480) -> str:

@@ -41,7 +41,7 @@ from .page import MAX_HISTORY
 from .passages import excerpts, text_prompts
 from .prompts import make_prompt, repeated_prompt
 from .recording import record
-from .render import draw_snapshot, draw_timelapse, heatmap_key
+from .render import draw_animation, draw_snapshot, folder_page, heatmap_key
 from .rounding import formatted
 from .snapshot_data import SnapshotData, write_snapshot
 from .statistics import STATISTICS
@@ -89,6 +89,7 @@ class Lens:
     Without it heads are measured on the prompts alone. text_name: what pages call it. vocabulary:
     the ids of which the repeated sequence consists, [] for no repeated sequence; by default the
     most frequent of the text, or all. attention: see capturing.py.
+    has_page: False if the caller makes the page, see render.folder_page.
     """
 
     def __init__(
@@ -104,12 +105,13 @@ class Lens:
         text_name: str = "your text",
         vocabulary: Sequence[int] | None = None,
         attention: AttentionFunction | None = None,
+        has_page: bool = True,
     ):
         self.config = config or LensConfig()
         self.tokenizer = tokens = lens_tokenizer(tokenizer)
         self.max_steps, self.folder = max_steps, Path(folder)
         self.run_name = run_name or self.folder.resolve().parent.name
-        self.attention = attention
+        self.attention, self.has_page = attention, has_page
         if not isinstance(text, str | Tensor | None):
             raise TypeError(f"text: {type(text).__name__} is not a str; use Path.read_text()")
         limit = min(self.config.max_tokens, context_length)
@@ -156,7 +158,7 @@ class Lens:
     ) -> Snapshot | None:
         """Runs the model on the prompts and the text and writes statistics, images and the page.
 
-        curves(): losses of the training for the time-lapse, {name: [(step, value)]}.
+        curves(): losses of the training for the page, {name: [(step, value)]}.
         ablate: receives the heads of each name at the last step; returns the result of ablation.py.
         With write=False it only runs the model and returns None: for ranks other than 0 with FSDP.
         """
@@ -182,11 +184,13 @@ class Lens:
             write_snapshot(self.folder / f"step_{step:08d}.npz", data)
             snapshot.images = draw_snapshot(data, self.folder)
             snapshot.captions = {heatmap_key(p): caption(p, step) for p in self.prompts}
-            if self._timelapse_is_due(step):
-                rows, frames = self.history.rows, self.config.frames
-                shown = draw_timelapse(self.folder, rows, frames, curves(), is_last)
-                snapshot.images |= shown[0]
-                snapshot.pages = shown[1]
+            if is_last:
+                snapshot.images |= draw_animation(self.folder)
+            if self.has_page and self._page_is_due(step):
+                path, is_training = self.folder / "page.html", not is_last
+                page = folder_page(self.folder, self.run_name, curves(), is_training)
+                atomic_write(path, page.encode())
+                snapshot.pages = {"attention/page": path}
         return snapshot
 
     def inspect(
@@ -275,7 +279,7 @@ class Lens:
         every = max(1, self.config.interval(self.max_steps))
         return every * max(1, math.ceil(self.max_steps / every / (drawn - 1)))
 
-    def _timelapse_is_due(self, step: int) -> bool:
+    def _page_is_due(self, step: int) -> bool:
         """Whether this is the 1st, 2nd, 4th, 8th ... snapshot, or another quarter of the run was
         completed since the last images."""
         count = len(self.history.rows) if self.history else 0
@@ -366,7 +370,7 @@ def _remove_from(folder: Path, step: int) -> None:
         if path.name[5:13].isdigit() and int(path.name[5:13]) >= step:
             path.unlink()
     if not any(folder.glob("step_*")):
-        for name in ("timelapse.html", "timelapse.webp", "heads.csv", "ablation.json"):
+        for name in ("page.html", "timelapse.webp", "heads.csv", "ablation.json"):
             (folder / name).unlink(missing_ok=True)
 
 

@@ -4,6 +4,7 @@
     live.version()  # another text after each change; "" without a snapshot
     live.data()     # page.run_data, with the address of each frame instead of its content
     live.frame(40)  # the content of the frame of step 40
+    live.picture()  # the heatmap of one head, for a list of runs
 
 A server sends these to page/live.js. Links are not followed.
 """
@@ -16,10 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .heads import clearest, clearest_prompts, head_table
+from .heatmap import png_of_head
 from .history import read_history
 from .page import VERSION, frame_data, run_data
+from .render import most_frames
 from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
 
+PICTURE = 96  # pixels
 KEPT = 32  # frames in memory; to compress one takes longer than to read a snapshot
 
 
@@ -41,10 +46,10 @@ class File:
 
 
 class LiveSnapshots:
-    """The snapshots of a run. folder: runs/NAME/attention. most: steps of the page, at most."""
+    """The snapshots of a run. folder: runs/NAME/attention."""
 
-    def __init__(self, folder: Path, most: int = 24):
-        self.folder, self.most = folder, most
+    def __init__(self, folder: Path):
+        self.folder = folder
 
     def version(self) -> str:
         return self._version(self._files())
@@ -55,7 +60,7 @@ class LiveSnapshots:
         files = self._files()
         if not files:
             raise FileNotFoundError("the run has no snapshot yet")
-        chosen = steadily_spaced(files, self.most)
+        chosen = steadily_spaced(files, most_frames(_read(files[-1])))
         same = [file for file in chosen if _prompts(file) == _prompts(chosen[-1])]
         frames = [{"step": file.step, "address": file.address} for file in same]
         history = read_history(self.folder / "statistics.jsonl")
@@ -70,6 +75,12 @@ class LiveSnapshots:
             if file.step == step:
                 return _frame(file)
         raise FileNotFoundError(f"the run has no snapshot of step {step}")
+
+    def picture(self) -> bytes:
+        """Returns the heatmap of the clearest head at the last step as a PNG. Raises as `frame`."""
+        if not (files := self._files()):
+            raise FileNotFoundError("the run has no snapshot yet")
+        return _picture(files[-1])
 
     def _files(self) -> list[File]:
         return [file for path in snapshot_files(self.folder) for file in _regular(path)]
@@ -116,3 +127,13 @@ def _prompts(file: File) -> int:
 @functools.lru_cache(KEPT)
 def _frame(file: File) -> bytes:
     return json.dumps(frame_data(_read(file))).encode()
+
+
+@functools.lru_cache(200)
+def _picture(file: File) -> bytes:
+    data = read_snapshot(file.path)
+    table = head_table([data.row], data.uniform)
+    head = (clearest(table) or table)[0]
+    layer, number = head["layer"], head["head"]
+    prompts = clearest_prompts(data.of_prompts, [prompt.uniform for prompt in data.prompts])
+    return png_of_head(data.codes[prompts[layer, number]][layer, number], PICTURE)

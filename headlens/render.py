@@ -1,6 +1,6 @@
 """Makes the images and the page of a run from its snapshot files.
 
-render_run(Path("runs/first/attention"))  # after a change of the page
+draw_run(Path("runs/first/attention"))  # all images again
 show("runs/first")  # the page in a notebook, as the last line of a cell
 """
 
@@ -17,20 +17,17 @@ from .page import page, run_data
 from .prompts import Prompt
 from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
 
+FRAMES, SMALL_FRAMES = 24, 48  # steps of a page and of the animated image, at most
+SMALL = 2**18  # weights of a step: a page with SMALL_FRAMES of them has about 8 MB
 Files = dict[str, Path]  # by the key on a dashboard
 
 
-def render_run(
-    folder: Path,
-    frames: int = 24,
-    curves: Mapping[str, list] | None = None,
-) -> None:
-    """Writes all images and the page of a run again. folder: runs/NAME/attention. frames: of the
-    page. curves: as for `run_data`. Raises ValueError for an invalid snapshot file."""
+def draw_run(folder: Path) -> None:
+    """Writes all images of a run again. folder: runs/NAME/attention. Raises ValueError for an
+    invalid snapshot file."""
     for path in snapshot_files(folder):
         draw_snapshot(read_snapshot(path), folder)
-    history = read_history(folder / "statistics.jsonl")
-    draw_timelapse(folder, history, frames, curves, animated=True)
+    draw_animation(folder)
 
 
 def draw_snapshot(snapshot: SnapshotData, folder: Path) -> Files:
@@ -54,25 +51,13 @@ def heatmap_key(prompt: Prompt) -> str:
     return f"attention/heatmap/{prompt.name}"
 
 
-def draw_timelapse(
-    folder: Path,
-    history: Sequence[Row],
-    frames: int,
-    curves: Mapping[str, list] | None = None,
-    animated: bool = False,
-) -> tuple[Files, Files]:
-    """Writes the page of at most `frames` steps with the prompts of the last one; if `animated`,
-    also the animated image. Returns images and pages for a dashboard."""
-    snapshots = shown_snapshots(folder, frames)
+def draw_animation(folder: Path) -> Files:
+    """Writes the animated image of a run. Returns it by its key on a dashboard."""
+    snapshots = shown_snapshots(folder)
     if not snapshots:
-        return {}, {}
-    prompts = snapshots[-1].prompts
-    path = folder / "timelapse.html"
-    write_page(path, snapshots, history, curves)
-    pages = {"attention/timelapse": path}
-    if not animated:
-        return {}, pages
+        return {}
     path = folder / "timelapse.webp"
+    prompts = snapshots[-1].prompts
     # The repeated sequence if a head of the last step needs it, for example an induction head.
     uniform, periods = snapshots[-1].uniform, [prompt.period for prompt in prompts]
     named = heads_by_name(head_table([snapshots[-1].row], uniform))
@@ -84,20 +69,52 @@ def draw_timelapse(
         [snapshot.step for snapshot in snapshots],
         [most_significant(head_table([snapshot.row], uniform))[:3] for snapshot in snapshots],
     )
-    return {"attention/animation": path}, pages
+    return {"attention/animation": path}
 
 
-def shown_snapshots(folder: Path, frames: int) -> list[SnapshotData]:
-    """Returns at most `frames` snapshots of a run, of those that have the prompts of the last one.
+def shown_snapshots(folder: Path) -> list[SnapshotData]:
+    """Returns the snapshots of a run that a page shows, of those with the prompts of the last one.
     Raises ValueError for an invalid snapshot file."""
-    chosen = [read_snapshot(path) for path in evenly_spaced(snapshot_files(folder), frames)]
+    if not (files := snapshot_files(folder)):
+        return []
+    most = most_frames(read_snapshot(files[-1]))
+    chosen = [read_snapshot(path) for path in evenly_spaced(files, most)]
     return [snapshot for snapshot in chosen if snapshot.prompts == chosen[-1].prompts]
 
 
-def page_html(runs: Sequence[dict], title: str, last: SnapshotData | None = None) -> str:
+def most_frames(snapshot: SnapshotData) -> int:
+    """Returns the number of steps of a page with snapshots like this one, at most."""
+    return SMALL_FRAMES if sum(codes.size for codes in snapshot.codes) <= SMALL else FRAMES
+
+
+def folder_page(
+    folder: Path,
+    title: str,
+    curves: Mapping[str, list] | None = None,
+    is_training: bool = False,
+    training: dict | None = None,
+) -> str:
+    """Returns the page of a run from its snapshot files; without a snapshot, the page of `training`
+    alone. folder: runs/NAME/attention. curves, is_training: see page.run_data. training: see
+    page_html. Raises ValueError for an invalid snapshot file."""
+    snapshots = shown_snapshots(folder)
+    if not snapshots:
+        return page_html([], title, training=training)
+    history = read_history(folder / "statistics.jsonl")
+    data = run_data(snapshots, history, curves, is_training=is_training)
+    return page_html([data], title, snapshots[-1], training)
+
+
+def page_html(
+    runs: Sequence[dict],
+    title: str,
+    last: SnapshotData | None = None,
+    training: dict | None = None,
+) -> str:
     """Returns the page of one run, or of two runs to compare. runs: of run_data. last: the snapshot
-    that a browser without JavaScript shows, as a picture."""
-    return page(runs, title, grid_url(last.codes[0]) if last else "")
+    that a browser without JavaScript shows, as a picture. training: losses, samples and settings,
+    as page/training.js describes them."""
+    return page(runs, title, grid_url(last.codes[0]) if last else "", training)
 
 
 def write_page(
@@ -107,39 +124,27 @@ def write_page(
     curves: Mapping[str, list] | None = None,
 ) -> None:
     """Writes the page of a run, see page.run_data."""
-    path = Path(path)
-    title = f"{snapshots[-1].run}: {path.stem}"
     data = run_data(snapshots, history, curves)
-    atomic_write(path, page_html([data], title, snapshots[-1]).encode())
+    atomic_write(Path(path), page_html([data], snapshots[-1].run, snapshots[-1]).encode())
 
 
-def show(
-    run: str | Path,
-    frames: int = 24,
-    curves: Mapping[str, list] | None = None,
-    height: int = 900,
-) -> Any:
+def show(run: str | Path, curves: Mapping[str, list] | None = None, height: int = 900) -> Any:
     """Returns the page of a run as an IPython.display.HTML, made from its snapshot files.
 
-    run: a run directory, or a folder with snapshots (step_*.npz). frames: steps of the page, at
-    most. curves: as for `page.run_data`. height: in pixels. Raises ValueError without a snapshot,
-    ImportError without IPython.
+    run: a run directory, or a folder with snapshots (step_*.npz). curves: as for `page.run_data`.
+    height: in pixels. Raises ValueError without a snapshot, ImportError without IPython.
     """
     try:
         from IPython.display import HTML
     except ImportError as error:
-        reason = (
-            "headlens.show needs IPython: use it in a notebook, or open attention/timelapse.html"
-        )
+        reason = "headlens.show needs IPython: use it in a notebook, or open the page in a browser"
         raise ImportError(reason) from error
     folder = Path(run)
     if (folder / "attention").is_dir():
         folder = folder / "attention"
-    snapshots = shown_snapshots(folder, frames)
-    if not snapshots:
+    if not (files := snapshot_files(folder)):
         raise ValueError(f"{run} has no attention snapshot (step_*.npz)")
-    data = run_data(snapshots, read_history(folder / "statistics.jsonl"), curves)
-    source = escape(page([data], snapshots[-1].run))
+    source = escape(folder_page(folder, read_snapshot(files[-1]).run, curves))
     style = f"width: 100%; height: {height}px; border: 0"
     frame = f'<iframe sandbox="allow-scripts allow-downloads" style="{style}" srcdoc="{source}">'
     return HTML(f"<div>{frame}</iframe></div>")

@@ -99,7 +99,7 @@ class LensCallback(TrainerCallback):
         if self.lens and self.lens.last:
             for line in self.lens.most_significant_heads() or ["no head has a name"]:
                 print(f"attention heads  {line}")
-            print(f"attention page   {self.lens.folder / 'timelapse.html'}")
+            print(f"attention page   {self.lens.folder / 'page.html'}")
 
     def _try_snapshot(self, model: nn.Module, state: TrainerState) -> None:
         try:

@@ -84,7 +84,7 @@ def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[Snapsho
     in memory at a time. Prints the most significant heads of the last step."""
     from clearhead.models.foreign import load_any, series, series_name
     from clearhead.output.console import progress
-    from headlens import run_data
+    from headlens import FRAMES, run_data
 
     key, pattern = "checkpoints", settings.checkpoints
     found = series(pattern, key)
@@ -98,7 +98,7 @@ def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[Snapsho
                 lens, _ = lens_of(trained, settings, loaded, prompts)
                 lens.run_name = series_name(pattern)
                 check_prompts(settings, lens)
-                count = min(len(found), lens.config.frames)
+                count = min(len(found), FRAMES)
             shown = [round(n * (len(found) - 1) / max(count - 1, 1)) for n in range(count)]
             data, lines = inspected(key, path, lens, trained.model.to(device), step)
             del trained  # before the next one is loaded

@@ -130,7 +130,7 @@ def sections(keys: Iterable[str]) -> list["Section"]:
     metrics += [[key] for key in keys if key.startswith("val/") and key != "val/loss"]
     panels = {  # (columns, rows) and panels of each section
         "heatmaps": (2, 2, [media(key) for key in keys if key.startswith(HEATMAPS)]),
-        "attention page": (1, 1, [media("attention/timelapse")]),
+        "page": (1, 1, [media("attention/page")]),
         "heads": (1, 1, [WeavePanelSummaryTable(table_name="attention/table")]),
         "head statistics": (4, 2, lines),
         "loss": (3, 1, [curves(*keys) for keys in metrics]),

@@ -41,7 +41,7 @@ from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedError
 from clearhead.models.huggingface import to_hf
 from clearhead.models.pretrained import load_pretrained
-from clearhead.output.report import write_report
+from clearhead.output.report import write_run_page
 from clearhead.output.tracker import Tracker
 from clearhead.parallel.strategy import Strategy
 from clearhead.run import evaluation
@@ -186,7 +186,7 @@ def test_bf16_keeps_weights_and_moments_in_fp32(make_run):
     same = ("model.dropout=0", "lens=default")
     full, half = make_run(*same), make_run(*same, "trainer.precision=bf16")
     for run in (full, half):
-        run.lens.snapshot(run.model, 0, 4, {})
+        run.lens.snapshot(run.model, 0)
     files = [run.directory / "attention" / "step_00000000.npz" for run in (full, half)]
     shots = [read_snapshot(path) for path in files]  # of equal models
     assert shots[0].details != shots[1].details  # the lens runs in the precision of the run
@@ -267,7 +267,7 @@ def test_run_directory(make_run, tmp_path):
         "metrics.jsonl",
         "samples.jsonl",
         "starts.jsonl",
-        "report.html",
+        "run.html",
         "attention",
         "validation.json",
     }
@@ -296,24 +296,32 @@ def test_run_directory(make_run, tmp_path):
     assert (checkpoints / "best" / "model.safetensors").is_file()
 
 
-def test_the_report_is_written_at_each_validation(make_run, monkeypatch):
-    """While the run trains, only if reports took at most one percent of its time."""
+def test_the_page_is_written_with_each_row(make_run, monkeypatch):
+    """While the run trains, only if the last one took at most one percent of the time since."""
     written = []
 
-    def write_and_note(folder, is_training):
-        written.append((rows(folder)[-1]["step"], is_training))
-        return write_report(folder, is_training)
+    def write_and_note(folder, state):
+        written.append((rows(folder)[-1]["step"], state))
+        return write_run_page(folder, state)
 
-    monkeypatch.setattr("clearhead.output.run_log.write_report", write_and_note)
-    for share, steps in ((100, [0, 2]), (0, [0])):
+    monkeypatch.setattr("clearhead.output.run_log.write_run_page", write_and_note)
+    for share, steps in ((1e9, [0, 1, 2, 3]), (0, [0])):
         monkeypatch.setattr("clearhead.output.run_log.MAX_SHARE", share)
-        run = make_run(f"name=share-{share}", "lens=default")
-        fit(run)
-        assert written == [*((step, True) for step in steps), (4, False)]
+        fit(make_run(f"name=share-{share:g}", "lens=default"))
+        assert written == [*((step, "running") for step in steps), (4, "finished")]
         written.clear()
-    complete = (run.directory / "report.html").read_text()
-    partial = write_report(run.directory, is_training=True).read_text()
-    assert len(partial) > len(complete)
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(make_run, monkeypatch, capsys):
+    def full(folder, state):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("clearhead.output.run_log.write_run_page", full)
+    run = make_run("name=full", "debug=false")
+    fit(run)
+    assert (run.directory / "summary.json").is_file()
+    assert "No space left" in capsys.readouterr().err
+    assert not (run.directory / "run.html").exists()
 
 
 def test_every_row_has_the_number_of_tokens(make_run):
@@ -510,7 +518,7 @@ def test_a_finished_run_is_not_changed_by_starting_it_again(run, make_run, capsy
     before = contents(run)
     for steps in (6, 3):
         fit(make_run(*OWN, "name=a", f"trainer.max_steps={steps}"))
-        assert set(changed_paths(run, before)) <= {"report.html"}  # it contains the time
+        assert not changed_paths(run, before)
     assert "resum" not in capsys.readouterr().out
 
 
@@ -542,7 +550,7 @@ def test_a_run_that_was_stopped_at_its_end_is_finished_by_the_next_start(
     assert json.loads(summary.read_text())["steps"] == 4
     before = contents(run.directory)
     fit(make_run("name=a"))
-    assert set(changed_paths(run.directory, before)) <= {"report.html"}  # it contains the time
+    assert not changed_paths(run.directory, before)
 
 
 def test_train_without_network_account_or_stdout(tmp_path, text_file):

@@ -160,9 +160,3 @@ def optimizer_states(run: Path) -> list[Path]:
     if the path of the run contains none."""
     states = sorted(run.glob(f"checkpoints/step_*/{OPTIMIZER}"))
     return [file for file in states if "." not in file.parent.name and file.resolve() == file]
-
-
-def attention_page(folder: Path) -> Path | None:
-    """Returns the attention page of a run, None if it has none."""
-    timelapse = folder / "attention" / "timelapse.html"
-    return timelapse if timelapse.is_file() else None

@@ -286,7 +286,6 @@ class LensSettings(Settings, LensConfig):
     prompts: Annotated[
         Annotated[list[Sentence], Field(max_length=MAX_PROMPTS)] | None, _has_a_prompt
     ]
-    frames: Annotated[Positive, Field(ge=2, le=200)]
     ablation: Annotated[Literal["auto", "exact", "estimate", "off"], BeforeValidator(_off)]
 
 

@@ -1,29 +1,69 @@
-"""Data for the charts of report.html and of attention pages, from the rows of metrics.jsonl.
-
-    json.dumps(chart_data(rows))
-
-report_page/main.js draws the charts.
-"""
+"""Data for the charts of a run's page, from the rows of metrics.jsonl. headlens/page/training.js
+draws the charts."""
 
 import itertools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
-KEYS = (
-    "train/loss",
-    "val/loss",
-    "val/bits_per_byte",
-    "val/accuracy",
-    "train/learning_rate",
-    "train/tokens_per_second",
-    "train/grad_norm",
+from headlens import formatted, rounded
+
+
+@dataclass
+class Chart:
+    """A chart of the page. lines: {metric: its name}."""
+
+    title: str
+    unit: str
+    lines: dict[str, str]
+    text: Callable[[float], str]  # a value at the cursor
+    from_zero: bool = True
+    scale: float = 1.0  # values are drawn times this number
+    sign: str = ""  # after the numbers of the axis
+
+
+CHARTS = (
+    Chart(
+        "loss",
+        "nats per token",
+        {"train/loss": "training", "smoothed": "smoothed", "val/loss": "validation"},
+        lambda value: rounded(value, 4),
+        from_zero=False,
+    ),
+    Chart(
+        "validation",
+        "bits per byte",
+        {"val/bits_per_byte": "validation"},
+        lambda value: rounded(value, 3),
+        from_zero=False,
+    ),
+    Chart(
+        "validation accuracy",
+        "of targets",
+        {"val/accuracy": "validation"},
+        lambda value: f"{value:.1%}",
+        scale=100,
+        sign="%",
+    ),
+    Chart(
+        "learning rate", "", {"train/learning_rate": "learning rate"}, lambda value: f"{value:.3g}"
+    ),
+    Chart(
+        "throughput",
+        "tokens per second",
+        {"train/tokens_per_second": "throughput"},
+        lambda value: f"{value:,.0f} tokens/s",
+    ),
+    Chart("gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}, formatted),
 )
-CURVES = {  # those on an attention page
+KEYS = tuple(key for chart in CHARTS for key in chart.lines if "/" in key)
+CURVES = {  # those under the time line of the heads
     "train/loss": "training loss",
     "val/loss": "validation loss",
     "val/accuracy": "validation accuracy",
 }
-MAX_POINTS = 300  # of a curve on an attention page
-POINTS_PER_LINE = 1000  # a screen cannot show more
+MAX_POINTS = 300  # of a curve under the time line
+POINTS_PER_LINE = 600  # a chart has about as many pixels
 SMOOTH_FROM = 60  # with fewer points, smoothing is not necessary
 # A validation loss has risen if it is more than this fraction and this much above its minimum.
 RISE, RISE_NATS = 0.01, 0.01
@@ -57,24 +97,50 @@ def minimum_before_rise(points: Points) -> tuple[int, float] | None:
     return lowest
 
 
-def chart_data(rows: list[dict]) -> dict:
-    """Returns {"steps": [first, last], "lines": {metric: [(step, value), ...]}}; None is a gap. A
-    training loss with many points also has a line "smoothed"."""
-    lines = {key: points_of(rows, key) for key in KEYS}
-    if len(lines["train/loss"]) >= SMOOTH_FROM:
-        lines["smoothed"] = smooth(lines["train/loss"])
-    return {
-        "steps": [row["step"] for row in (rows[:1] + rows[-1:])],
-        "lines": {
-            key: [(step, None if math.isnan(v) else float(f"{v:.6g}")) for step, v in thin(points)]
-            for key, points in lines.items()
-            if points
-        },
-    }
+def charts(rows: list[dict], windows: str = "") -> list[dict]:
+    """Returns the charts that have values, as texts and points: {"title", "unit", "sign",
+    "from_zero", "lines", "lowest"}.
+
+    A line is {"name", "kind": training or validation, "thin", "points": [[step, value, text]]}; the
+    value None is a gap, of a value that is NaN or inf. A training loss with many points is thin,
+    and has a line "smoothed". lowest: [step, value, text] of a validation loss that is not the last
+    one, or None. windows: of a validation during the training, in words.
+    """
+    found = {key: points_of(rows, key) for key in KEYS}
+    if len(found["train/loss"]) >= SMOOTH_FROM:
+        found["smoothed"] = smooth(found["train/loss"])
+    shown = []
+    for chart in CHARTS:
+
+        def point(step: int, value: float, chart: Chart = chart) -> list:
+            drawn = None if math.isnan(value) else float(f"{value * chart.scale:.6g}")
+            return [step, drawn, "" if drawn is None else chart.text(value)]
+
+        lines = [
+            {
+                "name": name,
+                "kind": "validation" if key.startswith("val/") else "training",
+                "thin": key == "train/loss" and "smoothed" in found,
+                "points": [point(*each) for each in thin(found[key])],
+            }
+            for key, name in chart.lines.items()
+            if found.get(key)
+        ]
+        if not lines:
+            continue
+        losses = finite([p for p in found.get([*chart.lines][-1], []) if p[0] > 0])
+        lowest = min(losses, key=lambda p: p[1], default=None)
+        has_lowest = not chart.from_zero and lowest and lowest[1] < losses[-1][1]
+        has_windows = windows and len(lines) > 1 and found["val/loss"]
+        unit = f"{chart.unit}; validation {windows}" if has_windows else chart.unit
+        values = {"title": chart.title, "unit": unit, "sign": chart.sign}
+        values |= {"from_zero": chart.from_zero, "lines": lines}
+        shown.append(values | {"lowest": point(*lowest) if has_lowest else None})
+    return shown
 
 
 def curves(rows: list[dict]) -> dict[str, Points]:
-    """Returns the curves that the attention page shows. rows: of metrics.jsonl."""
+    """Returns the curves under the time line of the heads. rows: of metrics.jsonl."""
     found = {}
     for key, name in CURVES.items():
         points = points_of(rows, key)

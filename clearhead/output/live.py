@@ -3,25 +3,27 @@
     runs = LiveRuns(Path("runs"))
     runs.rows()          # of the list, the newest run first
     run = runs.find("first")
-    run.state()          # step, losses, versions of its snapshots and of its report
+    run.state()          # step, versions of its snapshots and of its losses
+    run.training()       # losses, samples and settings
 
-Only files that have changed are read again, and of metrics.jsonl only the rows that were appended.
-Nothing is written. Only directories in this folder are runs, and links are not followed.
-output/live_server.py sends the results to a browser.
+Only files that have changed are read again. Nothing is written. Only directories in this folder
+are runs, and links are not followed. output/live_server.py sends the results to a browser.
 """
 
-import functools
-import io
+import hashlib
+import json
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 from urllib.parse import quote
 
 from clearhead.checkpoint.run_directory import (
+    CONFIG_YAML,
     LOCK,
     SUMMARY_JSON,
     VALIDATION_JSON,
@@ -31,81 +33,55 @@ from clearhead.checkpoint.run_directory import (
 from clearhead.config.stored import SETTINGS_JSON, settings_of
 from clearhead.config.yaml_files import flat
 from clearhead.errors import sanitize
-from clearhead.files import MAX_LOG_BYTES, log_lines, open_regular, read_object, read_rows
-from clearhead.output.charts import CURVES, curves, finite, number, points_of, smooth, thin
-
-if TYPE_CHECKING:  # imports torch, which the list does not need
-    from headlens import LiveSnapshots
+from clearhead.files import read_rows
+from clearhead.output.charts import curves, finite, points_of, smooth, thin
+from clearhead.output.report import ROWS, progress, training_data, validation_loss
+from headlens import LiveSnapshots, rounded
 
 MAX_RUNS = 200  # in the list
 POINTS = 80  # of a curve in the list
-BLOCK = 2**24  # bytes of a log that are read at once
+PAUSE = 20  # a file that took t seconds to read is not read again for PAUSE * t seconds
+LOGS = ("metrics.jsonl", "starts.jsonl", "samples.jsonl", VALIDATION_JSON)
 
 Value = TypeVar("Value")
+Signature = tuple[int, ...] | None
 
 
-def signature(path: Path) -> tuple[int, ...]:
-    """Returns numbers that differ after a change of a file; () without a regular file, such as for
-    a link."""
+def signature(path: Path) -> Signature:
+    """Returns numbers that differ after a change of a file; () without one, None for something else
+    such as a link."""
     try:
         found = path.lstat()
     except OSError:
         return ()
     is_file = stat.S_ISREG(found.st_mode)
-    return (found.st_ino, found.st_mtime_ns, found.st_size) if is_file else ()
+    return (found.st_ino, found.st_mtime_ns, found.st_size) if is_file else None
 
 
 class Cached(Generic[Value]):
-    """What a function reads from a file; read again when the file has changed. nothing: the result
-    without a file."""
+    """What a function makes from files; made again when one has changed, but not if that would take
+    more than a small part of the time. sources: paths, or the content of a file. nothing: the
+    result without the first file, and if one of them is a link."""
 
-    def __init__(self, path: Path, read: Callable[[], Value], nothing: Value):
-        self.path, self.read, self.nothing = path, read, nothing
-        self.signature: tuple[int, ...] = ()
-        self.value = nothing
+    def __init__(self, make: Callable[[], Value], nothing: Value, *sources: "Path | Cached"):
+        self.make, self.nothing, self.sources = make, nothing, sources
+        self.seen: list[Signature] = []
+        self.value, self.next_time = nothing, 0.0
 
     def __call__(self) -> Value:
-        found = signature(self.path)
-        if found != self.signature:
-            self.signature, self.value = found, self.read() if found else self.nothing
+        found, started = [*map(self._version, self.sources)], time.monotonic()
+        if found != self.seen and started >= self.next_time:
+            self.value = self.make() if found[0] and None not in found else self.nothing
+            self.seen, now = found, time.monotonic()
+            self.next_time = now + PAUSE * (now - started)
         return self.value
 
-
-class GrowingLog:
-    """The rows of metrics.jsonl with losses, and the last step of all rows."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.signature: tuple[int, ...] = ()
-        self.clear()
-
-    def clear(self) -> None:
-        self.rows: list[dict] = []
-        self.step, self.offset = 0, 0
-
-    def update(self) -> None:
-        """Reads the rows that were appended; all, if the file was written again, as when a run is
-        resumed."""
-        found = signature(self.path)
-        if found == self.signature:
-            return
-        if not found or found[:1] != self.signature[:1] or found[2] < self.offset:
-            self.clear()
-        self.signature = found
-        if found and found[2] <= MAX_LOG_BYTES:
-            with open_regular(self.path) as file:
-                while self._read_block(file):
-                    pass
-
-    def _read_block(self, file: io.BufferedIOBase) -> bool:
-        file.seek(self.offset)
-        whole, newline, _ = file.read(BLOCK).rpartition(b"\n")  # the last line may be incomplete
-        for _, row in log_lines(io.BytesIO(whole)):
-            self.step = max(self.step, row["step"])
-            kept = {key: row[key] for key in CURVES if key in row}
-            self.rows += [{"step": row["step"]} | kept] if kept else []
-        self.offset += len(whole) + len(newline)
-        return bool(newline)
+    @staticmethod
+    def _version(source: "Path | Cached") -> Signature:
+        if isinstance(source, Path):
+            return signature(source)
+        source()
+        return source.seen[0]  # what it has read, which is not always the newest
 
 
 class LiveRun:
@@ -114,30 +90,16 @@ class LiveRun:
     def __init__(self, folder: Path):
         self.folder = folder
         self.lock = threading.Lock()  # one thread at a time reads the files of a run
-        self.settings = Cached(
-            folder / SETTINGS_JSON, lambda: flat(settings_of(folder) or {}), nothing={}
-        )
-        self.start = Cached(
-            folder / "starts.jsonl", lambda: next(iter(read_rows(folder / "starts.jsonl")), {}), {}
-        )
-        self.finished_step = Cached(folder / SUMMARY_JSON, lambda: summarized_step(folder), None)
-        self.final = Cached(
-            folder / VALIDATION_JSON, lambda: read_object(folder / VALIDATION_JSON), {}
-        )
-        self.log = GrowingLog(folder / "metrics.jsonl")
-        self.lines: dict[str, list] = {}  # of the list
-        self.lines_seen: tuple[int, ...] = ()  # the signature of the log that they are of
+        metrics, starts, *others = (folder / name for name in LOGS)
+        self.settings = Cached(lambda: flat(settings_of(folder) or {}), {}, folder / SETTINGS_JSON)
+        self.start = Cached(lambda: next(iter(read_rows(starts)), {}), {}, starts)
+        self.finished_step = Cached(lambda: summarized_step(folder), None, folder / SUMMARY_JSON)
+        self.rows = Cached(lambda: read_rows(metrics, *ROWS), [], metrics)
+        logs = (self.rows, starts, *others)
+        self.short = Cached(self._losses, {"losses": [], "lines": {}}, *logs)
+        self.training = Cached(self._training, b"", folder / CONFIG_YAML, *logs)
+        self.snapshots = LiveSnapshots(folder / "attention")
         self.is_running, self.lock_seen = False, ()
-
-    @functools.cached_property
-    def snapshots(self) -> "LiveSnapshots":
-        import torch
-
-        from headlens import LiveSnapshots
-
-        torch.set_num_threads(1)  # the other cores are for the training
-        frames = self.settings().get("lens.frames")
-        return LiveSnapshots(self.folder / "attention", frames if isinstance(frames, int) else 24)
 
     @property
     def has_snapshots(self) -> bool:
@@ -145,49 +107,30 @@ class LiveRun:
         return folder.is_dir() and not folder.is_symlink()
 
     @property
-    def has_report(self) -> bool:
-        return bool(signature(self.folder / "report.html"))
-
-    @property
     def address(self) -> str:
         return f"run/{quote(os.fsencode(self.folder.name), safe='')}/"
 
     def row(self) -> dict:
         """Returns the row of the list."""
-        self.log.update()
-        if self.lines_seen != self.log.signature:
-            train, val = (finite(points_of(self.log.rows, f"{of}/loss")) for of in ("train", "val"))
-            self.lines_seen = self.log.signature
-            self.lines = {
-                "training": _rounded(thin(smooth(train), POINTS)),
-                "validation": _rounded(thin(val, POINTS)),
-            }
-        lines = {name: points for name, points in self.lines.items() if points}
+        parameters = self.start().get("parameters")
+        history = signature(self.folder / "attention" / "statistics.jsonl")
+        has_picture = self.has_snapshots and history
         return {
             "name": sanitize(self.folder.name),
             "address": self.address,
             "date": self.date().strftime("%Y-%m-%d %H:%M"),
-            "parameters": self.start().get("parameters"),
+            "size": f"{parameters:,} parameters" if isinstance(parameters, int) else "",
+            "picture": f"{self.address}head.png?{history[1]:x}" if has_picture else "",
             **self._progress(),
-            "losses": {name: points[-1][1] for name, points in lines.items()} | self._final_loss(),
-            "lines": lines,
-            "has_attention": self.has_snapshots,
-            "has_report": self.has_report,
+            **self.short(),
         }
 
     def state(self) -> dict:
-        """Returns what the attention page asks for, see polling.js."""
-        self.log.update()
-        found = curves(self.log.rows)
-        last = {name: points[-1][1] for name, points in found.items()}
-        every = self.settings().get("lens.every")
+        """Returns what the page of the run asks for, see page/live.js."""
         return {
             **self._progress(),
             "snapshots": self.snapshots.version() if self.has_snapshots else "",
-            "is_recorded": every != 0,
-            "curves": found,
-            "losses": last,
-            "report": repr(signature(self.folder / "report.html")),
+            "training": hashlib.sha256(self.training()).hexdigest()[:16],
         }
 
     def date(self) -> datetime:
@@ -195,17 +138,36 @@ class LiveRun:
         try:
             return datetime.fromisoformat(str(self.start().get("time"))).astimezone()
         except (ValueError, OverflowError):
-            changed = self.settings.signature[1:2] or (0,)
-            return datetime.fromtimestamp(changed[0] / 1e9).astimezone()
+            changed = signature(self.folder / SETTINGS_JSON) or (0, 0)
+            return datetime.fromtimestamp(changed[1] / 1e9).astimezone()
+
+    def _training(self) -> bytes:
+        """Returns losses, samples and settings as JSON."""
+        rows = self.rows()
+        found = {"training": training_data(self.folder, rows), "curves": curves(rows)}
+        return json.dumps(found).encode()
+
+    def _losses(self) -> dict:
+        """Returns the last losses as texts and the curves of both, for the list."""
+        train, val = (finite(points_of(self.rows(), f"{of}/loss")) for of in ("train", "val"))
+        found = validation_loss(self.folder, self.rows())
+        losses = [("training", rounded(train[-1][1], 4))] if train else []
+        losses += [("validation", rounded(found["loss"], 4))] if found else []
+        lines = {"training": thin(smooth(train), POINTS), "validation": thin(val, POINTS)}
+        return {
+            "losses": losses,
+            "lines": {name: points for name, points in lines.items() if points},
+        }
 
     def _progress(self) -> dict:
-        state = "finished" if self.log.step == self.finished_step() else "stopped"
+        """Returns {"state", "text": the state in words, "done": the fraction of the steps}."""
+        step = self.rows()[-1]["step"] if self.rows() else 0
+        state = "finished" if step == self.finished_step() else "stopped"
+        state = "running" if self._is_locked() else state
         planned = self.settings().get("trainer.max_steps")
-        return {
-            "state": "running" if self._is_locked() else state,
-            "step": self.log.step,
-            "max_steps": planned if isinstance(planned, int) else None,
-        }
+        is_known = state != "finished" and isinstance(planned, int) and planned > 0
+        done = min(step / planned, 1) if is_known else None
+        return {"state": state, "text": progress(state, self.rows(), planned), "done": done}
 
     def _is_locked(self) -> bool:
         """Asks for the lock only if it is known to be locked, or its file has changed: otherwise
@@ -215,11 +177,6 @@ class LiveRun:
         if self.is_running or seen != self.lock_seen:
             self.is_running, self.lock_seen = bool(seen) and is_locked(self.folder), seen
         return self.is_running
-
-    def _final_loss(self) -> dict:
-        loss = number(self.final().get("loss"))
-        is_last = self.final().get("step") == self.log.step and loss == loss
-        return {"validation": round(loss, 4)} if is_last else {}
 
 
 class LiveRuns:
@@ -253,7 +210,3 @@ class LiveRuns:
                 name: self.known.get(name) or LiveRun(self.folder / name) for name in names
             }
             return {name: run for name, run in self.known.items() if run.settings()}
-
-
-def _rounded(points: list) -> list:
-    return [(step, round(value, 4)) for step, value in points]

@@ -5,17 +5,15 @@
 
 These addresses exist; a name is one of a run, and never a path:
 
-    /                             the list of runs; /runs.json: its content
-    /run/NAME/                    the attention page; state.json, data.json, frame/STEP.json: its
-                                  content, see headlens/live_snapshots.py
-    /run/NAME/report              report.html in a frame, which is loaded again when it has changed
+    /              the list of runs; /runs.json: its content
+    /run/NAME/     the page of a run; state.json, training.json, data.json, frame/STEP.json: its
+                   content, see output/live.py and headlens/live_snapshots.py; head.png: a picture
 
 The server only reads. It answers requests for a name of this machine only: a web page from
 elsewhere can resolve its own name to 127.0.0.1 (DNS rebinding). Each answer has an ETag, so that
 an answer that has not changed is not sent again.
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -29,24 +27,14 @@ from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from clearhead.errors import sanitize
-from clearhead.files import read_bounded
 from clearhead.output.live import LiveRun, LiveRuns
-from headlens import assemble_html, content_security_policy
+from headlens import live_page
 
-PAGES = Path(__file__).parent / "report_page"
 PORTS = 20  # that are tried
 IDLE = 60  # seconds after which a connection without requests is closed
-MAX_REPORT = 2**30  # bytes
 # Any port: a tunnel (ssh -L 9000:localhost:8000) may have another one.
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 STEP = re.compile(r"(\d{1,12})\.json", re.ASCII)
-# A report may come from elsewhere: its scripts cannot read other answers of this server, and
-# nothing leaves the browser.
-REPORT_POLICY = (
-    "sandbox allow-scripts allow-downloads allow-top-navigation-by-user-activation;"
-    " default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:;"
-    " base-uri 'none'; form-action 'none'"
-)
 
 
 class Answer(NamedTuple):
@@ -109,14 +97,17 @@ class Handler(BaseHTTPRequestHandler):
             answer = answer_to(self.server.runs, self.path)
         except Refused as refused:
             return self.send_error(refused.status, refused.text)
-        except (OSError, ValueError) as error:  # another process has just removed a file
+        except FileNotFoundError as error:
+            return self.send_error(HTTPStatus.NOT_FOUND, str(error))
+        except (OSError, ValueError) as error:  # another process has just replaced a file
             return self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         etag = f'"{hashlib.sha256(answer.body).hexdigest()[:32]}"'
         if answer.status == HTTPStatus.OK and self.headers.get("If-None-Match") == etag:
             answer = answer._replace(body=b"", status=HTTPStatus.NOT_MODIFIED)
         self.send_response_only(answer.status)
         if answer.status != HTTPStatus.NOT_MODIFIED:
-            self.send_header("Content-Type", f"{answer.kind}; charset=utf-8")
+            charset = "" if answer.kind == "image/png" else "; charset=utf-8"
+            self.send_header("Content-Type", answer.kind + charset)
             self.send_header("Content-Length", str(len(answer.body)))
         if answer.location:
             self.send_header("Location", answer.location)
@@ -166,7 +157,7 @@ def answer_to(runs: LiveRuns, target: str) -> Answer:
     # Decoded after the split: a name with an encoded slash is not the name of a run.
     match [os.fsdecode(unquote_to_bytes(part)) for part in path.split("/")[1:]]:
         case [""]:
-            return page_answer("runs.html")
+            return as_page("runs", ["runs"])
         case ["runs.json"]:
             return as_json(runs.rows())
         case ["run", name, *rest]:
@@ -184,24 +175,19 @@ def answer_of_run(run: LiveRun, parts: list[str]) -> Answer:
         case []:
             return Answer(b"", status=HTTPStatus.FOUND, location=f"/{run.address}")
         case [""]:
-            from headlens import live_page  # imports torch, which the list does not need
-
-            # The page contains its own policy.
-            page = live_page(sanitize(run.folder.name)).encode("utf-8", "replace")
-            return Answer(page, "text/html", "base-uri 'none'")
+            heads = ["heads"] * (run.has_snapshots or run.settings().get("lens.every") != 0)
+            tabs = ["runs", *heads, "training", "settings"]
+            return as_page(sanitize(run.folder.name), tabs)
         case ["state.json"]:
             return as_json(run.state())
         case ["data.json"] if run.has_snapshots:
             return Answer(run.snapshots.data())
         case ["frame", name] if run.has_snapshots and (found := STEP.fullmatch(name)):
             return Answer(run.snapshots.frame(int(found[1])))
-        case ["report"]:
-            return page_answer("report_frame.html")
-        case ["report.html"] if run.has_report:
-            report = read_bounded(run.folder / "report.html", MAX_REPORT)
-            return Answer(report, "text/html", REPORT_POLICY)
-        case ["attention", name] if name.endswith(".html"):  # the link in a report
-            return Answer(b"", status=HTTPStatus.FOUND, location="../")
+        case ["training.json"]:
+            return Answer(run.training())
+        case ["head.png"] if run.has_snapshots:
+            return Answer(run.snapshots.picture(), "image/png")
     raise Refused(HTTPStatus.NOT_FOUND, "no such page")
 
 
@@ -209,9 +195,7 @@ def as_json(value: object) -> Answer:
     return Answer(json.dumps(value).encode())
 
 
-@functools.cache
-def page_answer(name: str) -> Answer:
-    """Returns a page of report_page/, which asks this server for its content."""
-    page = assemble_html(PAGES / name).encode()
-    policy = f"{content_security_policy(page)}; connect-src 'self'; frame-src 'self'"
-    return Answer(page, "text/html", policy)
+def as_page(title: str, tabs: list[str]) -> Answer:
+    """Returns the page, which asks this server for its content and contains its own policy."""
+    page = live_page(title, tabs).encode("utf-8", "replace")
+    return Answer(page, "text/html", "base-uri 'none'")

@@ -1,4 +1,4 @@
-"""What a run prints, records and times: console, tracker (metrics.jsonl, W&B), report; and its
+"""What a run prints, records and times: console, tracker (metrics.jsonl, W&B), page; and its
 training metrics: loss, gradient norm, speed and skipped steps."""
 
 import contextlib
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,11 +15,14 @@ from clearhead.checkpoint.format import State
 from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.errors import DIVERGENCE_HINT, DivergedError, best_effort
 from clearhead.output.console import Console
-from clearhead.output.report import write_report
+from clearhead.output.report import RUN_HTML, write_run_page
 from clearhead.output.tracker import Tracker
 from clearhead.parallel.strategy import Strategy
 
-MAX_SHARE = 0.01  # of the time of a run: reports that are written while it trains
+if TYPE_CHECKING:
+    from headlens import Snapshot
+
+MAX_SHARE = 0.01  # of the time of a run: pages that are written while it trains
 
 
 @dataclass
@@ -29,9 +33,12 @@ class RunLog:
     console: Console
     tracker: Tracker
     exclude: Callable[[float], None]  # called with the seconds of work that is not training
-    debug: bool  # whether errors of a report end the run
+    debug: bool  # whether errors of a page end the run
     seconds: dict[str, float] = field(default_factory=dict)  # of validation, samples, ...
-    started: float = field(default_factory=time.perf_counter)
+    page_step: int = -1  # of the last page
+    page_seconds: float = 0.0  # that it took
+    page_time: float = 0.0  # when it was written
+    logged_step: int = -1  # of the last page on W&B
 
     @contextlib.contextmanager
     def timed(self, work: str) -> Iterator[None]:
@@ -42,16 +49,39 @@ class RunLog:
         self.seconds[work] = self.seconds.get(work, 0.0) + seconds
         self.exclude(seconds)
 
-    def write_report(self, is_training: bool = False) -> None:
-        """Writes report.html, on rank 0. is_training: while the run trains, at most one percent of
-        its time is for reports, so it is written less often if it takes long."""
+    def log(
+        self,
+        metrics: dict[str, float],
+        step: int,
+        snapshot: "Snapshot | None",
+        sample: dict | None,
+        is_last: bool,
+    ) -> None:
+        """Logs the metrics of a step, see Tracker.log, and writes the page, which shows them.
+
+        While the run trains, at most one percent of its time is for pages, so one is skipped if the
+        last one took more of the time since. W&B gets the first one, those after twice as many
+        steps as the last, and the one of the last step."""
+        since = time.perf_counter() - self.page_time
+        is_due = is_last or self.page_seconds <= MAX_SHARE * since
+        is_shown = is_last or (is_due and step >= 2 * self.logged_step)
+        self.tracker.log(metrics, step, snapshot, sample, page_follows=is_shown)
+        path = self.write_page(step, "finished" if is_last else "running") if is_due else None
+        if path and is_shown:
+            self.tracker.log_page(path, step)
+            self.logged_step = step
+
+    def write_page(self, step: int, state: str) -> Path | None:
+        """Writes run.html, on rank 0, and returns its path; None after an error. state: running,
+        stopped or finished."""
         if not self.console.is_rank_0:
-            return
-        elapsed = time.perf_counter() - self.started
-        if is_training and self.seconds.get("report", 0) > MAX_SHARE * elapsed:
-            return
-        with self.timed("report"), best_effort("report.html: could not be written", self.debug):
-            write_report(self.directory, is_training)
+            return None
+        started, path = time.perf_counter(), None
+        with best_effort(f"{RUN_HTML}: could not be written", self.debug):
+            path = write_run_page(self.directory, state)
+        self.page_time, self.page_step = time.perf_counter(), step
+        self.page_seconds = self.page_time - started
+        return path
 
 
 @dataclass

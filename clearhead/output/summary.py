@@ -21,7 +21,7 @@ from clearhead.config.yaml_files import default_values, flat
 from clearhead.errors import as_yaml, sanitize, shorten
 from clearhead.files import REPOSITORY, as_json, atomic_write, last_values, read_rows, script_path
 from clearhead.output.charts import minimum_before_rise
-from clearhead.output.report import risen_since
+from clearhead.output.report import RUN_HTML, risen_since
 from clearhead.output.run_log import RunLog
 from clearhead.parallel import launch
 from clearhead.parallel.hardware import peak_memory
@@ -69,10 +69,8 @@ def introduce(
     lines = [*facts, f"run directory: {log.directory}"]
     if where := log.tracker.where():
         lines.append(f"W&B: {where}")
-    if is_single_run() and config.lens.every != 0 and not was_finished:
-        given = f"runs_dir={config.runs_dir}"
-        setting = "" if given == "runs_dir=runs" else f" {shlex.quote(given)}"
-        lines.append(f"watch it live: python -m scripts.live{setting}")
+    if is_single_run() and not was_finished:
+        lines.append(f"watch it live: {view_command(config)}")
     if was_finished:
         more = longer(config, state)
         lines.append(f"already finished after step {state.step}; to train further, use {more}")
@@ -80,6 +78,12 @@ def introduce(
         lines.append(f"resuming after step {state.step}")
     for line in lines:
         log.console.print(line)
+
+
+def view_command(config: Config) -> str:
+    """Returns the command that shows the runs."""
+    given = f"runs_dir={config.runs_dir}"
+    return "python -m scripts.view" + (f" {shlex.quote(given)}" * (given != "runs_dir=runs"))
 
 
 def results(
@@ -114,9 +118,10 @@ def where_to_look(config: Config, state: State, log: RunLog, uploaded: str | Non
     """Returns lines with the files of a run, and the command that generates text. uploaded: the
     name of the model on W&B."""
     folder, lines = log.directory, []
-    if (timelapse := folder / "attention" / "timelapse.html").is_file():
-        lines.append(f"attention page   {timelapse}")
-    lines.append(f"report           {folder / 'report.html'}")
+    if (folder / RUN_HTML).is_file():
+        lines.append(f"page of the run  {folder / RUN_HTML}")
+    if is_single_run():
+        lines.append(f"all runs         {view_command(config)}")
     given = folder / "checkpoints" / "best" if has_risen(state) else folder
     prompt = re.sub("^@", "@@", config.trainer.sample_prompt or "")  # @FILE: from a file
     command = ["python", script_path("generate.py"), f"checkpoint={given}", f"prompt={prompt}"]

@@ -109,15 +109,16 @@ class Tracker:
         step: int,
         snapshot: "Snapshot | None" = None,
         sample: dict | None = None,
+        page_follows: bool = False,
     ) -> None:
         """Logs the metrics of a step. snapshot: an attention snapshot, whose files are in the run
-        directory. sample: a row of samples.jsonl.
+        directory. sample: a row of samples.jsonl. page_follows: log_page is called for this step.
 
         Call it at most once for each step, in order: W&B drops rows of earlier steps.
         """
         if snapshot:
             metrics = metrics | snapshot.metrics
-        files = snapshot.images | snapshot.pages if snapshot else {}
+        files = snapshot.images if snapshot else {}
         row = {"step": step} | {key: _json_value(value) for key, value in metrics.items()}
         row |= {key: path.relative_to(self.folder).as_posix() for key, path in files.items()}
         if len(row) > 1:
@@ -130,9 +131,19 @@ class Tracker:
         media = self._media(step, snapshot, sample)
         # commit: otherwise W&B records the row at the next step. W&B names the files of media after
         # the step of the last call.
-        self._call(lambda run: run.log(metrics, step=step, commit=not media))
+        is_complete = not media and not page_follows
+        self._call(lambda run: run.log(metrics, step=step, commit=is_complete))
         if media:
-            self._call(lambda run: run.log(media, step=step, commit=True))
+            self._call(lambda run: run.log(media, step=step, commit=not page_follows))
+
+    def log_page(self, path: Path, step: int) -> None:
+        """Logs the page of the run to W&B, after `log` of this step with page_follows=True.
+
+        W&B has a hard link to the file: the next page must replace it, not overwrite it.
+        """
+        if self.run and step >= self.first_step:
+            page = {"attention/page": self.wandb.Html(str(path), inject=False)}
+            self._call(lambda run: run.log(page, step=step, commit=True))
 
     def _media(
         self, step: int, snapshot: "Snapshot | None", sample: dict | None
@@ -144,14 +155,12 @@ class Tracker:
             if sample and (step >= self.next_sample or step == self.last_step):
                 self.next_sample = step + self.last_step / MAX_SAMPLES
                 # inject=False: by default W&B adds a stylesheet from its server to the page.
-                page = wandb.Html(sample_page(sample), inject=False, data_is_not_path=True)
-                media["samples/text"] = page
+                text = wandb.Html(sample_page(sample), inject=False, data_is_not_path=True)
+                media["samples/text"] = text
             if snapshot:
                 media |= snapshot.heads
                 for key, path in snapshot.images.items():
                     media[key] = wandb.Image(str(path), caption=snapshot.captions.get(key))
-                for key, path in snapshot.pages.items():
-                    media[key] = wandb.Html(str(path), inject=False)
                 for key, rows in snapshot.tables.items():
                     cells: list = [
                         [wandb.Image(x) if isinstance(x, np.ndarray) else x for x in row.values()]
@@ -275,7 +284,7 @@ class NoTracker(Tracker):
     def _nothing(self, *_, **__) -> None: ...
 
     run_id = property(_nothing)
-    log = log_model = summary = sync = finish = where = _nothing
+    log = log_page = log_model = summary = sync = finish = where = _nothing
 
 
 def _wandb_folder(run) -> Path:

@@ -17,9 +17,7 @@ from clearhead.config.automatic import expected_steps
 from clearhead.config.schema import Config
 from clearhead.config.stored import settings_of
 from clearhead.errors import MAX_FAILURES, Failures, best_effort
-from clearhead.files import read_rows
 from clearhead.models.head_removal import ablate_heads
-from clearhead.output.charts import CURVES, curves
 from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.windows import MixedDataset, WindowDataset, evenly_spaced_windows
@@ -55,12 +53,8 @@ class LensRunner:
         self.lens.max_steps = last_step
         return self.lens.due(step)
 
-    def snapshot(
-        self, model: GPT, step: int, last_step: int, row: dict[str, float]
-    ) -> Snapshot | None:
-        """Takes an attention snapshot: statistics, images and a page. Returns None after an error.
-
-        last_step: of the run. row: the metrics of this step, which are not in metrics.jsonl yet.
+    def snapshot(self, model: GPT, step: int) -> Snapshot | None:
+        """Takes an attention snapshot: statistics and images. Returns None after an error.
 
         All ranks run the model, and rank 0 writes the files. After several errors in a row, on any
         rank, no rank takes another one.
@@ -74,14 +68,13 @@ class LensRunner:
                 return self.ablate(model, groups, step)
             return None  # after an error
 
-        snapshot, failed, log = None, True, self.directory / "metrics.jsonl"
+        snapshot, failed = None, True
         what = f"lens: the snapshot of step {step} failed"
         with best_effort(what, self.debug, self.strategy.label):
             with self.strategy.inference(model):
                 snapshot = self.lens.snapshot(
                     model,
                     step,
-                    curves=lambda: curves([*read_rows(log, *CURVES), {"step": step, **row}]),
                     ablate=ablate if self.ablate else None,
                     write=self.strategy.is_rank_0,
                 )
@@ -144,6 +137,7 @@ def build_lens(
                 text=text_windows(config, data.val or data.train),
                 text_name=text_name(bool(config.data.synthetic)),
                 vocabulary=data.train.common_tokens(),
+                has_page=False,
             )
         if strategy.all_reduce_max(lens is None):
             lens = None

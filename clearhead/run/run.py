@@ -111,7 +111,7 @@ class Run:
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         """Closes all components; pending writes are completed."""
         if error is not None:
-            self.log.write_report()  # shows the metrics up to the error
+            self.log.write_page(self.state.step, "stopped")  # shows the metrics up to the error
         self.is_closed = True
         self.closing.__exit__(kind, error, trace)
 
@@ -167,8 +167,8 @@ class Run:
 
     def finish(self, seconds: float) -> dict | None:
         """Waits for the last checkpoint, uploads the model, prints a summary, ends the W&B run, and
-        writes the report and, at the very end, summary.json: a run without it is finished by its
-        next start. seconds: the duration of the training.
+        writes, at the very end, summary.json: a run without it is finished by its next start.
+        seconds: the duration of the training.
 
         Returns the contents of summary.json; None on other ranks, and if it could not be written.
         """
@@ -179,7 +179,8 @@ class Run:
         uploaded = None
         with best_effort("W&B: the model was not uploaded", debug):
             uploaded = log.tracker.log_model(state.best_step)
-        log.write_report()
+        if self.was_finished or log.page_step < state.step:
+            log.write_page(state.step, "finished")
         if state.best_loss is not None:
             log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
         log.console.close()

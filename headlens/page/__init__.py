@@ -27,7 +27,7 @@ from ..history import Row, copying_step, evenly_spaced, json_values
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
 
-VERSION = 5
+VERSION = 6
 MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
 TRAINER_CURVES = {"loss": "training loss", "eval_loss": "validation loss"}
 START, END = '<script type="application/json" id="data">', "</script>"
@@ -38,13 +38,14 @@ def run_data(
     history: Sequence[Row] = (),
     curves: Mapping[str, list] | None = None,
     frames: Sequence[dict] | None = None,
+    is_training: bool = False,
 ) -> dict:
     """Returns the data of one run.
 
     snapshots: with the same prompts, in the order of their steps. history: the statistics of all
     snapshots; without it, those of `snapshots`. curves: losses and accuracies of the training,
     {name: [(step, value)]}; NaN and inf are omitted. frames: instead of those of `snapshots`, see
-    live_snapshots.py.
+    live_snapshots.py. is_training: whether the run has not reached its last step.
     """
     frames = frames or [frame_data(snapshot) for snapshot in snapshots]
     last, history = snapshots[-1], history or [snapshot.row for snapshot in snapshots]
@@ -52,6 +53,7 @@ def run_data(
     coverage = last.contexts.coverage if last.contexts else {}
     return {
         "name": last.run,
+        "is_training": is_training,
         "layers": layers,
         "heads": heads,
         "prompts": [
@@ -156,16 +158,19 @@ def trainer_curves(log: object) -> dict[str, list[tuple[int, float]]]:
     return {name: points for name, points in found.items() if points}
 
 
-def page(runs: Sequence[dict], title: str, picture: str = "") -> str:
-    """Returns the page as HTML, for one run or for two runs to compare. picture: the address of an
-    image that a browser without JavaScript shows, such as heatmap.grid_url."""
-    return _filled({"version": VERSION, "runs": list(runs)}, title, picture)
+def page(runs: Sequence[dict], title: str, picture: str = "", training: dict | None = None) -> str:
+    """Returns the page as HTML, for one run, for two runs to compare, or for `training` alone.
+    picture: the address of an image that a browser without JavaScript shows, such as
+    heatmap.grid_url. training: see training.js."""
+    content = {"version": VERSION, "runs": list(runs), "training": training}
+    return _filled(content, title, picture)
 
 
-def live_page(title: str) -> str:
+def live_page(title: str, tabs: Sequence[str]) -> str:
     """Returns the page for a server that sends its data (live_snapshots.py), also while the run
-    trains. Its Content-Security-Policy allows requests to this server."""
-    return _filled({"version": VERSION, "live": True}, title, is_live=True)
+    trains. tabs: "runs", "heads", "training", "settings"; the list of runs has the first only. Its
+    Content-Security-Policy allows requests to this server."""
+    return _filled({"version": VERSION, "live": True, "tabs": tabs}, title, is_live=True)
 
 
 def _filled(content: dict, title: str, picture: str = "", is_live: bool = False) -> str:
@@ -194,7 +199,9 @@ def _packed(raw: bytes) -> str:
 def _template(is_live: bool) -> tuple[str, str]:
     """Returns the HTML before the data and after the data, without a title."""
     html = assemble_html(Path(__file__).parent / "index.html").replace("__VIRIDIS__", VIRIDIS)
-    policy = content_security_policy(html.encode()) + "; connect-src 'self'" * is_live
+    policy = content_security_policy(html.encode())
+    if is_live:
+        policy = policy.replace("img-src data:", "img-src data: 'self'; connect-src 'self'")
     html = html.replace("__CSP__", policy)
     before, after = html.split("__DATA__")
     return before, after

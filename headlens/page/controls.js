@@ -81,7 +81,7 @@ function listenToControls() {
   on("previous-head", "click", () => stepHead(-1));
   on("next-head", "click", () => stepHead(1));
   on("options", "click", () => {
-    const open = $("app").classList.toggle("open");
+    const open = $("all-heads").classList.toggle("open");
     $("options").setAttribute("aria-expanded", open);
     if (open) scrollTo(0, 0); // the controls are at the top
     layOut(true);
@@ -228,7 +228,9 @@ async function openPage(file) {
     const begin = text.indexOf(mark) + mark.length;
     if (begin < mark.length) throw new Error("This is not a page of the attention lens.");
     // Every < in the data is escaped, so the first < is the end of the data.
-    const found = await prepare(readData(text.slice(begin, text.indexOf("<", begin)))[0]);
+    const { runs } = readData(text.slice(begin, text.indexOf("<", begin)));
+    if (!runs.length) throw new Error("This page has no attention heads.");
+    const found = await prepare(runs[0]);
     await decode(found, nearestFrame(found, here.step));
     setRuns(run, Object.assign(found, { isOpened: true }));
     buildCompare();

@@ -2,10 +2,11 @@
 
 import { joinBytes } from "./text.js";
 
-const VERSION = 5; // of the data, see headlens/page/__init__.py
+const VERSION = 6; // of the data, see headlens/page/__init__.py
 const DECODED_BYTES = 200e6; // limit for the decoded frames in memory
 
-/** Returns the checked runs of the JSON text of a page. Throws an Error with a user message. */
+/** Returns the checked data of the JSON text of a page: {runs, training, live}. Throws an Error with
+ * a user message. */
 export function readData(text) {
   const not = (why) => new Error(`This is not a page of the attention lens: ${why}.`);
   let data;
@@ -15,7 +16,9 @@ export function readData(text) {
     throw not("the data block is not valid JSON");
   }
   if (data?.version !== VERSION) throw not("another version wrote it");
-  if (!Array.isArray(data.runs) || !data.runs.length) throw not("the data has no runs");
+  data.runs ??= [];
+  const isEmpty = !data.runs.length && !data.training && !data.live;
+  if (!Array.isArray(data.runs) || isEmpty) throw not("the data has no runs");
   const whole = (n, low) => Number.isInteger(n) && n >= low && n <= 1e4;
   const strings = (list) => Array.isArray(list) && list.every((x) => typeof x === "string");
   for (const run of data.runs) {
@@ -34,7 +37,7 @@ export function readData(text) {
     const keys = Array.isArray(run.statistics) && run.statistics.map((s) => s?.key);
     if (!strings(keys) || typeof run.history !== "string") throw not("the statistics are missing");
   }
-  return data.runs;
+  return data;
 }
 
 async function inflate(base64) {
@@ -53,6 +56,7 @@ export async function prepare(run) {
     throw new Error("This browser has no DecompressionStream. Use a newer version.");
   }
   run.count = run.layers * run.heads;
+  run.isTraining = run.is_training;
   run.size = run.normSize = 0;
   for (const prompt of run.prompts) {
     prompt.length = prompt.tokens.length;

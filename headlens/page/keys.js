@@ -10,6 +10,7 @@ import { goStep, togglePlay } from "./player.js";
 import { toggleCompare } from "./controls.js";
 import { choosePrompt } from "./finding.js";
 import { openHelp } from "./help.js";
+import { shownTab } from "./tabs.js";
 import { endTour, goTour } from "./tour.js";
 
 function moveCell(right, down) {
@@ -44,6 +45,7 @@ const SHORTCUTS = {
 
 export function onKey(event) {
   const { key, target } = event;
+  if (shownTab() !== "heads" || target.matches("[role=tab]")) return;
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (document.querySelector("dialog[open]")) return;
   const typing = target.matches("select, input:not([type=range], [type=checkbox], [type=radio])");

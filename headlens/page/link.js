@@ -6,6 +6,7 @@ import {
 } from "./state.js";
 import { kindOf } from "./names.js";
 import { readTheme } from "./colours.js";
+import { shownTab } from "./tabs.js";
 import { isPlaying, pause } from "./player.js";
 import { explainTour, goTour, tourLength } from "./tour.js";
 
@@ -91,6 +92,7 @@ export function keepLink() {
   clearTimeout(linkTimer);
   if (isPlaying()) return;
   linkTimer = setTimeout(() => {
+    if (shownTab() !== "heads") return;
     try {
       history.replaceState(null, "", linkText());
     } catch {

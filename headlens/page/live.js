@@ -1,6 +1,5 @@
-/* A page of a server (headlens/live_snapshots.py): takes up new snapshots and losses of the run. */
+/* A page of a server (clearhead/output/live_server.py): takes up new snapshots, losses and samples. */
 
-import { formatLoss } from "./text.js";
 import { $, make, showMessage } from "./dom.js";
 import { decode, prefetch, prepare, readData } from "./data.js";
 import { nearestFrame, other, run, setRuns, state, update } from "./state.js";
@@ -8,105 +7,123 @@ import { isPlaying } from "./player.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
 import { buildSubject } from "./legend.js";
 import { poll } from "./polling.js";
+import { shownTab } from "./tabs.js";
+import { showTraining } from "./training.js";
 
-let shownSnapshots = ""; // the version that the page shows
-let shownCurves = ""; // as JSON
-let rebuild = null; // builds what depends on the data; null until the page is drawn
-let liveText, liveLosses, lostText; // elements
+let shownSnapshots = ""; // the versions that the page shows
+let shownTraining = "";
+let curves = {}; // losses under the time line
+let isRunning = false;
+let first = null; // {done, fail}: the tab of the heads waits for the first snapshot
+let rebuild = null; // builds what depends on the data; null until the heads are drawn
+let liveText, lostText; // elements
 
-/** Returns whether a page has to ask a server for its data. */
-export function isLive(text) {
-  try {
-    return JSON.parse(text).live === true;
-  } catch {
+/** Shows the state, the losses and the samples of the run from now on. */
+export function followRun() {
+  liveText = make("span", { className: "number" });
+  lostText = make("b", { hidden: true });
+  $("live").append(make("i"), liveText, lostText);
+  $("live").hidden = false;
+  const wrong = (error) => {
+    if (first) first.fail(error);
+    else showMessage(error.message);
     return false;
+  };
+  poll("state.json", (found) => take(found).catch(wrong), showConnection);
+}
+
+/** Returns the data of the run as soon as it has a snapshot. */
+export const firstRun = () => new Promise((done, fail) => (first = { done, fail }));
+
+/** Takes up new snapshots from now on. build: builds what depends on the data of the run. */
+export function followHeads(build) {
+  rebuild = build;
+}
+
+/** Takes up what is new. Returns false if something has to wait. */
+async function take(found) {
+  $("live").dataset.state = found.state;
+  liveText.textContent = found.text;
+  isRunning = found.state === "running";
+  const isNew = found.training !== shownTraining;
+  if (isNew && !await takeTraining(found.training)) return false;
+  if (rebuild) return takeHeads(found, isNew);
+  if (!first || shownSnapshots) return false; // the heads are not shown, or not drawn yet
+  if (!found.snapshots) {
+    showInstead("The run has no attention snapshot yet. The first one appears here.");
+    return false;
+  }
+  const text = await loadData();
+  if (text === null) return false;
+  showInstead("");
+  first.done(Object.assign(readData(text).runs[0], { curves, is_training: isRunning }));
+  first = null;
+  return true;
+}
+
+async function ask(address) {
+  try {
+    const response = await fetch(address, { cache: "no-cache" });
+    return { isFound: response.ok, text: await response.text() };
+  } catch {
+    return { isFound: false, text: "" }; // the server has just stopped; showConnection says so
   }
 }
 
-/** Shows the state of the run from now on. Returns its data as soon as it has a snapshot. */
-export function firstRun() {
-  liveText = make("span", { className: "number" });
-  lostText = make("b", { hidden: true });
-  liveLosses = make("span", { className: "number losses" });
-  $("live").append(make("i"), liveText, liveLosses, lostText,
-    make("a", { href: "report", textContent: "report" }),
-    make("a", { href: "../../", textContent: "all runs" }));
-  $("live").hidden = false;
-  return new Promise((done, fail) => {
-    const take = async (found) => {
-      showProgress(found);
-      if (rebuild) return takeUp(found);
-      if (shownSnapshots) return false; // the page is not drawn yet
-      if (!found.snapshots) return showWaiting(found);
-      const text = await loadData();
-      if (text === null) return false;
-      const [first] = readData(text);
-      Object.assign(first, { curves: found.curves, isTraining: found.state === "running" });
-      shownCurves = JSON.stringify(found.curves);
-      $("error").hidden = true;
-      return done(first);
-    };
-    const wrong = (error) => {
-      (rebuild ? showMessage : fail)(error.message);
-      return false;
-    };
-    poll("state.json", (found) => take(found).catch(wrong), showConnection);
-  });
-}
-
-/** Takes up new data from now on. build: builds what depends on the data of the run. */
-export function followRun(build) {
-  $("bar").prepend($("live"));
-  rebuild = build;
+async function takeTraining(version) {
+  const { isFound, text } = await ask("training.json");
+  if (!isFound || !text) return isFound;
+  const found = JSON.parse(text);
+  curves = found.curves;
+  shownTraining = version;
+  showTraining(found.training);
+  return true;
 }
 
 /** Returns the text of the data, null if it cannot be read now: a file may just be replaced. */
 async function loadData() {
-  try {
-    const response = await fetch("data.json", { cache: "no-cache" });
-    const text = await response.text();
-    if (response.ok) {
-      shownSnapshots = JSON.parse(text).snapshots;
-      return text;
-    }
-    if (!rebuild) showInstead(text);
-  } catch {
-    // The server has just stopped; showConnection says so.
-  }
-  return null;
+  const { isFound, text } = await ask("data.json");
+  if (isFound) shownSnapshots = JSON.parse(text).snapshots;
+  else if (text && !rebuild) showInstead(text);
+  return isFound ? text : null;
 }
 
 /** Takes up new snapshots, then new losses. Returns false if this has to wait. */
-async function takeUp(found) {
-  if (state.tour || isPlaying()) return false; // they show the steps that they started with
+async function takeHeads(found, hasLosses) {
+  // They show the steps that they started with; without a size nothing can be drawn.
+  if (state.tour || isPlaying() || shownTab() !== "heads") {
+    waitingLosses ||= hasLosses;
+    return false;
+  }
   if (found.snapshots && found.snapshots !== shownSnapshots) {
     const before = shownSnapshots;
     const text = await loadData();
-    const isTaken = text !== null && await takeSnapshots(readData(text)[0], found);
+    const isTaken = text !== null && await takeSnapshots(readData(text).runs[0]);
     if (!isTaken) shownSnapshots = before;
     return isTaken;
   }
-  const curves = JSON.stringify(found.curves);
-  Object.assign(run, { curves: found.curves, isTraining: found.state === "running" });
+  Object.assign(run, { curves, isTraining: isRunning });
   buildSubject();
-  if (curves !== shownCurves) {
+  if (hasLosses || waitingLosses) {
     buildTimeline();
     drawTimeline();
   }
-  shownCurves = curves;
+  waitingLosses = false;
   return true;
 }
+
+let waitingLosses = false;
 
 const shapeOf = (of) => JSON.stringify([of.layers, of.heads, !of.text,
   of.prompts.map(({ text, tokens }) => [text, tokens]), of.statistics.map(({ key }) => key)]);
 
 /** Shows a run with other snapshots in the same view: the same step or, at the end, the new end. */
-async function takeSnapshots(fresh, { curves, state: now }) {
+async function takeSnapshots(fresh) {
   if (shapeOf(fresh) !== shapeOf(run)) {
     location.reload(); // the run was started again with other prompts
     return false;
   }
-  Object.assign(fresh, { curves, isTraining: now === "running" });
+  Object.assign(fresh, { curves, is_training: isRunning });
   await prepare(fresh);
   const known = new Map(run.frames.map((frame) => [frame.address, frame]));
   fresh.frames = fresh.frames.map((frame) => known.get(frame.address) ?? frame);
@@ -127,7 +144,7 @@ async function takeSnapshots(fresh, { curves, state: now }) {
   if (state.tour || isPlaying()) return false;
   const frame = place();
   setRuns(fresh, other);
-  shownCurves = JSON.stringify(curves);
+  waitingLosses = false;
   rebuild();
   update({ frame });
   prefetch(fresh).then(() => run === fresh && update());
@@ -136,22 +153,7 @@ async function takeSnapshots(fresh, { curves, state: now }) {
 
 function showInstead(text) {
   $("error").textContent = text;
-  $("error").hidden = false;
-}
-
-function showWaiting({ is_recorded: isRecorded }) {
-  showInstead(isRecorded ? `${document.title} has no attention snapshot yet. The first one appears ` +
-    "here." : `${document.title} records no attention (lens.every=0).`);
-}
-
-/** Shows the state of the run, its step and its last losses. */
-function showProgress({ state: now, step, max_steps: planned, losses }) {
-  $("live").dataset.state = now;
-  const count = (number) => number.toLocaleString("en");
-  const steps = `step ${count(step)}${planned && now !== "finished" ? ` of ${count(planned)}` : ""}`;
-  liveText.textContent = `${now} · ${steps}`;
-  liveLosses.textContent = Object.entries(losses).filter(([name]) => !name.includes("accuracy"))
-    .map(([name, loss]) => `${name.replace(" (smoothed)", "")} ${formatLoss(loss)}`).join(" · ");
+  $("error").hidden = !text || shownTab() !== "heads";
 }
 
 /** Says why the page does not change. It continues when the answer is right again. */

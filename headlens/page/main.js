@@ -24,9 +24,13 @@ import { drawGroups, drawRemoved } from "./removed.js";
 import { buildHelp } from "./help.js";
 import { buildExport } from "./export.js";
 import { onKey } from "./keys.js";
-import { firstRun, followRun, isLive } from "./live.js";
+import { firstRun, followHeads, followRun } from "./live.js";
+import { followRuns } from "./runs.js";
+import { showTraining } from "./training.js";
+import { buildTabs, shownTab, showTab, tabOfLink } from "./tabs.js";
 
 function drawAll() {
+  if (shownTab() !== "heads") return; // nothing has a size
   const begin = performance.now();
   const top = () => (hovered.query === null ? 0 : $("map").getBoundingClientRect().top);
   const before = top();
@@ -60,7 +64,7 @@ function drawPointer() {
 function listen() {
   document.addEventListener("keydown", onKey);
   // Not location.hash: keepLink may replace it before this event arrives.
-  addEventListener("hashchange", (event) => restore(new URL(event.newURL).hash));
+  addEventListener("hashchange", ({ newURL }) => tabOfLink(newURL) || restore(new URL(newURL).hash));
   addEventListener("resize", () => update());
   dark.addEventListener("change", () => {
     readTheme();
@@ -85,15 +89,14 @@ function listen() {
 }
 
 function fail(error) {
-  $("app").hidden = true;
+  $("all-heads").hidden = true;
   $("error").hidden = false;
   $("error").textContent = error.message || String(error);
 }
 
-async function start() {
-  const text = $("data").textContent;
-  $("data").textContent = ""; // the text is not needed twice
-  const runs = isLive(text) ? [await firstRun()] : readData(text);
+/** Builds and draws the heads, when their tab is shown for the first time. */
+async function startHeads({ runs: found, live }) {
+  const runs = live ? [await firstRun()] : found;
   const [first, second = null] = await Promise.all(runs.slice(0, 2).map(prepare));
   setRuns(first, second);
   window.lens.runs = runs;
@@ -111,12 +114,12 @@ async function start() {
   const b = otherSide();
   if (b) needed.push(decode(b.run, b.frame));
   await Promise.all(needed);
-  $("app").hidden = false;
+  $("all-heads").hidden = false;
   readTheme();
   redraw();
   // Without a link and a second run, the page opens with a head. It must not hide the others.
-  const hides = $("app").matches(".compact:not(.wide)");
-  const isEmpty = !location.hash || isBeyondTour(location.hash);
+  const hides = $("all-heads").matches(".compact:not(.wide)");
+  const isEmpty = !location.hash || tabOfLink(location.hash) || isBeyondTour(location.hash);
   if (isEmpty && !other && !hides) update(openingView());
   else if (state.tour) goTour(state.tour);
   else if (selected() !== null) showDetail();
@@ -125,7 +128,35 @@ async function start() {
   timing.ready = performance.now();
   document.documentElement.dataset.ready = "1";
   prefetch(run).then(() => other && prefetch(other)).then(() => update()); // charts of all steps
-  if (isLive(text)) followRun(buildAgain);
+  if (live) followHeads(buildAgain);
+}
+
+async function start() {
+  const text = $("data").textContent;
+  $("data").textContent = ""; // the text is not needed twice
+  const data = readData(text);
+  const { runs, training, live } = data;
+  if (training) {
+    showTraining(training);
+    $("live").hidden = false;
+    $("live").textContent = training.state;
+  }
+  let heads = null;
+  const tabs = data.tabs ?? [...(runs.length ? ["heads"] : []),
+    ...(training ? ["training", "settings"] : [])];
+  const usual = tabs.find((name) => name !== "runs") ?? "runs";
+  buildTabs(tabs, (name) => {
+    $("error").hidden = name !== "heads" || !$("error").textContent;
+    if (name === "heads" && heads) update();
+    else if (name === "heads") heads = startHeads(data).catch(fail);
+  });
+  if (live) followRuns(tabs.length === 1);
+  if (live && tabs.length > 1) followRun();
+  addEventListener("hashchange", ({ newURL }) => showTab(tabOfLink(newURL) || usual));
+  showTab(tabOfLink(location.hash) || usual);
+  readTheme();
+  await heads;
+  document.documentElement.dataset.ready = "1";
 }
 
 /** Builds what depends on the steps of the run, after a page that follows a run has new ones. */

@@ -24,7 +24,7 @@ const COPIES = 14; // width of the names of the two copies of a repeated sequenc
 /** Sets the size of the enlarged heatmap, the same with and without a comparison: if possible whole
  * pixels for each weight. The other heatmaps are below it. */
 export function placePlots() {
-  const [compact, wide] = ["compact", "wide"].map((name) => $("app").classList.contains(name));
+  const [compact, wide] = ["compact", "wide"].map((name) => $("all-heads").classList.contains(name));
   ruler.font = FONT;
   const texts = (longest) => A.labels.map((token) => label(token, longest));
   // Short labels, for example of letters, are in up to three lanes. So none has to be skipped.
@@ -34,7 +34,7 @@ export function placePlots() {
   const copies = A.run.prompts[A.prompt].period ? COPIES : 0;
   // Height above and below the map: bar, title, sentence and colour bar. In a panel, the text is next
   // to the map, not below it.
-  const around = compact ? (wide ? 144 : 100) : wide ? $("bar").offsetHeight + 140 : 132;
+  const around = compact ? (wide ? 144 : 100) + $("top").offsetHeight : wide ? $("bar").offsetHeight + 140 : 132;
   // Width of the text next to the map; 0: the text is below the map.
   const text = compact ? (!wide && sideWidth() > 400 ? 170 : 0) : sideWidth() >= 600 ? 246 : 0;
   for (; ; lanes++) {

@@ -1,11 +1,15 @@
-/* Asks a server for changes, twice a second while the page is visible. */
+/* Asks a server for changes, twice a second while the answer is visible. */
 
 const POLL_PAUSE = 500; // milliseconds
 
 /** Calls take(the JSON) with each new answer of an address; take may return false, to get it again.
- * After each request, calls tell(status, text): the HTTP status, 0 without a connection. */
-export async function poll(address, take, tell) {
+ * After each request, calls tell(status, text): the HTTP status, 0 without a connection. It pauses while isNeeded() is false. */
+export async function poll(address, take, tell, isNeeded = () => true) {
   for (let before = null; ;) {
+    if (!isNeeded()) {
+      await new Promise((done) => setTimeout(done, POLL_PAUSE / 5));
+      continue;
+    }
     let answer = { status: 0, text: "" };
     try {
       const response = await fetch(address, { cache: "no-cache" });

@@ -106,9 +106,9 @@ def test_links_and_special_files_are_not_written_through(run, resumed, no_waitin
 def test_pages_and_tables_are_not_written_through_links(run, resumed):
     Path("precious.txt").write_text("mine")
     (run / "attention").mkdir()
-    names = ["report.html", "report.html.tmp"]
+    names = ["run.html", "run.html.tmp"]
     names += [f"attention/{n}" for n in ("statistics.jsonl", "heads.csv")]
-    names += [f"attention/timelapse.{kind}" for kind in ("html", "webp")]
+    names += [f"attention/{name}" for name in ("page.html", "timelapse.webp")]
     names += ["attention/step_00000002.png"]  # keeps heads.csv and the time-lapse
     for name in names:
         (run / name).unlink(missing_ok=True)

@@ -62,7 +62,7 @@ name=2026 wandb.project=null lens.prompts=[a,1]
 trainer.max_minutes=0 trainer.max_minutes=five
 trainer.max_steps=0 trainer.warmup_steps=-1 trainer.batch_size=1e9 trainer.sample_tokens=1e9
 trainer.threads=0 trainer.threads=1025
-lens.max_tokens=1 lens.frames=1 parallel.timeout=0 parallel.timeout=1800 seed=-1
+lens.max_tokens=1 parallel.timeout=0 parallel.timeout=1800 seed=-1
 seed=99999999999999999999
 optimizer.schedule=linear model.attention=flash data.tokenizer=x data.synthetic=maybe
 trainer.precision=fp8 trainer.compile=maybe trainer.device=tpu trainer.resume=true

@@ -36,7 +36,7 @@ def test_files_that_pages_name_exist():
     names = re.findall(r"`([\w/]+(?:\.(?:py|js|css|html|toml)|/))`", text)
     assert len(names) > 50
     for name in names:
-        written_by_a_run = name == "report.html" or name.startswith("attention/")
+        written_by_a_run = name == "run.html" or name.startswith("attention/")
         assert written_by_a_run or (REPOSITORY / name).exists(), name
 
 
@@ -104,10 +104,10 @@ def test_the_lens_with_another_model(tmp_path, monkeypatch):
             names["on_snapshot"](names["lens"].snapshot(model, 100), 100)
     summary = dict(wandb.run.summary)
     wandb.finish()
-    assert summary["attention/timelapse"]["_type"] == "html-file"
+    assert summary["attention/page"]["_type"] == "html-file"
     assert (tmp_path / "attention.html").is_file()
     for folder, expected in (("attention", [0, 50, 100]), ("theirs/attention", [0, 3])):
-        assert (tmp_path / folder / "timelapse.html").is_file()
+        assert (tmp_path / folder / "page.html").is_file()
         snapshots = [read_snapshot(path) for path in sorted((tmp_path / folder).glob("*.npz"))]
         assert [snapshot.step for snapshot in snapshots] == expected
     assert [layer.weights.shape for layer in names["captured"].layers] == [(1, 4, 4, 4)] * 3

@@ -99,7 +99,7 @@ def check_uploaded(run: Path, server: WandbServer, is_offline: bool) -> tuple[in
         for key, value in on_disk[row["_step"]].items():
             if not str(value).endswith(FILES):
                 assert key in NOT_COMPARED or row[key] == value
-            elif "timelapse" not in key or row["_step"] == STEPS:  # written again at later steps
+            else:
                 path = row[key]["path"]
                 assert f"_{row['_step']}_" in path
                 if is_offline or row["_step"] > resumed:  # a kill may interrupt an upload

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from headlens import assemble_html
-from headlens.assemble import join_modules
+from headlens.assemble import assemble_html, join_modules
 
 
 def written(folder, **modules):

@@ -78,7 +78,7 @@ def rows_by_head(file):
 def test_prompts_and_names_are_those_of_the_run(in_process, home):
     """Also of one of its checkpoints; without the text of the run, of other random tokens."""
     attention = home / "runs" / "seen" / "attention"
-    (of_run,) = read(attention / "timelapse.html")
+    (of_run,) = read(attention.parent / "run.html")
     texts = [prompt["tokens"] for prompt in of_run["prompts"]]
     assert [len(tokens) for tokens in texts] == [13, 6, 11]
     expected = rows_by_head(attention / "heads.csv")

@@ -41,6 +41,7 @@ from headlens.lens import MAX_FILES, MAX_THUMBNAILS
 from headlens.page import page
 from headlens.prompts import Prompt
 from headlens.recording import to_codes
+from headlens.render import draw_snapshot
 from headlens.statistics import uniform_attention
 from train import fit
 
@@ -108,11 +109,11 @@ def test_snapshots_without_a_number_of_steps(tmp_path):
     lens.folder = tmp_path
     for step in (0, 40, 80):
         assert lens.snapshot(model_at(step), step).pages
-    assert steps_of(tmp_path / "timelapse.html") == [0, 40, 80]
+    assert steps_of(tmp_path / "page.html") == [0, 40, 80]
 
 
 def test_settings_that_do_not_fit():
-    bad = {"every": -1, "max_tokens": 1025, "frames": 201, "repeat_length": 1}
+    bad = {"every": -1, "max_tokens": 1025, "repeat_length": 1}
     for keys, changes in (
         ([], {"prompts": []}),
         ([], {"prompts": [], "repeat_length": 0, "every": 0}),
@@ -130,7 +131,7 @@ def test_settings_that_do_not_fit():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("every", -1), ("frames", 1), ("max_tokens", 1), ("repeat_length", 1), ("prompts", "a b")],
+    [("every", -1), ("max_tokens", 1), ("repeat_length", 1), ("prompts", "a b")],
 )
 def test_settings_of_the_library_that_do_not_fit(key, value):
     with pytest.raises(ValueError, match=key):
@@ -219,14 +220,14 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     assert taken(lens, model_at(7), 7, 100, tmp_path / "other", write=False) is None
     assert list(tmp_path.iterdir()) == [folder]
     assert list(snapshot.images) == [f"attention/heatmap/{slug}" for slug in slugs]
-    assert snapshot.pages == {"attention/timelapse": folder / "timelapse.html"}
+    assert snapshot.pages == {"attention/page": folder / "page.html"}
     pictures = [f"step_00000007_{slug}.png" for slug in slugs]
     assert [path.name for path in snapshot.images.values()] == pictures
     assert names(folder) == sorted(
-        ["statistics.jsonl", "timelapse.html", "step_00000007.npz", *pictures]
+        ["statistics.jsonl", "page.html", "step_00000007.npz", *pictures]
     )
 
-    (run,) = read(folder / "timelapse.html")
+    (run,) = read(folder / "page.html")
     assert (run["name"], run["layers"], run["heads"]) == ("a run", 2, 2)
     history = json.loads(unpacked(run["history"]))
     assert history["steps"] == [7]
@@ -263,16 +264,15 @@ def test_undefined_and_infinite_values_are_omitted(tmp_path):
     assert line["largest_logit"] == [[None, None]]
 
 
-def test_time_lapse_and_table_of_a_run(tmp_path):
-    lens = lens_on("the bank", every=10, frames=5, max_tokens=9)
+def test_page_and_table_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("headlens.render.SMALL_FRAMES", 5)
+    lens = lens_on("the bank", every=10, max_tokens=9)
     snapshots = watched(lens, tmp_path, 100)
-    with_one = [
-        step for step, snapshot in snapshots.items() if "attention/timelapse" in snapshot.pages
-    ]
+    with_one = [step for step, snapshot in snapshots.items() if "attention/page" in snapshot.pages]
     # At the first, second, fourth and eighth snapshot, and after each quarter.
     assert with_one == [0, 10, 30, 50, 70, 80, 100]
-    (run,) = read(tmp_path / "timelapse.html")
-    steps = steps_of(tmp_path / "timelapse.html")
+    (run,) = read(tmp_path / "page.html")
+    steps = steps_of(tmp_path / "page.html")
     assert steps == sorted(set(steps))
     assert (len(steps), steps[0], steps[-1]) == (5, 0, 100)
     assert json.loads(unpacked(run["history"]))["steps"] == list(range(0, 101, 10))
@@ -311,13 +311,13 @@ def test_panels_enlarge_heads_with_a_name_on_every_prompt(tmp_path):
         assert is_without == (step == 10)
 
 
-def test_time_lapse_has_only_steps_of_the_same_prompts(tmp_path):
+def test_a_page_has_only_steps_of_the_same_prompts(tmp_path):
     watched(lens_on("the bank", every=10), tmp_path, 20)
     watched(lens_on("the bank", every=10), tmp_path, 30, first_step=21)
-    assert steps_of(tmp_path / "timelapse.html") == [0, 10, 20, 30]
+    assert steps_of(tmp_path / "page.html") == [0, 10, 20, 30]
     watched(lens_on("the bank and more", every=10), tmp_path, 50, first_step=31)
-    assert steps_of(tmp_path / "timelapse.html") == [40, 50]
-    (run,) = read(tmp_path / "timelapse.html")
+    assert steps_of(tmp_path / "page.html") == [40, 50]
+    (run,) = read(tmp_path / "page.html")
     assert json.loads(unpacked(run["history"]))["steps"] == [0, 10, 20, 30, 40, 50]
 
 
@@ -346,7 +346,7 @@ def test_resume_drops_files_after_the_checkpoint(tmp_path):
     assert {name[:13] for name in names(tmp_path, "*.png")} == {f"step_{s:08d}" for s in steps}
     lines = (tmp_path / "statistics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == steps
-    assert steps_of(tmp_path / "timelapse.html") == steps
+    assert steps_of(tmp_path / "page.html") == steps
 
 
 def fails(*_, **__):
@@ -396,13 +396,15 @@ def test_text_cannot_end_its_html_element(hostile_page, tmp_path):
     assert run["prompts"][0]["tokens"] == [HOSTILE, "</SCRIPT >"]
 
 
-def test_policy_allows_only_the_script_and_style_of_the_page(hostile_page):
+def test_policy_allows_only_the_script_and_styles_of_the_page(hostile_page):
     policy = re.search(r'Content-Security-Policy"\s+content="([^"]*)"', hostile_page)[1]
 
     def sha256(tag):
-        (text,) = re.findall(rf"<{tag}(?: type=.module.)?>(.*?)</{tag}>", hostile_page, re.DOTALL)
-        assert not re.search(r"https?://(?!www\.w3\.org)", text)
-        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        texts = re.findall(rf"<{tag}(?: type=.module.)?>(.*?)</{tag}>", hostile_page, re.DOTALL)
+        assert texts
+        assert not re.search(r"https?://(?!www\.w3\.org)", "".join(texts))
+        digests = [hashlib.sha256(text.encode()).digest() for text in texts]
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
     assert dict(rule.strip().split(" ", 1) for rule in policy.split(";")) == {
         "default-src": "'none'",
@@ -465,37 +467,36 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         run = watched_run(make_run, f"name={name}")
         run.trained_model = lambda *batch, model=run.model: model(*batch)  # not a module
         if name == "failing":
-            monkeypatch.setattr("headlens.render.page", fails)
+            monkeypatch.setattr("headlens.lens.draw_snapshot", fails)
         found_losses, found = result(run)
         assert found_losses == losses
         assert_same(found, expected)
         assert run.lens.failures.missing == 5 * (name == "failing")
     folder = tmp_path / "runs" / "with" / "attention"
     assert len(names(folder, "*.png")) == 5 * 2
-    assert names(folder, "*.html") == ["timelapse.html"]
+    assert names(folder, "*.html") == []  # run.html has the heads
     log = rows(folder.parent)
     assert all("attention_layers/entropy/L01" in row for row in log)
     assert log[0]["attention_layers/entropy/L00"] == pytest.approx(1, abs=0.01)
-    assert log[0]["attention/timelapse"] == "attention/timelapse.html"
 
 
 def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
     run, calls = watched_run(make_run, "name=passing"), itertools.count()
     monkeypatch.setattr(
-        "headlens.render.page",
-        lambda *inputs: fails() if next(calls) in (1, 2) else page(*inputs),
+        "headlens.lens.draw_snapshot",
+        lambda *inputs: fails() if next(calls) in (1, 2) else draw_snapshot(*inputs),
     )
     fit(run)
     folder = run.directory / "attention"
     log = rows(run.directory)
-    assert [row["step"] for row in log if "attention/timelapse" in row] == [0, 3, 4]
+    assert [row["step"] for row in log if "attention/heatmap/1-the-bank" in row] == [0, 3, 4]
     assert (folder / "heads.csv").exists()
     assert (run.lens.failures.missing, len(run.lens.summary(False)) > 1) == (2, True)
 
 
 def test_the_lens_is_off_after_several_errors_in_a_row(make_run, monkeypatch):
     run, calls = watched_run(make_run, "name=lasting"), []
-    monkeypatch.setattr("headlens.render.page", lambda *_: calls.append(1) or fails())
+    monkeypatch.setattr("headlens.lens.draw_snapshot", lambda *_: calls.append(1) or fails())
     fit(run)
     assert (run.lens.failures.missing, len(calls)) == (5, 3)
 
@@ -512,5 +513,5 @@ def test_resumed_run_has_the_same_pages(make_run, tmp_path):
     assert names(folder) == names(whole)
     for name in ("statistics.jsonl", "heads.csv", "ablation.json"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
-    (one,), (other,) = read(whole / "timelapse.html"), read(folder / "timelapse.html")
+    (one,), (other,) = read(whole.parent / "run.html"), read(folder.parent / "run.html")
     assert one["frames"] == other["frames"]

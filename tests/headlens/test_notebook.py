@@ -16,14 +16,15 @@ def run(tmp_path_factory):
     return train_in(tmp_path_factory.mktemp("shown"), "name=first", *RUN)
 
 
-def test_the_page_has_the_snapshots_of_a_run(run, tmp_path):
+def test_the_page_has_the_snapshots_of_a_run(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("headlens.render.SMALL_FRAMES", 3)
     curves = {"training loss": [(0, 5.5), (4, 5.1)]}
     for place in (run, run / "attention", str(run)):
-        content = show(place, frames=3, curves=curves, height=500).data
+        content = show(place, curves=curves, height=500).data
         (source,) = re.findall('srcdoc="([^"]*)"', content)
         (tmp_path / "page.html").write_text(html.unescape(source), encoding="utf-8")
         (shown,) = pages.read(tmp_path / "page.html")
-        (expected,) = pages.read(run / "attention" / "timelapse.html")
+        (expected,) = pages.read(run / "run.html")
         assert [frame["step"] for frame in shown["frames"]] == [0, 2, 4]
         every = {frame["step"]: frame for frame in expected["frames"]}
         assert shown["frames"] == [every[step] for step in (0, 2, 4)]

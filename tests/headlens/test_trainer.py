@@ -51,7 +51,7 @@ def test_snapshots_of_a_training_that_gives_the_same_weights_bit_for_bit(tmp_pat
     assert [step for step, _ in found] == steps(tmp_path / "with") == [0, 3, 6, 7]
     assert all(snapshot.metrics and snapshot.images for _, snapshot in found)
     assert (tmp_path / "with" / "attention" / "heads.csv").is_file()
-    (curve,) = read(tmp_path / "with" / "attention" / "timelapse.html")[0]["curves"].values()
+    (curve,) = read(tmp_path / "with" / "attention" / "page.html")[0]["curves"].values()
     assert curve == [[row["step"], row["loss"]] for row in runs[0].state.log_history[:3]]
     last = read_snapshot(tmp_path / "with" / "attention" / "step_00000007.npz")
     assert last.run == "with"
@@ -95,7 +95,7 @@ def test_a_resumed_training_continues_its_snapshots(tmp_path):
     again = trainer(tmp_path, callback())
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert steps(tmp_path) == [0, 3, 4, 6, 7]  # 4 was the last step
-    frames = read(tmp_path / "attention" / "timelapse.html")[0]["frames"]
+    frames = read(tmp_path / "attention" / "page.html")[0]["frames"]
     assert [frame["step"] for frame in frames] == [0, 3, 4, 6, 7]
 
 
@@ -114,7 +114,7 @@ def test_images_and_pages_are_logged_to_wandb(tmp_path, monkeypatch):
     summary = dict(wandb.run.summary)
     wandb.finish()
     assert summary["train/global_step"] == 7
-    assert summary["attention/timelapse"]["_type"] == "html-file"
+    assert summary["attention/page"]["_type"] == "html-file"
     assert any(str(key).startswith("attention/heatmap/") for key in summary)
     files = [*tmp_path.glob("wandb/offline-run*/files/media/**/*")]
     assert {".html", ".png"} <= {file.suffix for file in files}

@@ -34,9 +34,9 @@ def serving(folder: Path, port: int = 8123) -> Iterator[LiveServer]:
 
 @contextlib.contextmanager
 def live_command(folder: Path, port: int) -> Iterator[str]:
-    """Runs scripts.live until the end of the context. Yields its address. Unlike `serving`, its
+    """Runs scripts.view until the end of the context. Yields its address. Unlike `serving`, its
     connections end with it."""
-    command = [sys.executable, "-m", "scripts.live", f"runs_dir={folder}", f"port={port}"]
+    command = [sys.executable, "-m", "scripts.view", f"runs_dir={folder}", f"port={port}"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as started:
         try:

@@ -1,4 +1,4 @@
-"""scripts/live.py: what its server answers, and what it refuses."""
+"""scripts/view.py: what its server answers, what it refuses, and the page that it writes."""
 
 import contextlib
 import http.client
@@ -16,9 +16,10 @@ from helpers.refusals import printed_keys
 from helpers.runs import contents, train_in
 
 from clearhead.checkpoint.run_directory import lock_directory
-from clearhead.output.live import GrowingLog, LiveRuns
+from clearhead.files import read_rows
+from clearhead.output.live import LiveRuns
 from headlens import read_snapshot, run_data
-from scripts.live import main
+from scripts.view import main
 
 SECRET = b"a secret outside of the runs"
 
@@ -80,7 +81,7 @@ HOSTILE = {
     "two hosts": b"GET / HTTP/1.1\r\nHost: localhost\r\n" + HOST.replace(b"127.0.0.1", b"evil"),
     "URI of another host": b"GET http://evil.example/ HTTP/1.1\r\n" + HOST,
     "URI of this host": b"GET http://localhost/runs.json HTTP/1.1\r\n" + HOST,
-    "no HTTP/1": b"GET /run/first/report.html\r\n\r\n",
+    "no HTTP/1": b"GET /run/first/state.json\r\n\r\n",
     "no HTTP/1 and no text": b"\x16\x03\x01\x00\xff" * 20,
     "a long path": b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\n" + HOST,
     # As long as the server reads: it resets a connection with more, so its answer may be lost.
@@ -96,17 +97,17 @@ HOSTILE = {
                 f"{UP}%2e%2e/%2e%2e/secret.txt",
                 f"{UP}..%5c..%5csecret.txt",
             ),
-            *(f"{UP}..\\..\\secret.txt", f"{UP}%252e%252e/secret.txt", f"{UP}report.html%00.txt"),
+            *(f"{UP}..\\..\\secret.txt", f"{UP}%252e%252e/secret.txt", f"{UP}state.json%00.txt"),
             *(f"{UP}frame/../../secret.json", f"{UP}frame/%2e%2e%2f0.json", f"{UP}frame/-1.json"),
             *(f"{UP}frame/{'9' * 5000}.json", f"{UP}frame/\u0663.json", f"{UP}frame/0.json%00"),
             *(f"{UP}wandb/secret.txt", f"{UP}checkpoints/last/model.safetensors", f"{UP}run.json"),
-            *(f"{UP}attention/", f"{UP}config.yaml", f"{UP}metrics.jsonl", f"{UP}.lock"),
+            *(f"{UP}attention/", f"{UP}config.yaml", f"{UP}run.html", f"{UP}.lock"),
             *("/run/other/", "/run/other/secret.txt", "/run/linked/", "/run/linked/state.json"),
             *("/run/first%00/", "/run/%ff%fe/", f"/run/{'a' * 300}/", "/run/pipe/", "/%00"),
         )
     },
     **{
-        method: f"{method} /run/first/report.html HTTP/1.1\r\nContent-Length: 4\r\n".encode()
+        method: f"{method} /run/first/state.json HTTP/1.1\r\nContent-Length: 4\r\n".encode()
         + HOST
         + b"text"
         for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "get")
@@ -137,7 +138,8 @@ def test_a_hostile_request_is_refused_in_one_line(home, server, name):
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 @pytest.mark.parametrize(
-    "name", ["report.html", "metrics.jsonl", "run.json", "attention/step_00000003.npz", "attention"]
+    "name",
+    ["samples.jsonl", "metrics.jsonl", "run.json", "attention/step_00000003.npz", "attention"],
 )
 def test_a_link_or_a_pipe_in_a_run_is_not_read(home, server, name, kind):
     path = home / "runs" / "first" / name
@@ -149,15 +151,14 @@ def test_a_link_or_a_pipe_in_a_run_is_not_read(home, server, name, kind):
     status, _, content = get(server, "/run/first/state.json")
     assert status == (404 if name == "run.json" else 200)
     found = json.loads(content) if status == 200 else {}
-    if name == "report.html":
-        assert get(server, "/run/first/report.html")[0] == 404
-    elif name == "metrics.jsonl":
-        assert (found["step"], found["curves"]) == (0, {})
+    if name.endswith(".jsonl"):  # no losses, rather than those of a part of the files
+        assert get(server, "/run/first/training.json")[2] == b""
     elif name == "attention":
         assert found["snapshots"] == ""
         assert get(server, "/run/first/data.json")[0] == 404
+        assert get(server, "/run/first/head.png")[0] == 404
     elif name != "run.json":
-        assert get(server, "/run/first/frame/3.json")[0] >= 400
+        assert get(server, "/run/first/frame/3.json")[0] == 404
         assert 3 not in [frame["step"] for frame in of(server, "data.json")["runs"][0]["frames"]]
 
 
@@ -175,11 +176,19 @@ def test_the_page_has_the_data_of_the_snapshots(home, server):
     assert packed[0]["names"] == packed[1]["names"]
     np.testing.assert_allclose(*[each["values"]["entropy"] for each in packed], atol=1e-4)
     state = of(server, "state.json")
-    assert (state["state"], state["step"], state["max_steps"]) == ("finished", 4, 4)
-    assert [step for step, _ in state["curves"]["validation loss"]] == [0, 2, 4]
+    assert (state["state"], state["done"]) == ("finished", None)
+    found = of(server, "training.json")
+    assert [step for step, _ in found["curves"]["validation loss"]] == [0, 2, 4]
+    (written,) = re.findall(r'id="data">(.*?)</script>', (home / "runs/first/run.html").read_text())
+    written = json.loads(written)["training"]
+    assert written.pop("state").startswith("finished")
+    assert found["training"] == written | {"command": found["training"]["command"]}
+    status, headers, picture = get(server, "/run/first/head.png")
+    assert (status, headers["Content-Type"], picture[:4]) == (200, "image/png", b"\x89PNG")
 
 
-def test_versions_change_with_the_files_only(home, server):
+def test_versions_change_with_the_files_only(home, server, monkeypatch):
+    monkeypatch.setattr("clearhead.output.live.PAUSE", 0)
     run = GrowingRun(home / "runs" / "first", home / "runs" / "second")
 
     def state():
@@ -212,32 +221,25 @@ def test_versions_change_with_the_files_only(home, server):
     assert get(server, "/run/second/state.json")[0] == 404
 
 
-def test_a_log_is_read_where_it_has_grown(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    log = GrowingLog(path)
-    log.update()
-    assert log.rows == []
-    lines = [json.dumps({"step": n, "train/loss": n / 2, "lr": 1}) + "\n" for n in range(4)]
-    path.write_text("".join(lines[:2]) + lines[2][:9])  # a row is being written
-    for _ in range(2):
-        log.update()
-        assert log.rows == [{"step": n, "train/loss": n / 2} for n in (0, 1)]
-    with open(path, "r+") as file:
-        file.write("x")  # the rows before are not read again
-        file.seek(0, os.SEEK_END)
-        file.write(lines[2][9:] + '{"step": 9, "lr": 2}\n' + "no row\n")
-    log.update()
-    assert [row["step"] for row in log.rows] == [0, 1, 2]
-    assert log.step == 9
-    other = tmp_path / "other"
-    other.write_text(lines[0] + lines[3] + lines[3] + lines[3] + lines[3])
-    other.replace(path)  # the run is resumed
-    log.update()
-    assert [row["step"] for row in log.rows] == [0, 3, 3, 3, 3]
-    assert log.step == 3
-    path.unlink()
-    log.update()
-    assert log.rows == []
+def test_a_file_that_takes_long_is_read_rarely(home, monkeypatch):
+    """Its last content is shown meanwhile; another file is read again."""
+    log, clock = home / "runs" / "first" / "metrics.jsonl", [0.0]
+    monkeypatch.setattr("clearhead.output.live.time.monotonic", lambda: clock[0])
+
+    def slow(path, *keys):
+        clock[0] += 1
+        return read_rows(path, *keys)
+
+    monkeypatch.setattr("clearhead.output.live.read_rows", slow)
+    run = LiveRuns(home / "runs").find("first")
+    assert run.rows()[-1]["step"] == 4
+    before = run.training()
+    with open(log, "a") as file:
+        file.write('{"step": 5, "train/loss": 2.5}\n')
+    assert (run.rows()[-1]["step"], run.training()) == (4, before)
+    clock[0] += 100
+    assert run.rows()[-1]["step"] == 5
+    assert run.training() != before
 
 
 def test_the_list_has_the_newest_run_first_and_the_state_of_each(home, server):
@@ -250,11 +252,13 @@ def test_the_list_has_the_newest_run_first_and_the_state_of_each(home, server):
         rows = json.loads(get(server, "/runs.json")[2])["runs"]
         return [(row["name"], row["state"]) for row in rows]
 
-    of(server, "state.json")  # another page reads the log first
     assert listed() == [("a <b>&", "finished"), ("first", "finished")]
     rows = json.loads(get(server, "/runs.json")[2])["runs"]
     assert get(server, f"/{rows[0]['address']}state.json")[0] == 200
     assert [step for step, _ in rows[1]["lines"]["validation"]] == [0, 2, 4]
+    assert get(server, f"/{rows[0]['picture']}")[0] == 200
+    loss = json.loads((home / "runs/first/validation.json").read_text())["loss"]
+    assert rows[1]["losses"][1] == ["validation", f"{loss:.4f}"]
     with lock_directory(home / "runs" / "first"):
         assert listed()[1] == ("first", "running")
     (home / "runs" / "first" / "summary.json").unlink()
@@ -277,15 +281,14 @@ def test_a_run_can_lock_its_directory_while_the_server_looks_at_it(home, server)
     assert tried == [1]
 
 
-def test_only_pages_may_ask_the_server_and_a_report_has_no_origin(home, server):
-    for path in ("/", "/run/first/", "/run/first/report", "/run/first/report.html"):
+def test_only_pages_may_ask_the_server(home, server):
+    for path in ("/", "/run/first/"):
         status, headers, content = get(server, path)
         assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
         assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
         own = re.findall('Content-Security-Policy" content="(.*?)"', content.decode())
         policy = "; ".join([headers["Content-Security-Policy"], *own])
-        assert ("sandbox" in headers["Content-Security-Policy"]) == path.endswith(".html")
-        assert ("connect-src 'self'" in policy) == (not path.endswith(".html"))
+        assert {"default-src 'none'", "connect-src 'self'"} <= {*policy.split("; ")}
         assert get(server, path, method="HEAD")[2] == b""
     assert get(server, "/run/first")[1]["Location"] == "/run/first/"
 
@@ -303,6 +306,23 @@ def test_the_command_serves_at_the_next_free_port_and_writes_nothing(home):
             connection.close()
         assert number > port
     assert contents(home) == before
+
+
+def test_the_page_and_the_images_of_a_run_are_written_again(home, in_process):
+    run, kinds = home / "runs" / "first", (".html", ".webp", ".png")
+    made = [path for path in run.rglob("*") if path.suffix in kinds]
+    before = {path: path.read_bytes() for path in made}
+    for path in made:
+        path.unlink()
+    code, out, err = in_process(main, home, "write=runs/first")
+    assert (code, err) == (0, "")
+    assert "runs/first/run.html" in out.split()
+    is_same = {path: path.read_bytes() for path in run.rglob("*") if path.suffix in kinds} == before
+    assert is_same
+    (run / "attention" / "step_00000001.npz").write_bytes(b"of another version")
+    for wrong in ("runs/first", "runs"):
+        code, _, err = in_process(main, home, f"write={wrong}")
+        assert (code, printed_keys(err)) == (3, ["write"])
 
 
 @pytest.mark.parametrize("wrong", ["port=0", "port=http", "runs_dir=secret.txt", "runs=runs"])

@@ -1,4 +1,4 @@
-"""Pages that follow runs (scripts/live.py) in Chromium: runs that grow, are killed and resume."""
+"""Pages that follow runs (scripts/view.py) in Chromium: runs that grow, are killed and resume."""
 
 import itertools
 import json
@@ -79,7 +79,7 @@ def shown_step(lens):
 def test_a_page_fills_with_the_first_snapshot_and_follows_the_run(growing, visit):
     lens = visit("run/first/")
     expect(lens.locator("#error")).to_be_visible()
-    expect(lens.locator("#app")).to_be_hidden()
+    expect(lens.locator("#all-heads")).to_be_hidden()
     growing.add(0)
     pages.ready(lens)
     expect(lens.locator("#error")).to_be_hidden()
@@ -127,7 +127,7 @@ def test_a_page_that_followed_a_run_equals_one_that_is_opened_at_its_end(named, 
         page.evaluate(pages.DECODE_ALL)
         page.evaluate("() => window.lens.update()")
         bar = page.locator("#live").inner_text()
-        texts.append([bar, page.locator("#app").inner_text()])
+        texts.append([bar, page.locator("#all-heads").inner_text()])
         texts[-1] += [canvas.tolist() for canvas in pages.pixels(page.locator("canvas:visible"))]
         texts[-1] += page.locator("#compare option").all_inner_texts()
         texts[-1] += page.locator("#marks i").evaluate_all("all => all.map((one) => one.title)")
@@ -236,10 +236,12 @@ def test_other_prompts_load_the_page_again(growing, visit, tmp_path_factory):
     assert [pages.state(lens, key) for key in ("layer", "head")] == [1, 1]
 
 
-def test_a_run_without_attention_says_so(tmp_path, visit):
+def test_a_run_without_attention_has_no_heads(tmp_path, visit):
     train_in(tmp_path, "name=plain", "lens=off")
     page = visit("run/plain/")
-    expect(page.locator("#error")).to_contain_text("lens.every=0")
+    expect(page.locator("#error")).to_be_hidden()
+    assert page.get_by_role("tab").all_inner_texts() == ["runs", "losses and samples", "settings"]
+    expect(page.locator("#tab-training figure").first).to_be_visible()
     expect(page.locator("#live")).to_contain_text("finished")
 
 
@@ -254,42 +256,72 @@ def test_the_list_changes_with_the_runs(tmp_path, growing, visit, finished):
     shutil.copytree(finished, tmp_path / "runs" / "<b>second", symlinks=True)
     expect(rows).to_have_count(2)
     expect(page.locator("#runs")).to_contain_text("<b>second")
+    picture = rows.first.locator("img")
+    picture.evaluate("image => image.decode()")
+    assert picture.evaluate("image => image.naturalWidth") > 1
     page.get_by_role("link", name="<b>second", exact=True).click()
     pages.ready(page)
-    page.get_by_role("link", name="all runs").click()
+    expect(page.locator("#name")).to_have_text("<b>second")
+    page.get_by_role("tab", name="runs").click()  # the list is also a tab of each run
     expect(rows).to_have_count(2)
     shutil.rmtree(growing.folder)
     expect(rows).to_have_count(1)
+    page.get_by_role("link", name="<b>second", exact=True).click()
+    expect(page.locator("#tab-heads")).to_be_visible()
 
 
-def test_a_report_is_loaded_again_where_it_was_read(growing, visit, finished):
-    page = visit("run/first/report")
-    expect(page.locator("#status")).to_contain_text("no report")
-    assert page.locator("iframe").count() == 0
-    text = (finished / "report.html").read_text(encoding="utf-8")
-    (growing.folder / "report.html").write_text(text, encoding="utf-8")
-    report = page.frame_locator("iframe:not(.loading)")
-    report.locator("figure").first.wait_for()
-    frame = page.frames[1]
-    frame.evaluate("() => scrollTo(0, 700)")
-    assert frame.evaluate("() => scrollY") == 700
-    changed = text.replace("<h1>first</h1>", "<h1>changed</h1>")
-    (growing.folder / "report.html").write_text(changed, encoding="utf-8")
-    expect(report.locator("h1")).to_have_text("changed")
-    expect(page.locator("iframe")).to_have_count(1)
-    (frame,) = [one for one in page.main_frame.child_frames if one.url.endswith("report.html")]
-    assert frame.evaluate("() => scrollY") == 700
-    assert frame.evaluate("() => origin") == "null"  # it cannot read other runs
+@pytest.mark.parametrize("size", [(1400, 900), (700, 900), (360, 640)])
+def test_nothing_of_the_list_sticks_out(tmp_path, growing, visit, size):
+    growing.add(0, 1, 2, 3, 4)
+    shutil.copytree(growing.folder, tmp_path / "runs" / ("long name " * 20).strip())
+    page = visit("", viewport={"width": size[0], "height": size[1]})
+    rows = page.locator("#runs li")
+    expect(rows).to_have_count(2)
+    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    outside = """row => [...row.querySelectorAll("*")].filter((node) => {
+      const [inner, outer] = [node, row].map((one) => one.getBoundingClientRect());
+      return inner.right > outer.right + 1 || inner.left < outer.left - 1;
+    }).length"""
+    assert [row.evaluate(outside) for row in rows.all()] == [0, 0]
+
+
+def test_losses_and_samples_follow_the_run(growing, visit):
+    page = visit("run/first/#tab=training")
+    expect(page.locator(".result")).to_contain_text("No loss")
+    growing.add(0, 1, 2)
+    loss = page.locator("#tab-training figure").first
+    expect(loss.locator("circle.validation")).to_have_count(2)
+    expect(page.locator("#live")).to_contain_text("step 2 of 4")
+    growing.add(3, 4)
+    expect(loss.locator("circle.validation")).to_have_count(3)
+    page.get_by_role("tab", name="heads").click()  # drawn for the first time
+    page.locator(".head").first.wait_for(state="attached")
+    shows_steps(page, 0, 1, 2, 3, 4)
+    page.get_by_role("tab", name="settings").click()
+    expect(page.locator("#tab-settings pre")).to_contain_text("emb_dim")
+
+
+def test_heads_are_taken_up_when_their_tab_is_shown_again(growing, visit):
+    growing.add(0, 1)
+    lens = visit("run/first/")
+    pages.ready(lens)
+    lens.get_by_role("tab", name="losses").click()
+    growing.add(2)
+    expect(lens.locator("#live")).to_contain_text("step 2")
+    shows_steps(lens, 0, 1)
+    lens.get_by_role("tab", name="heads").click()
+    shows_steps(lens, 0, 1, 2)
+    assert shown_step(lens) == 2
+    expect(lens.locator("#curves")).to_contain_text("validation")
 
 
 def test_a_page_follows_a_training_that_is_killed_and_resumed(tmp_path, server, visit):
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     settings = [*TINY, "name=first", "data.path=text.txt", *RUN, "lens.every=50"]
     settings += ["trainer.eval_every=500", "trainer.save_every=125", "trainer.log_every=10"]
-    settings += ["lens.frames=200"]
     training = server.start(tmp_path, *settings, "trainer.max_steps=5000")
     page = visit("")
-    page.get_by_role("link", name="attention", exact=True).click()
+    page.get_by_role("link", name="first", exact=True).click()
     pages.ready(page)
     bar = page.locator("#live")
     expect(bar).to_contain_text("running")
@@ -303,6 +335,7 @@ def test_a_page_follows_a_training_that_is_killed_and_resumed(tmp_path, server, 
         wait_until(page, f"{last} >= {step} && window.lens.state.frame === {end}")
 
     at_least(300)
+    expect(page.locator("#subject")).to_contain_text("So far")
     training.send(signal.SIGKILL)
     training.wait()
     expect(bar).to_contain_text("stopped")
@@ -314,11 +347,13 @@ def test_a_page_follows_a_training_that_is_killed_and_resumed(tmp_path, server, 
     at_least(end)
     steps = page.evaluate("() => window.lens.runs[0].frames.map((frame) => frame.step)")
     files = sorted((tmp_path / "runs" / "first" / "attention").glob("*.npz"))
-    assert steps == [int(path.stem[5:]) for path in files]
+    written = [int(path.stem[5:]) for path in files]
+    assert (steps[0], steps[-1]) == (0, end)
+    assert {*steps} <= {*written}
     assert [pages.state(page, key) for key in ("layer", "head")] == [1, 1]
     page.evaluate(pages.DECODE_ALL)
+    expect(page.locator("#subject")).to_contain_text("At the end")
     text = page.locator("#subject").inner_text()
-    assert "At the end" in text
     assert re.search(rf"\b{end:,}|{end}\b", text)
     rows = (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
     losses = [row["val/loss"] for row in map(json.loads, rows) if "val/loss" in row]

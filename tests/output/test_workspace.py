@@ -12,7 +12,7 @@ from scripts import wandb_workspace
 
 HEATMAPS = ["attention/heatmap/1-the-bell", "attention/heatmap/2-repeated"]
 KEY = "k" * 40
-PAGES = ["attention/timelapse"]
+PAGES = ["attention/page"]
 SUMMARY = dict.fromkeys([*HEATMAPS, *PAGES, "train/loss", "val/loss", "val/perplexity"], 1.0)
 SUMMARY |= {f"attention_best/{key}": 0.5 for key in KINDS}
 SUMMARY |= {f"attention_layers/{key}/L{n:02d}": 0.5 for key in STATISTICS for n in range(2)}

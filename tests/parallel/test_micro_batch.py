@@ -48,7 +48,7 @@ def test_a_run_out_of_memory_resumes_with_the_suggested_setting(make_run):
     with refused(OutOfMemoryError, "trainer.micro_batch_size", 6, exit_code=4) as caught:
         fit(run)
     assert suggested(caught.value) == "trainer.micro_batch_size=2"  # at most half of 6, divides 8
-    assert (run.directory / "report.html").is_file()
+    assert (run.directory / "run.html").is_file()
     run = make_run(*given, "trainer.max_steps=3", suggested(caught.value))
     assert run.state.step == 2  # of the checkpoint
     fit(run)

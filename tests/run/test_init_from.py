@@ -93,4 +93,4 @@ def test_finetune_starts_at_the_loss_of_the_weights(in_process, sources):
         losses = [r["val/loss"] for r in rows(sources / "runs" / name) if "val/loss" in r]
         assert losses[0] == pytest.approx(before["val/loss"], abs=1e-5)
         assert losses[-1] < losses[0] - 0.05
-        assert (sources / "runs" / name / "attention" / "timelapse.html").is_file()
+        assert (sources / "runs" / name / "run.html").is_file()

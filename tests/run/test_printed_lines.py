@@ -10,7 +10,7 @@ from helpers.runs import rows
 
 import train
 from data import load_datasets
-from scripts.live import LiveConfig
+from scripts.view import ViewConfig
 
 RUN = [*TINY, "data.path=text.txt", "name=a", "lens=default", "lens.every=4"]
 PRINTED = r"^attention heads .*: (\S*python\S* .*)$"
@@ -35,18 +35,16 @@ def test_the_line_of_the_training_data_has_the_path_and_the_windows(
 
 
 @pytest.mark.parametrize("folder", ["runs", "my runs"])
-def test_a_run_with_the_lens_prints_the_command_that_shows_it(
-    in_process, tmp_path, text_file, folder
-):
+def test_a_run_prints_the_command_that_shows_it(in_process, tmp_path, text_file, folder):
     short = [*TINY, f"data.path={text_file}", f"runs_dir='{folder}'", "lens=often"]
-    for more, count in ((["name=a"], 1), (["name=b", "lens=off"], 0), (["seed=1", "-m"], 0)):
+    for more, count in ((["name=a"], 2), (["name=b", "lens=off"], 2), (["seed=1", "-m"], 0)):
         code, out, err = in_process(train.main, tmp_path, *short, *more)
         assert code == 0, err
-        commands = [line for line in out.splitlines() if "scripts.live" in line]
+        commands = [line for line in out.splitlines() if "scripts.view" in line]
         assert len(commands) == count
-        if count:
-            words = shlex.split(commands[0].partition("python -m scripts.live")[2])
-            settings = LiveConfig(**dict(word.split("=", 1) for word in words))
+        for command in commands:
+            words = shlex.split(command.partition("python -m scripts.view")[2])
+            settings = ViewConfig(**dict(word.split("=", 1) for word in words))
             assert settings.runs_dir == folder
 
 

@@ -151,7 +151,7 @@ def test_a_sweep_with_other_values_does_not_continue_the_runs_of_another(
     before = contents(run)
     assert sweep(again, 1e-2) == (2, "optimizer.lr")
     assert sweep(again, 1e-3) == (0, "")
-    assert {*changed_paths(run, before)} <= {"report.html"}  # drawn again
+    assert {*changed_paths(run, before)} <= {"run.html"}  # drawn again
 
 
 def test_jobs_that_resume_a_path_or_have_too_long_names_are_refused(swept):

@@ -14,7 +14,7 @@ from helpers.pages import HOSTILE, PROMPTS, a_run
 from PIL import Image
 from playwright.sync_api import expect
 
-from clearhead.output.report import write_report
+from clearhead.output.report import write_run_page
 from headlens.heatmap import VIRIDIS
 from headlens.page import END, START, page
 from headlens.render import write_page
@@ -347,9 +347,9 @@ def test_hostile_text_stays_text(shown):
 
 
 def test_policy_refuses_other_scripts_and_styles(tmp_path, write, browser):
-    """The Content-Security-Policy blocks scripts that were not escaped, also in report.html."""
+    """The Content-Security-Policy blocks scripts that were not escaped, also in run.html."""
     planted = "<script>document.title = 'taken'</script><p id=planted style='color: red'>x</p>"
-    for path in (write(a_run()), write_report(tmp_path)):
+    for path in (write(a_run()), write_run_page(tmp_path, "finished")):
         text = path.read_text(encoding="utf-8")
         assert "<main" in text
         path.write_text(text.replace("<main", f"{planted}<main", 1), encoding="utf-8")
@@ -411,4 +411,4 @@ def test_damaged_pages_and_old_browsers(tmp_path, opened):
         error = lens.locator("#error")
         expect(error, what).to_be_visible()
         assert len(error.inner_text().splitlines()) == 1, what
-        assert not lens.locator("#app").is_visible(), what
+        assert not lens.locator("#all-heads").is_visible(), what

@@ -1,0 +1,86 @@
+"""Shows the runs of a folder in a browser, also while they train; or writes the page of one run.
+
+    python -m scripts.view
+    python -m scripts.view runs_dir=runs port=8000 open=true
+    python -m scripts.view write=runs/NAME
+
+The first two serve a list of runs, and the page of each, on this machine only. The pages take up
+new snapshots, losses and samples by themselves, and nothing is written. The last one draws the
+images of a run and run.html again from its data, for example after a change of the page.
+"""
+
+import sys
+import webbrowser
+from pathlib import Path
+
+from pydantic import Field
+
+from clearhead.config.command_line import ScriptConfig, settings_command
+from clearhead.config.schema import Name
+from clearhead.errors import DataError, refuse, sanitize
+
+
+class ViewConfig(ScriptConfig):
+    """python -m scripts.view [runs_dir=FOLDER] [port=NUMBER] [open=true] [write=runs/NAME]
+
+    Shows the runs of a folder in a browser, also while they train; or writes the page of one run.
+    """
+
+    runs_dir: Name = Field("runs", description="folder that contains the run directories")
+    port: int = Field(
+        8000, ge=1, le=65535, description="of the server on 127.0.0.1; in use: the next free one"
+    )
+    open: bool = Field(False, description="true: also open the page in a browser")
+    write: str | None = Field(
+        None, description="a run directory: draw its images and run.html again, and serve nothing"
+    )
+
+
+@settings_command(ViewConfig)
+def main(settings: ViewConfig) -> None:
+    if settings.write is not None:
+        write(Path(settings.write))
+    else:
+        serve(settings)
+
+
+def serve(settings: ViewConfig) -> None:
+    from clearhead.output.live_server import PORTS, LiveServer
+
+    folder = Path(settings.runs_dir)
+    if folder.exists() and not folder.is_dir():
+        refuse([("runs_dir", settings.runs_dir, "not a folder", "give the folder of the runs")])
+    try:
+        server = LiveServer(folder, settings.port)
+    except OSError as error:
+        reason = f"neither this port nor the next {PORTS - 1} can be used ({error.strerror})"
+        refuse([("port", settings.port, reason, "use another port")])
+    with server:
+        if not folder.exists():
+            print(sanitize(f"note: {folder} does not exist yet"), file=sys.stderr)
+        print(f"open {server.address} in a browser; Ctrl-C stops", flush=True)
+        if settings.open:
+            webbrowser.open(server.address)
+        server.serve_forever()
+
+
+def write(folder: Path) -> None:
+    """Draws the images and the page of a run."""
+    from clearhead.output.live import LiveRun
+    from clearhead.output.report import write_run_page
+    from headlens import draw_run
+
+    run = LiveRun(folder)
+    if not run.settings():
+        raise DataError("write", folder, "not a run directory", "give runs/NAME")
+    try:
+        draw_run(folder / "attention")
+        page = write_run_page(folder, run.state()["state"])
+    except ValueError as error:
+        hint = "remove the file, or use the version of clearhead that wrote it"
+        raise DataError("write", folder, str(error), hint) from error
+    print(sanitize(f"page of the run  {page}"))
+
+
+if __name__ == "__main__":
+    main()
