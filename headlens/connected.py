@@ -1,5 +1,5 @@
-"""What a head connects in a text: the lines around a query token and its key token, and the pairs of
-words or tokens that it connects most often.
+"""What a head connects in a text: the lines around a query token and its key token, and the pairs
+of words or tokens that it connects most often.
 
     Lines(windows).ranges(window=3, query=40, key=12)  # the tokens to show: [8, 47]
     Words(windows).pairs(keys)  # keys: the key token of each query token, or -1

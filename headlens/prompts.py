@@ -160,7 +160,8 @@ def _label(token: str) -> str:
     spaces = "␣" * before, "␣" * (len(token) - before - len(inner))
     if BYTES_OF_TOKEN.fullmatch(inner):
         inner = inner.replace("><0x", " ")
-    return clipped(_visible(inner.join(spaces)), LABEL) or "∅"
+    shown = _visible(inner.join(spaces))
+    return clipped(shown, LABEL) if shown.strip(JOINERS) else "·" if shown else "∅"
 
 
 def _joined(tokens: Sequence[str]) -> list[tuple[str, str]]:

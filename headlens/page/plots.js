@@ -17,7 +17,7 @@ const ruler = document.createElement("canvas").getContext("2d");
 
 const TOP = 6; // space above a heatmap for the first label
 const [SMALLEST, LARGEST] = [8.5, 11]; // size of a label, in pixels
-const LONG = 300; // characters; a longer text is below the map
+const BESIDE = 250; // height of what is next to a map and not the text, in pixels
 const COPIES = 14; // width of the names of the two copies of a repeated sequence
 
 /** Sets the size of the enlarged heatmap, the same with and without a comparison: if possible whole
@@ -28,22 +28,21 @@ export function placePlots() {
   const longest = isShort ? 3 : compact ? 7 : 8;
   const labels = A.labels.map((label) => clip(label, longest));
   const copies = A.run.prompts[A.prompt].period ? COPIES : 0;
-  const isLong = A.texts.join("").length > LONG;
-  $("plots").classList.toggle("long", isLong);
   // Height above and below the map: bar, title, sentence and colour bar. In a panel, the text is next
   // to the map, not below it.
   const around = compact ? (wide ? 144 : 100) : wide ? $("bar").offsetHeight + 140 : 132;
   // Width of the text next to the map; 0: the text is below the map.
   const text = compact ? (!wide && sideWidth() > 400 ? 170 : 0)
-    : sideWidth() >= 600 && !isLong ? 246 : 0;
+    : sideWidth() >= 600 ? 246 : 0;
   ruler.font = LARGEST + FONT;
   const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
   const left = Math.ceil(clamp(widest, 12, 84)) + 8 + copies;
   const low = Math.max(compact ? 120 : 170, innerHeight - left - around);
-  const room = Math.max(40, Math.min(sideWidth() - text - left - 14, low, isLong ? 760 : 560));
+  const room = Math.max(40, Math.min(sideWidth() - text - left - 14, low, 560));
   const most = Math.min(room / A.T, Math.max(46, 90 / A.T));
   sizePlot(plots[0], left, most * A.T, labels);
-  const { cell } = plots[0];
+  const { cell, height: tall } = plots[0];
+  $("text").style.maxHeight = text ? `${Math.max(180, tall - BESIDE)}px` : "";
   // If the rows are too low, only some tokens have a label.
   const step = cell < SMALLEST ? Math.ceil(LARGEST / cell) : 1;
   Object.assign(plots[0], { step, font: clamp(Math.floor(2 * cell * step) / 2, SMALLEST, LARGEST) });

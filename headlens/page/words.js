@@ -11,7 +11,7 @@ import { firstKey, scaleEnd } from "./maps.js";
 import { cellOf } from "./cells.js";
 
 // Opacity of the largest weight; the ink of each theme is readable on it.
-const STRONGEST = { light: 0.85, dark: 0.45 };
+const STRONGEST = { light: 0.85, dark: 0.48 };
 const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff]/;
 
 let textTokens = null; // the tokens that are shown as text
