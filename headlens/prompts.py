@@ -48,7 +48,7 @@ class Prompt:
     @property
     def title(self) -> str:
         """The prompt in one line, for lists and captions."""
-        text = _visible(" ".join(plain_text(self.tokens[: self.shown]).split()))
+        text = visible(" ".join(plain_text(self.tokens[: self.shown]).split()))
         return "repeated sequence" if self.period else clipped(text, 200) or self.name
 
     @property
@@ -118,7 +118,7 @@ def texts_of(tokens: Sequence[str]) -> list[str]:
     """Returns the text of each token in running text, one after another, without a gap. The first
     of the tokens that share a character has it, the others have "". Control characters are visible,
     so that they cannot affect other text."""
-    return [_visible(text) for text, _ in _joined(tokens)]
+    return [visible(text) for text, _ in _joined(tokens)]
 
 
 def labels_of(tokens: Sequence[str]) -> list[str]:
@@ -146,8 +146,8 @@ def clipped(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
-def _visible(text: str) -> str:
-    """Returns a text with visible control characters, each in place of one character."""
+def visible(text: str) -> str:
+    """Returns a text with signs in place of characters that cannot be seen: one for each."""
     return "".join(
         CONTROLS.get(c, "·" if unicodedata.category(c) in UNSEEN and c not in JOINERS else c)
         for c in text
@@ -160,7 +160,7 @@ def _label(token: str) -> str:
     spaces = "␣" * before, "␣" * (len(token) - before - len(inner))
     if BYTES_OF_TOKEN.fullmatch(inner):
         inner = inner.replace("><0x", " ")
-    shown = _visible(inner.join(spaces))
+    shown = visible(inner.join(spaces))
     return clipped(shown, LABEL) if shown.strip(JOINERS) else "·" if shown else "∅"
 
 

@@ -25,7 +25,7 @@ from ..connected import Lines
 from ..heads import ALL_NAMES, KINDS, NAMES, first_rows, targets_on, title_of
 from ..heatmap import VIRIDIS
 from ..history import Row, copying_step, evenly_spaced, json_values
-from ..prompts import Prompt, labels_of, signs_of, texts_of
+from ..prompts import Prompt, labels_of, signs_of, texts_of, visible
 from ..rounding import DIGITS
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
@@ -54,7 +54,7 @@ def run_data(
     layers, heads = last.row.names.shape
     coverage = last.contexts.coverage if last.contexts else {}
     return {
-        "name": last.run,
+        "name": visible(last.run),
         "layers": layers,
         "heads": heads,
         "digits": DIGITS,

@@ -41,20 +41,33 @@ function writeTokens() {
   placeTokens();
 }
 
-/** Puts the elements of the tokens behind their text. */
-export function placeTokens() {
-  const text = $("prose").firstChild;
-  const origin = $("tokens").getBoundingClientRect();
+/** Returns where each token is on the screen: its lines, the longest first. */
+function boxesOfTokens() {
   const range = document.createRange();
+  const text = $("prose").firstChild;
+  return places.map(([first, end]) => {
+    if (!text) return [];
+    range.setStart(text, first);
+    range.setEnd(text, end);
+    return [...range.getClientRects()].filter(({ width }) => width > 0.5)
+      .sort((a, b) => b.width - a.width);
+  });
+}
+
+/** Returns whether a token is drawn in the place of the token before, as a part of its character. */
+const isWithin = ([box], [other]) => !box || (other && Math.abs(box.top - other.top) < 2 &&
+  Math.min(box.right, other.right) - Math.max(box.left, other.left) > box.width / 2);
+
+/** Puts the elements of the tokens behind their text. Tokens of one character have equal parts of it. */
+export function placeTokens() {
+  const origin = $("tokens").getBoundingClientRect();
+  const boxes = boxesOfTokens();
   const put = (node, { left, top, width, height: tall }, from) => Object.assign(node.style, {
     left: `${left - from.left}px`, top: `${top - from.top}px`, width: `${width}px`,
     height: `${tall}px` });
-  for (let n = 0, next; text && n < places.length; n = next) {
-    // The next tokens without a text are parts of the character at the end of this token.
-    for (next = n + 1; next < places.length && places[next][0] === places[next][1];) next++;
-    range.setStart(text, places[n][0]);
-    range.setEnd(text, places[n][1]);
-    const [box, ...more] = [...range.getClientRects()].sort((a, b) => b.width - a.width);
+  for (let n = 0, next; n < boxes.length; n = next) {
+    for (next = n + 1; next < boxes.length && isWithin(boxes[next], boxes[n]);) next++;
+    const [box, ...more] = boxes[n];
     if (!box) continue;
     const width = box.width / (next - n);
     const isBack = RIGHT_TO_LEFT.test(A.texts[n]);
@@ -63,7 +76,7 @@ export function placeTokens() {
       put($("tokens").children[token], { left, top: box.top, width, height: box.height }, origin);
     }
     // Of a token on several lines, the other lines.
-    $("tokens").children[n].replaceChildren(...more.filter((line) => line.width).map((line) => {
+    $("tokens").children[n].replaceChildren(...more.map((line) => {
       const node = make("i");
       put(node, line, box);
       return node;
