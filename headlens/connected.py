@@ -20,7 +20,7 @@ from .prompts import LABEL, clipped, labels_of, texts_of
 
 AROUND = 90  # characters that a line has on each side of its tokens, at most
 SLACK = 20  # of these, in which the line looks for a space
-LINE_END = re.compile(rf"(?:{SENTENCE_END}|{BLANK_LINE})\s*")
+LINE_END = re.compile(rf"{SENTENCE_END}|{BLANK_LINE}")
 # A word; each character is one in scripts without spaces between words.
 WORD = re.compile(f"[{UNSPACED}]|(?:(?![{UNSPACED}]){LETTER})+(?:['’](?![{UNSPACED}]){LETTER}+)*")
 MOST_KEYS, MOST_QUERIES = 8, 6  # of a head, of a key
