@@ -10,7 +10,6 @@ Shapes: N windows, T tokens, L layers, H heads.
 import itertools
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -135,6 +134,12 @@ class Words:
 def _grouped(queries: np.ndarray, keys: np.ndarray) -> list[tuple[int, int, list]]:
     """Returns (key, count, [(query, count), ...]) of the most frequent keys. queries, keys: of each
     link."""
-    frequent = [(key, n) for key, n in Counter(keys.tolist()).most_common(MOST_KEYS) if n > 1]
-    of_key = {key: Counter(queries[keys == key].tolist()) for key, _ in frequent}
-    return [(key, n, of_key[key].most_common(MOST_QUERIES)) for key, n in frequent]
+    frequent = [(key, n) for key, n in _most_frequent(keys, MOST_KEYS) if n > 1]
+    return [(key, n, _most_frequent(queries[keys == key], MOST_QUERIES)) for key, n in frequent]
+
+
+def _most_frequent(numbers: np.ndarray, most: int) -> list[tuple[int, int]]:
+    """Returns (number, count) of the most frequent numbers, of equal ones the smallest first."""
+    counts = np.bincount(numbers)
+    order = np.argsort(-counts, kind="stable")[:most].tolist()
+    return [(number, int(counts[number])) for number in order if counts[number]]
