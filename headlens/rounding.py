@@ -3,8 +3,7 @@
     rounded(0.0031, 2)  ->  "<0.01"        formatted(12.34)         ->  "12.3"
     rounded(0.0031, 2, signed=True)  ->  "0"    formatted_loss(0.00481)  ->  "0.0048"
 
-- The number of decimals is in DIGITS, by kind of number and size. The page applies the same table,
-  which is part of its data.
+- The number of decimals is in DIGITS, by kind of number and size. The page applies the same table.
 - A value that these decimals would round to 0 is "<0.01" ("<0.0001"), and a change is "0". Only an
   exact 0 is "0". So there is no "-0.00".
 - The minus is U+2212, as wide as the plus.

@@ -26,7 +26,6 @@ from ..heads import ALL_NAMES, KINDS, NAMES, first_rows, targets_on, title_of
 from ..heatmap import VIRIDIS
 from ..history import Row, copying_step, evenly_spaced, json_values
 from ..prompts import Prompt, labels_of, signs_of, texts_of, visible
-from ..rounding import DIGITS
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
 
@@ -57,7 +56,6 @@ def run_data(
         "name": visible(last.run),
         "layers": layers,
         "heads": heads,
-        "digits": DIGITS,
         "prompts": [
             {
                 "name": prompt.name,

@@ -1,6 +1,5 @@
 /* The state of the page, which the controls change, and A and B, which the page shows. */
 
-import { setDigits } from "./text.js";
 import { showMessage } from "./dom.js";
 import { decode } from "./data.js";
 
@@ -215,7 +214,6 @@ export const draw = { all: () => {}, pointer: () => {} };
 
 export function setRuns(first, second) {
   [run, other] = [first, second];
-  setDigits(run.digits);
   DEFAULTS.over = run.windows ? "mean" : "prompt";
 }
 

@@ -2,15 +2,12 @@
 
 export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 
-let tables = {}; // for each kind of number [[from this size on, decimals], ...]: headlens/rounding.py
-
-export function setDigits(digits) {
-  tables = digits;
-}
+// For each kind of number [[from this size on, decimals], ...]: DIGITS of headlens/rounding.py.
+const DIGITS = JSON.parse('__DIGITS__');
 
 /** Returns the number of decimals of a value of a kind: "value", "loss", "error", "chance", "weight". */
 export const decimals = (value, kind) =>
-  tables[kind].find(([size]) => Math.abs(value) >= size)?.[1] ?? 0;
+  DIGITS[kind].find(([size]) => Math.abs(value) >= size)?.[1] ?? 0;
 
 /** Returns a value with a number of decimals; a dash if there is none. signed: the value is a change. */
 export function rounded(value, digits, signed = false) {
