@@ -47,6 +47,8 @@ class Lines:
         if it omits tokens between the key token and the query token."""
         starts, sentences = self.starts[window], self.sentences[window]
         left, right = starts[key], starts[query + 1]
+        if self.texts[window][left : starts[key + 1]].isspace():  # it belongs to the text before it
+            left = max(0, len(self.texts[window][:left].rstrip()) - 1)
         low = max(sentences[bisect_right(sentences, left) - 1], self._space(window, left, -1))
         high = min(sentences[bisect_left(sentences, right)], self._space(window, right, 1))
         # A token of several characters, and tokens without a text, belong to the line.
@@ -83,10 +85,10 @@ class Words:
             at = 0
             for label, text in zip(labels, texts, strict=True):
                 first, end = at + len(text) - len(text.lstrip()), at + len(text.rstrip())
-                start, place = (spans[first][0], spans[first][0]) if first < end else (at, -1)
-                word = joined[start : spans[end - 1][1]] if first < end else ""
-                if not WORD.search(word):
-                    word, place = label, -1
+                start, stop = (spans[first][0], spans[end - 1][1]) if first < end else (at, at)
+                word = joined[start:stop]
+                is_cut = start == 0 or stop == len(joined)  # at the edge of the window
+                word, place = (word, start) if WORD.search(word) and not is_cut else (label, -1)
                 tokens.append(known.setdefault(label, len(known)))
                 words.append(known.setdefault(clipped(word, LABEL), len(known)))
                 places.append(place)

@@ -45,6 +45,12 @@ def test_a_line_without_a_sentence_is_cut_between_words():
     assert len(left) + len(right) < 4 * AROUND + 20
 
 
+def test_the_line_of_a_line_break_is_the_sentence_before_it():
+    text = "Never. That she cannot come.\n\nBut why?"
+    (found,) = line(list(text), text.index("\nBut"), text.index("\n"))
+    assert found.strip() == "That she cannot come.⏎⏎"
+
+
 def test_a_line_without_spaces_and_one_within_a_character():
     (found,) = line(list("日本語" * 100), 151, 150)
     assert 2 * AROUND <= len(found) <= 2 * AROUND + 2
@@ -69,9 +75,9 @@ def pairs_by_loops(tokens, keys, word_of):
 
 def test_words_that_a_head_connects_in_a_text_of_letters():
     """Each pair of words once, for any number of links between their letters."""
-    windows = [list("the cat saw the dog"), list("a cat saw a dog, so")]
-    words = [[("the", 0), ("cat", 4), ("saw", 8), ("the", 12), ("dog", 16)]]
-    words += [[("a", 0), ("cat", 2), ("saw", 6), ("a", 10), ("dog", 12), ("so", 17)]]
+    windows = [list(".the cat saw the dog."), list(".a cat saw a dog, so.")]
+    words = [[("the", 1), ("cat", 5), ("saw", 9), ("the", 13), ("dog", 17)]]
+    words += [[("a", 1), ("cat", 3), ("saw", 7), ("a", 11), ("dog", 13), ("so", 18)]]
 
     def word_of(window, place):
         for word, start in words[window]:
@@ -128,5 +134,7 @@ def test_a_head_without_links_has_no_pairs():
     ],
 )
 def test_the_word_of_a_token(tokens, words):
-    found = Words([tokens])
-    assert [found.texts[number] for number in found.words[0]] == words.split(" ")
+    found = Words([[".", *tokens, "."]])
+    assert [found.texts[number] for number in found.words[0, 1:-1]] == words.split(" ")
+    cut = Words([tokens])  # words at the edges of a window may be cut
+    assert cut.places[0, 0] == cut.places[0, -1] == -1
