@@ -334,7 +334,7 @@ def test_hostile_text_stays_text(shown):
     assert lens.title() == HOSTILE
     for part in ("#subject", "#compare-note"):
         assert HOSTILE in lens.locator(part).inner_text()
-    assert lens.locator("#text [data-token='0']").text_content().startswith("</script><img src=x")
+    assert lens.locator("#prose").text_content().startswith("</script><img src=x")
     assert HOSTILE[:20] in lens.locator("#readout").inner_text()
     lens.keyboard.press("?")
     lens.keyboard.press("Escape")
