@@ -60,3 +60,17 @@ def formatted_change(change: float, error: float | None) -> str:
     """Returns the change of a loss with its standard error, if it is known: "+1.33 ± 0.02"."""
     text = formatted_loss(change, signed=True)
     return text if error is None else f"{text} ± {rounded(error, loss_digits(change))}"
+
+
+def formatted_mean(value: float, error: float | None) -> str:
+    """Returns a mean on a text with its standard error: "0.62 ± 0.03", "0.617 ± 0.004"."""
+    if error is None:
+        return formatted(value)
+    digits = 3 if error < 0.01 else 2
+    return f"{rounded(value, digits)} ± {rounded(error, digits)}"
+
+
+def formatted_weight(weight: float) -> str:
+    """Returns the weight of a byte of a heatmap. That of the byte 0 is not 0, but small."""
+    interval = max(2 * weight**0.5 / 255, 1 / 510**2)  # of weights with the same byte
+    return rounded(weight or 1e-9, math.floor(-math.log10(interval)))

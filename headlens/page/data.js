@@ -2,7 +2,7 @@
 
 import { joinBytes } from "./text.js";
 
-const VERSION = 5; // of the data, see headlens/page/__init__.py
+const VERSION = 6; // of the data, see headlens/page/__init__.py
 const DECODED_BYTES = 200e6; // limit for the decoded frames in memory
 
 /** Returns the checked runs of the JSON text of a page. Throws an Error with a user message. */
@@ -30,7 +30,7 @@ export function readData(text) {
       throw not("the weights are invalid");
     }
     if (!Array.isArray(run.names)) throw not("the names are missing");
-    if (!strings([run.text ?? "", run.targets])) throw not("the text is invalid");
+    if (!strings([run.text ?? "", run.heads_at])) throw not("the text is invalid");
     const keys = Array.isArray(run.statistics) && run.statistics.map((s) => s?.key);
     if (!strings(keys) || typeof run.history !== "string") throw not("the statistics are missing");
   }
@@ -65,11 +65,9 @@ export async function prepare(run) {
     run.normSize += run.count * prompt.length;
   }
   try {
-    const found = await inflateJson(run.history);
-    const { steps, values, errors, losses } = found;
-    Object.assign(run, { steps, errors, losses, nameSteps: found.name_steps, namesAt: found.names,
-      placesAt: found.places, sinceAt: found.since, offsetsAt: found.offsets });
-    (await inflateJson(run.targets)).forEach((targets, n) => { run.prompts[n].targets = targets; });
+    const { steps, values, errors } = await inflateJson(run.history);
+    Object.assign(run, { steps, errors, significance: values.significance });
+    (await inflateJson(run.heads_at)).forEach((heads, n) => { run.frames[n].heads = heads; });
     run.windows = run.text ? (await inflateJson(run.text)).map(joinBytes) : null;
     for (const statistic of run.statistics) {
       statistic.values = Object.hasOwn(values, statistic.key) ? values[statistic.key] : [];

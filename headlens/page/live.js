@@ -78,7 +78,7 @@ async function loadData() {
 
 /** Takes up new snapshots, then new losses. Returns false if this has to wait. */
 async function takeUp(found) {
-  if (state.tour || isPlaying()) return false; // they show the steps that they started with
+  if (isPlaying()) return false; // it shows the steps that it started with
   if (found.snapshots && found.snapshots !== shownSnapshots) {
     const before = shownSnapshots;
     const text = await loadData();
@@ -109,7 +109,8 @@ async function takeSnapshots(fresh, { curves, state: now }) {
   Object.assign(fresh, { curves, isTraining: now === "running" });
   await prepare(fresh);
   const known = new Map(run.frames.map((frame) => [frame.address, frame]));
-  fresh.frames = fresh.frames.map((frame) => known.get(frame.address) ?? frame);
+  fresh.frames = fresh.frames.map((frame) =>
+    Object.assign(known.get(frame.address) ?? frame, { heads: frame.heads }));
   const last = fresh.frames.length - 1;
   const place = () => (state.frame === run.frames.length - 1 ? last
     : nearestFrame(fresh, run.frames[state.frame].step));
@@ -124,7 +125,7 @@ async function takeSnapshots(fresh, { curves, state: now }) {
       return false; // a run that was resumed has just removed this step
     }
   }
-  if (state.tour || isPlaying()) return false;
+  if (isPlaying()) return false;
   const frame = place();
   setRuns(fresh, other);
   shownCurves = JSON.stringify(curves);
