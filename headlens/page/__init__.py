@@ -141,13 +141,14 @@ def _significance(values: Mapping[str, np.ndarray], uniform: Mapping) -> list:
 def _copy_losses(prompts: Sequence[Prompt], history: Sequence[Row]) -> list[tuple[int, float]]:
     """Returns the mean loss on the second copy of the repeated sequence, [(step, loss)]; [] if it
     never falls below COPIES_FROM of the first one: a model of texts need not learn to copy."""
-    number = next((n for n, prompt in enumerate(prompts) if prompt.period > 1), None)
-    rows = [] if number is None else [row for row in history if len(row.losses) == len(prompts)]
-    rows = evenly_spaced(rows, MAX_HISTORY)
-    points = [
-        (row.step, float(loss_of_copy(row.losses[number], prompts[number].period))) for row in rows
-    ]
-    points = _finite(points)
+    rows = [row for row in history if len(row.losses) == len(prompts)]
+    points: list[tuple[int, float]] = []
+    for number, prompt in enumerate(prompts):
+        if prompt.period > 1:
+            losses = [(row.step, row.losses[number]) for row in evenly_spaced(rows, MAX_HISTORY)]
+            points = [(step, float(loss_of_copy(of, prompt.period))) for step, of in losses]
+            points = _finite(points)
+            break
     has_fallen = any(loss < COPIES_FROM * points[0][1] for _, loss in points)
     return [(step, round(loss, 4)) for step, loss in points] if has_fallen else []
 

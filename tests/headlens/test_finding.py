@@ -134,6 +134,11 @@ def test_births_of_names():
     pairs = {(head, name) for row in rows for head, name in enumerate(row.names.ravel().tolist())}
     shown = {pair for pair in pairs if ALL_NAMES[pair[1]] in KINDS}
     assert len(shown) == sum(len(event["heads"]) for event in found)
+    again = events(history_of("induction", "", "induction", "diagonal"))
+    assert [(event["key"], event["step"]) for event in again] == [
+        ("induction", 0),
+        ("diagonal", 1200),
+    ]
 
 
 # ------------------------------------------------------------------- where a head is clearest

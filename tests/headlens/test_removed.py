@@ -131,7 +131,7 @@ def test_other_groups_that_the_model_needs():
 
 def test_what_the_removal_of_a_self_head_measures():
     row = row_of("diagonal", "", "", "", "diagonal", "")
-    for change, is_said in ((2.0, True), (0.0, False)):
+    for change, is_said in ((2.0, True), (0.0, False), (-2.0, False)):
         group = result(change, 0.1, name="diagonal", heads=2)
         assert ("passes on the token itself" in said(removal(groups=[group]), row)[0]) == is_said
 

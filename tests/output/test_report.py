@@ -256,11 +256,10 @@ def change(value, error=None, **more):
 def head_files(folder):
     """Writes three snapshots of five heads. The steps 20 and 40 give heads names."""
     previous = "previous_token"
-    ablation = {"step": 40, "method": "exact"}
-    ablation["heads"] = [
-        change(0.125, 0.0625, layer=0, head=1),
-        change(-0.00001, layer=0, head=2),
-    ]
+    ablation = {"step": 40, "method": "exact", "windows": 2, "targets": 9, "loss": 1.0}
+    ablation["accuracy"] = None
+    sizes = [(0.0, None), (0.125, 0.0625), (-0.00001, None), (0.0, None), (0.0, None)]
+    ablation["heads"] = [change(*size, layer=0, head=head) for head, size in enumerate(sizes)]
     ablation["groups"] = [change(2, 0.5, name=previous, heads=2)]
     values = {previous: [0.1, 0.0, 0.2, 0.53, 0.1], "first_token": [0.0, 0.0, 0.875, 0.0, 0.0]}
     names = ["", "", "", previous, "uniform"]

@@ -115,7 +115,7 @@ def test_a_name_in_the_legend_opens_the_clearest_head(shown):
     the prompt with which the page opens."""
     stages = {(0, 0): ("separator", 40), (0, 2): ("previous_token", 40), (1, 1): ("induction", 80)}
     made = story_run(stages)
-    made.data["opening_prompt"] = 0
+    made.data["opening"] |= {"prompt": 0}
     lens = shown(made, fragment="#head=none")
     for place, (name, _) in stages.items():
         lens.locator(f"#names [data-name='{name}']").click()
@@ -213,8 +213,7 @@ def test_losses_under_the_slider(story, shown):
     unlearnt = shown(story_run(PLANTED, steps=(0, 40)), fragment="#head=none")  # it never falls
     assert not unlearnt.locator("[data-curve='loss on the second copy']").count()
     data = a_run().data
-    history = pages.packed(json.loads(pages.unpacked(data["history"])) | {"losses": []})
-    data = data | {"curves": {}, "history": history}
+    data = data | {"curves": {}, "copy_losses": []}
     without = shown(dataclasses.replace(a_run(), data=data))
     assert without.locator("#step").is_visible()
     heights = [part.locator("#bar").bounding_box()["height"] for part in (lens, without)]
