@@ -14,6 +14,9 @@ A name can hold in two places, and a head can have it in each of them:
   statistic is defined. So a head that attends to a certain word, which is the first token of one
   prompt, is not a first-token head.
 
+For the name that a head has at the snapshot before, these limits are KEPT_FROM of that. So a head
+whose significance is near a limit does not lose its name and get it again at each snapshot.
+
 If several names are possible, the head has the one with the largest significance on the text, or if
 none holds there, on the prompts (the smallest over prompts). Where there is a text, only names of
 the repeated sequence can hold on prompts alone: for the others, a prompt is a short text. If no
@@ -50,7 +53,10 @@ class Kind:
     # {back} for the number of tokens from query to key.
     example: str
     named_from: float = 0.25  # the significance that a name needs
-    is_simple: bool = False  # says least, such as attention to the token itself
+    # 0: says least, such as attention to the token itself; 1: depends on positions; 2: depends on
+    # the tokens. Pages, printed lines and images begin with the heads that tell most.
+    telling: int = 2
+    removal: str = ""  # what the loss without these heads measures, if it is not attention
 
 
 KINDS = {
@@ -60,6 +66,7 @@ KINDS = {
         "Each token attends to the token before it.",
         "the token before",
         "the token before it, {key}",
+        telling=1,
     ),
     "induction": Kind(
         "I",
@@ -82,7 +89,7 @@ KINDS = {
         "Most tokens attend to the first token, an attention sink.",
         "the first token",
         "the first token, {key}",
-        is_simple=True,
+        telling=0,
     ),
     "offset": Kind(
         "O",
@@ -90,6 +97,7 @@ KINDS = {
         "Each token attends to the token a fixed number of places before it, from 2 to 8.",
         "the token {} places before",
         "the token {back} places before it, {key}",
+        telling=1,
     ),
     "diagonal": Kind(
         "S",
@@ -97,7 +105,10 @@ KINDS = {
         "Each token attends to itself.",
         "the token itself",
         "itself",
-        is_simple=True,
+        telling=0,
+        removal="A self head moves little from one token to another: it passes on the token itself,"
+        " in a form that later layers can use. So this change says how much they need this form. It"
+        " can be as much as they need heads that copy.",
     ),
     # A text has few different separators: heads of random models reach 0.36.
     "separator": Kind(
@@ -124,7 +135,7 @@ KINDS = {
         "The attention depends on the positions of the tokens, hardly on the tokens.",
         "positions",
         "{key}, the token {back} places before it",
-        is_simple=True,
+        telling=0,
     ),
 }
 NAMES = tuple(key for key in KINDS if key != "positional")
@@ -132,6 +143,7 @@ ALL_NAMES = ("", *KINDS, "uniform")
 PLACES = ("text and prompts", "text", "prompts")
 UNIFORM_FROM = 0.95  # normalised entropy
 MIN_ERRORS = 3  # standard errors
+KEPT_FROM = 0.75  # a head keeps its name from this part of the limits on
 # since_step: the first step from which all snapshots give the head this name. holds_on: one of
 # PLACES. error: the standard error of the statistic that names the head. tokens_back: of "offset".
 COLUMNS = ("rank", "layer", "head", "name", "holds_on", "since_step", "significance", "error")
@@ -161,13 +173,14 @@ def target_of(row: Mapping) -> str:
     return KINDS[row["name"]].target.format(row["tokens_back"])
 
 
-def targets_on(prompt: Prompt) -> dict[str, list[list[int]]]:
-    """Returns for each name, "offset_2" to "offset_8" in place of "offset", the key tokens to which
-    its heads attend, for each query token that is shown. Without names that are undefined on the
-    prompt: in a sequence of random tokens, a separator separates nothing."""
+def targets_on(prompt: Prompt) -> dict[str, np.ndarray]:
+    """Returns for each name, "offset_2" to "offset_8" in place of "offset", which key tokens its
+    heads attend to, bool (t, t) for the t tokens that are shown. Without names that are undefined
+    on the prompt: in a sequence of random tokens, a separator separates nothing."""
+    shown = prompt.shown
     found = HeadStatistics(torch.tensor([prompt.token_ids]), [prompt.tokens]).targets[0]
     return {
-        key: [np.flatnonzero(row).tolist() for row in targets[: prompt.shown].numpy()]
+        key: targets[:shown, :shown].bool().numpy()
         for key, targets in zip(TARGETS, found, strict=True)
         if (name := key if key in STATISTICS else "offset") in KINDS
         if not prompt.period or STATISTICS[name].on != "texts"
@@ -193,36 +206,59 @@ def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndar
     return np.stack([(values[key] - c) / (1 - c) for key, c in zip(NAMES, chance, strict=True)])
 
 
+def strengths_of(
+    row: Row,
+    uniform: Mapping,
+    of_prompts: Sequence[Mapping[str, np.ndarray]],
+    uniform_of_prompts: Sequence[Mapping],
+    before: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns for the names in NAMES, (names, L, H) each: how clear each is, -inf where it does not
+    hold; whether it holds on the text; and on the prompts. Arguments as for `names_of`."""
+    limits = np.array([KINDS[key].named_from for key in NAMES])[:, None, None]
+    # So the limits for the name that a head has are KEPT_FROM of those for other names.
+    numbers = 1 + np.arange(len(NAMES))[:, None, None]
+    factors = 1 if before is None else np.where(before == numbers, 1 / KEPT_FROM, 1)
+    found = [significances(*pair) for pair in zip(of_prompts, uniform_of_prompts, strict=True)]
+    least = factors * np.fmin.reduce(found)  # (names, L, H), without NaN
+    on_prompts = least >= limits
+    on_text, strengths = np.zeros_like(on_prompts), np.where(on_prompts, least, -np.inf)
+    if row.errors:
+        is_repeated = np.array([STATISTICS[key].on == "repeated" for key in NAMES])
+        strengths[~is_repeated] = -np.inf
+        significant = factors * significances(row.values, uniform)
+        errors = np.stack([row.errors[key] / (1 - (uniform[key] or 0)) for key in NAMES])
+        on_text = (significant >= limits) & (significant >= MIN_ERRORS * errors)
+        # A significance is at most 1, and with its factor less than 2: names that hold on the text
+        # come first.
+        strengths = np.where(on_text, 2 + significant, strengths)
+    return strengths, on_text, on_prompts
+
+
 def names_of(
     row: Row,
     uniform: Mapping,
     of_prompts: Sequence[Mapping[str, np.ndarray]],
     uniform_of_prompts: Sequence[Mapping],
+    before: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the name of each head as its index in ALL_NAMES, and where it holds as an index in
     PLACES, (L, H) each.
 
     row: with errors if it has the statistics on a text. of_prompts: the statistics on each prompt.
-    uniform, uniform_of_prompts: their values for uniform attention.
+    uniform, uniform_of_prompts: their values for uniform attention. before: the names at the
+    snapshot before, if there is one.
     """
-    limits = np.array([KINDS[key].named_from for key in NAMES])[:, None, None]
-    found = [significances(*pair) for pair in zip(of_prompts, uniform_of_prompts, strict=True)]
-    least = np.fmin.reduce(found)  # (names, L, H), without NaN
-    on_prompts = least >= limits
-    on_text, on_each = np.zeros_like(on_prompts), np.where(on_prompts, least, -np.inf)
-    if row.errors:
-        is_repeated = np.array([STATISTICS[key].on == "repeated" for key in NAMES])
-        on_each[~is_repeated] = -np.inf
-        significant = significances(row.values, uniform)
-        errors = np.stack([row.errors[key] / (1 - (uniform[key] or 0)) for key in NAMES])
-        on_text = (significant >= limits) & (significant >= MIN_ERRORS * errors)
-        # A significance is at most 1: names that hold on the text come first.
-        on_each = np.where(on_text, 2 + significant, on_each)
-    entropy, positional = row.values["entropy"], row.values["positional"]
+    found = strengths_of(row, uniform, of_prompts, uniform_of_prompts, before)
+    strengths, on_text, on_prompts = found
+    entropy, limit = row.values["entropy"], KINDS["positional"].named_from
     others = np.where(entropy >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
-    is_positional = positional >= KINDS["positional"].named_from
+    if before is not None:
+        is_kept = before == ALL_NAMES.index("positional")
+        limit = np.where(is_kept, KEPT_FROM * limit, limit)
+    is_positional = row.values["positional"] >= limit
     others = np.where(is_positional, ALL_NAMES.index("positional"), others)
-    has_name, best = on_each.max(0) > -np.inf, on_each.argmax(0)[None]
+    has_name, best = strengths.max(0) > -np.inf, strengths.argmax(0)[None]
     places = [np.take_along_axis(on, best, axis=0)[0] for on in (on_text, on_prompts)]
     both, text, prompts = (PLACES.index(place) for place in PLACES)
     place = np.where(places[0], np.where(places[1], both, text), prompts)
@@ -268,16 +304,17 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
 
 def most_significant(table: Sequence[dict]) -> list[dict]:
     """Returns the most significant head of each name in a table, without positional and uniform
-    heads. Names that hold on the text come first. Heads that attend to themselves or to the first
-    token are last: they say least."""
+    heads. Names that hold on the text come first, of these the names that tell most, and of these
+    the names that also hold on the prompts. Names that say least are last."""
     rows = [row for row in table if row["name"] in NAMES]
     rows.sort(key=lambda row: (row["holds_on"] == "prompts", row["rank"]))
     first = {row["name"]: row for row in reversed(rows)}
-    return sorted((row for row in rows if row is first[row["name"]]), key=_is_simple)
 
+    def order(row: dict) -> tuple:
+        telling, place = KINDS[row["name"]].telling, row["holds_on"]
+        return telling == 0, place == "prompts", -telling, place == "text"
 
-def _is_simple(row: dict) -> bool:
-    return KINDS[row["name"]].is_simple
+    return sorted((row for row in rows if row is first[row["name"]]), key=order)
 
 
 def clearest(table: Sequence[dict]) -> list[dict]:

@@ -20,6 +20,7 @@ from .ablation import COLUMNS, Ablate, removal_lines
 from .capturing import AttentionFunction, capture
 from .config import DEFAULT_PROMPTS, LensConfig
 from .drawing import caption
+from .finding import head_line
 from .heads import (
     ALL_NAMES,
     KINDS,
@@ -31,12 +32,10 @@ from .heads import (
     head_table,
     heads_by_name,
     only_on,
-    target_of,
     title_of,
-    title_of_head,
 )
 from .heatmap import fitted, rgb
-from .history import History, Row, atomic_write, copying_step, evenly_spaced
+from .history import History, Row, atomic_write, copying_step, evenly_spaced, read_history
 from .page import MAX_HISTORY
 from .passages import excerpts, text_prompts
 from .prompts import make_prompt, repeated_prompt
@@ -162,7 +161,7 @@ class Lens:
         ablate: receives the heads of each name at the last step; returns the result of ablation.py.
         With write=False it only runs the model and returns None: for ranks other than 0 with FSDP.
         """
-        data = self._record(model, step)
+        data = self._record(model, step, self._row_before(step) if write else None)
         if not write:
             return None
         if self.history is None:
@@ -194,13 +193,18 @@ class Lens:
         return snapshot
 
     def inspect(
-        self, model: Any, step: int = 0, ablate: Ablate | None = None
+        self,
+        model: Any,
+        step: int = 0,
+        ablate: Ablate | None = None,
+        before: Row | None = None,
     ) -> tuple[SnapshotData, list[str]]:
         """Returns the data of one step, and a line for each name of heads with the most significant
         heads and, in parentheses, the value for uniform attention. Writes no files.
-        ablate: as in `snapshot`.
+        ablate: as in `snapshot`. before: data.row of an earlier step of the same training, whose
+        names heads keep if they are still nearly clear.
         """
-        data = self._record(model, step)
+        data = self._record(model, step, before)
         table = head_table([data.row], data.uniform)
         lines = [_line(key, table, data.uniform[key]) for key in KINDS]
         if ablate and (found := ablate(heads_by_name(table))):
@@ -208,14 +212,20 @@ class Lens:
         self.last = data
         return data, [line for line in lines if line]
 
-    def _record(self, model: Any, step: int) -> SnapshotData:
-        """Returns the data of a step."""
+    def _row_before(self, step: int) -> Row | None:
+        """Returns the row of the snapshot before, also of a run that was resumed."""
+        file = self.folder / "statistics.jsonl"
+        rows = self.history.rows if self.history else read_history(file)
+        return max((row for row in rows if row.step < step), key=lambda row: row.step, default=None)
+
+    def _record(self, model: Any, step: int, before: Row | None = None) -> SnapshotData:
+        """Returns the data of a step. before: as for `record`."""
         run = functools.partial(capture, model, attention=self.attention)
         run_text = functools.partial(run, logits=False)
         run_prompt = functools.partial(run, logit_lens=self.config.logit_lens)
         on_text = TextRecorder(self.text).run(run_text) if self.text else None
         run_name, token_bytes = self.run_name, self.tokenizer.token_bytes
-        return record(run_prompt, self.prompts, step, on_text, run_name, token_bytes)
+        return record(run_prompt, self.prompts, step, on_text, run_name, token_bytes, before)
 
     def most_significant_heads(self) -> list[str]:
         """Returns the number of heads with a name, and a line for the clearest head of each name,
@@ -224,19 +234,9 @@ class Lens:
         """
         stage = copying_step(self.prompts, self.history.rows) if self.history else None
         copies = f"the loss on the repeated sequence drops at step {stage}"
-        lines = [copies] * (stage is not None)
-        rows = clearest(self.table)
-        lines += [counts_of_names(self.table)] * bool(rows)
-        for row in rows:
-            name, place = row["name"], f"L{row['layer']} H{row['head']}"
-            value, target = formatted(row[name]), target_of(row)
-            # The value of a positional head is not a weight.
-            what = f"mean weight {value} on" if name in NAMES else f"value {value}, depends on"
-            if name in NAMES and self.text:
-                what = f"in {self.text.name}, {what}"
-            since = f"(since step {row['since_step']})"
-            lines.append(f"{place} {title_of_head(row)}: {what} {target} {since}")
-        return lines
+        rows, text_name = clearest(self.table), self.text.name if self.text else ""
+        lines = [copies] * (stage is not None) + [counts_of_names(self.table)] * bool(rows)
+        return lines + [head_line(row, text_name) for row in rows]
 
     def most_important_heads(self) -> list[str]:
         """Describes the head, and the name of several heads, that the model needs most, in the last

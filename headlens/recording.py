@@ -92,11 +92,13 @@ def record(
     on_text: TextRecorder | None = None,
     run_name: str = "",
     token_bytes: Callable[[int], bytes] | None = None,
+    before: Row | None = None,
 ) -> SnapshotData:
     """Runs the model on all prompts and returns the data of a snapshot.
 
     on_text: the statistics of the heads on a text, which are then those of the snapshot.
     token_bytes(id): the bytes of a token, for predictions, which are omitted without it.
+    before: the row of the snapshot before, whose names heads keep if they are still nearly clear.
     """
     recorders = [_Recorder(prompt, _statistics_on(prompt)) for prompt in prompts]
     longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -122,7 +124,9 @@ def record(
     if on_text:
         errors = by_statistic(on_text.errors, offsets)
         row.errors = {key: e for key, e in errors.items() if STATISTICS[key].of == "targets"}
-    row.names, row.places = names_of(row, uniform, of_prompts, [p.uniform for p in prompts])
+    uniform_of_prompts = [p.uniform for p in prompts]
+    known = before.names if before and before.names.shape == row.names.shape else None
+    row.names, row.places = names_of(row, uniform, of_prompts, uniform_of_prompts, known)
     details: dict[str, Any] = {
         "statistics": [
             {key: json_values(value.ravel()) for key, value in of_prompt.items()}

@@ -57,7 +57,7 @@ def main(settings: InspectConfig) -> None:
     out = settings.out if settings.out or settings.figure else "attention.html"
     device = prepare(settings.device, seed=0, threads=settings.threads)
     if settings.checkpoints:
-        write_page(out, [timelapse(settings, device)], settings)
+        write_page(out, [timelapse(settings, device)])
         return
     runs, prompts = [], None
     for key in ("checkpoint", "compare"):
@@ -76,7 +76,8 @@ def main(settings: InspectConfig) -> None:
     if out is not None and out.lower().endswith(".npz"):
         write_out(out, snapshot_bytes(runs[0]))
     elif out:
-        write_page(out, [(run, run_data([run])) for run in runs], settings)
+        first = 0 if settings.texts else None  # the prompt with which the page opens
+        write_page(out, [(run, run_data([run], opening_prompt=first)) for run in runs])
 
 
 def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[SnapshotData, dict]":
@@ -100,8 +101,10 @@ def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[Snapsho
                 check_prompts(settings, lens)
                 count = min(len(found), FRAMES)
             shown = [round(n * (len(found) - 1) / max(count - 1, 1)) for n in range(count)]
-            data, lines = inspected(key, path, lens, trained.model.to(device), step)
-            del trained  # before the next one is loaded
+            before = rows[-1] if rows else None
+            model = trained.model.to(device)
+            data, lines = inspected(key, path, lens, model, step, before=before)
+            del trained, model  # before the next one is loaded
             rows.append(data.row)
             if data.row.names.shape != rows[0].names.shape:
                 reason = "has other numbers of layers or heads than the first"
@@ -110,7 +113,9 @@ def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[Snapsho
                 frames.append(data)
             report(number, len(found))
     print_heads(f"{found[-1][1]}, step {found[-1][0]}", lines)
-    return frames[-1], run_data(frames, rows, losses(found[-1][1]))
+    opening_prompt = 0 if settings.texts else None
+    curves = losses(found[-1][1])
+    return frames[-1], run_data(frames, rows, curves, opening_prompt=opening_prompt)
 
 
 def losses(path: str) -> dict[str, list]:
@@ -124,15 +129,11 @@ def losses(path: str) -> dict[str, list]:
     return curves([*read_rows(run / "metrics.jsonl", *CURVES)]) if run else curves_of(path)
 
 
-def write_page(
-    out: str, runs: "Sequence[tuple[SnapshotData, dict]]", settings: InspectConfig
-) -> None:
+def write_page(out: str, runs: "Sequence[tuple[SnapshotData, dict]]") -> None:
     """Writes the page of one or several models. runs: the last step of each, and its data."""
     from headlens import page_html
 
     datas = [data for _, data in runs]
-    if settings.texts:
-        datas[0]["opening_prompt"] = 0
     title = f"attention of {' and '.join(data['name'] for data in datas)}"
     write_out(out, page_html(datas, title, runs[0][0]).encode())
     print(sanitize(f"open {out} in a browser"))
@@ -199,11 +200,11 @@ def inspect(
 
 
 def inspected(
-    key: str, path: str, lens: "Lens", model: Any, step: int, ablate: Any = None
+    key: str, path: str, lens: "Lens", model: Any, step: int, ablate: Any = None, before: Any = None
 ) -> tuple["SnapshotData", list[str]]:
     """Returns Lens.inspect. Raises CheckpointError for a model without known attention."""
     try:
-        return lens.inspect(model, step, ablate)
+        return lens.inspect(model, step, ablate, before)
     except (TypeError, ValueError) as error:
         hint = "use a decoder with attention in each layer"
         raise CheckpointError(key, path, str(error).splitlines()[0], hint) from error

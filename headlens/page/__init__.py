@@ -22,14 +22,17 @@ import numpy as np
 
 from ..assemble import assemble_html, content_security_policy
 from ..connected import Lines
-from ..heads import ALL_NAMES, KINDS, NAMES, first_rows, targets_on, title_of
+from ..finding import events, findings, kind_title, opening, statuses, subject
+from ..heads import ALL_NAMES, KINDS, NAMES, significances
 from ..heatmap import VIRIDIS
-from ..history import Row, copying_step, evenly_spaced, json_values
+from ..history import Row, copying_step, evenly_spaced, json_values, loss_of_copy
 from ..prompts import Prompt, labels_of, signs_of, texts_of, visible
+from ..removed import removed_heads
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
 
 VERSION = 6
+COPIES_FROM = 0.9
 MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
 TRAINER_CURVES = {"loss": "training loss", "eval_loss": "validation loss"}
 START, END = '<script type="application/json" id="data">', "</script>"
@@ -41,18 +44,22 @@ def run_data(
     curves: Mapping[str, list] | None = None,
     frames: Sequence[dict] | None = None,
     is_training: bool = False,
+    opening_prompt: int | None = None,
 ) -> dict:
     """Returns the data of one run.
 
     snapshots: with the same prompts, in the order of their steps. history: the statistics of all
     snapshots; without it, those of `snapshots`. curves: losses and accuracies of the training,
     {name: [(step, value)]}; NaN and inf are omitted. frames: instead of those of `snapshots`, see
-    live_snapshots.py. is_training: whether the run has not reached its last step.
+    live_snapshots.py. is_training: whether the run has not reached its last step. opening_prompt:
+    the prompt with which the page opens, by default that on which the head that tells most is
+    clearest.
     """
     frames = frames or [frame_data(snapshot) for snapshot in snapshots]
     last, history = snapshots[-1], history or [snapshot.row for snapshot in snapshots]
     layers, heads = last.row.names.shape
-    coverage = last.contexts.coverage if last.contexts else {}
+    text_name = last.contexts.text_name if last.contexts else ""
+    steps = [frame["step"] for frame in frames]
     return {
         "name": visible(last.run),
         "is_training": is_training,
@@ -79,21 +86,24 @@ def run_data(
                 "title": s.title,
                 "description": s.description,
                 "uniform": last.uniform[key],
-                "coverage": coverage.get(key),
                 "is_name": key in NAMES,
                 "named_from": KINDS[key].named_from if key in KINDS else None,
             }
             for key, s in STATISTICS.items()
         ],
-        "names": [{"key": name, "title": title_of(name)} | _shown(name) for name in ALL_NAMES],
-        "targets": _packed_json([targets_on(prompt) for prompt in last.prompts]),
-        "text_name": last.contexts.text_name if last.contexts else "",
+        "names": [{"key": name} | _shown(name) for name in ALL_NAMES],
+        "subject": subject(last, history),
+        "heads_at": _packed_json(statuses(history, steps)),
+        "events": events(history),
+        "opening": opening(last, opening_prompt),
+        "text_name": text_name,
         "text": _text(last.contexts.tokens) if last.contexts else None,
-        "history": _history(history, {frame["step"] for frame in frames}),
+        "history": _history(history, last.uniform, {*steps}),
         "curves": {name: _finite(points) for name, points in (curves or {}).items()},
+        "copy_losses": _copy_losses(last.prompts, history),
         "stage": copying_step(last.prompts, history),
         "frames": list(frames),
-        "ablation": last.ablation,
+        "removed": removed_heads(last.ablation, last.row, text_name) if last.ablation else None,
     }
 
 
@@ -104,7 +114,13 @@ def _finite(points: Sequence) -> list:
 
 def frame_data(snapshot: SnapshotData) -> dict:
     """Returns the attention and predictions of one step."""
-    details = snapshot.details
+    uniform = [prompt.uniform for prompt in snapshot.prompts]
+    on_prompts = zip(snapshot.details["statistics"], snapshot.of_prompts, uniform, strict=True)
+    statistics = [
+        known | {"significance": _significance(values, of_prompt)}
+        for known, values, of_prompt in on_prompts
+    ]
+    details = snapshot.details | {"statistics": statistics, "heads": findings(snapshot)}
     if predictions := details.get("predictions"):
         details = details | {"predictions": _predictions(predictions, snapshot.prompts)}
     if contexts := snapshot.contexts:
@@ -162,18 +178,37 @@ def _shown(name: str) -> dict:
     """Returns how the page shows the heads of a name, {} if it does not show the name."""
     if name not in KINDS:
         return {}
-    return dataclasses.asdict(KINDS[name]) | {"on": STATISTICS[name].on}
+    return dataclasses.asdict(KINDS[name]) | {"title": kind_title(name)}
 
 
-def _history(rows: Sequence[Row], steps: set[int]) -> str:
-    """Returns statistics and losses at some steps, and names of all heads at all steps, packed.
+def _significance(values: Mapping[str, np.ndarray], uniform: Mapping) -> list:
+    """Returns the significance of each head: the largest of all names. For JSON."""
+    found = significances(values, uniform)
+    largest = np.nan_to_num(found, nan=-np.inf).max(0)
+    return json_values(largest.ravel())
 
-    steps: these are included.
-    """
+
+def _copy_losses(prompts: Sequence[Prompt], history: Sequence[Row]) -> list[tuple[int, float]]:
+    """Returns the mean loss on the second copy of the repeated sequence, [(step, loss)]; [] if it
+    never falls below COPIES_FROM of the first one: a model of texts need not learn to copy."""
+    rows = [row for row in history if len(row.losses) == len(prompts)]
+    points: list[tuple[int, float]] = []
+    for number, prompt in enumerate(prompts):
+        if prompt.period > 1:
+            losses = [(row.step, row.losses[number]) for row in evenly_spaced(rows, MAX_HISTORY)]
+            points = [(step, float(loss_of_copy(of, prompt.period))) for step, of in losses]
+            points = _finite(points)
+            break
+    has_fallen = any(loss < COPIES_FROM * points[0][1] for _, loss in points)
+    return [(step, round(loss, 4)) for step, loss in points] if has_fallen else []
+
+
+def _history(rows: Sequence[Row], uniform: Mapping, steps: set[int]) -> str:
+    """Returns statistics and losses at some steps, packed. steps: these are included."""
     kept = {row.step for row in evenly_spaced(list(rows), MAX_HISTORY)} | steps
     charted = [row for row in rows if row.step in kept]
     values = {key: [json_values(row.values[key].ravel()) for row in charted] for key in STATISTICS}
-    since = first_rows(np.stack([row.names for row in rows]))
+    values["significance"] = [_significance(row.values, uniform) for row in charted]
     history = {
         "steps": [row.step for row in charted],
         "values": values,
@@ -181,12 +216,6 @@ def _history(rows: Sequence[Row], steps: set[int]) -> str:
             {key: json_values(error.ravel()) for key, error in row.errors.items()}
             for row in charted
         ],
-        "losses": [[json_values(losses) for losses in row.losses] for row in charted],
-        "name_steps": [row.step for row in rows],
-        "names": [row.names.ravel().tolist() for row in rows],
-        "since": since.reshape(len(rows), -1).tolist(),
-        "places": [row.places.ravel().tolist() for row in rows],
-        "offsets": [row.offsets.ravel().tolist() for row in rows],
     }
     return _packed_json(history)
 

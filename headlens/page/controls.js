@@ -33,7 +33,7 @@ export function buildControls() {
 /** Builds the choices that depend on the steps of the run. */
 export function buildChoices() {
   const choices = run.statistics.map(({ key, title, empty }) => [key, title, empty]);
-  const more = [SIGNIFICANCE, ...(run.ablation ? [REMOVED] : [])];
+  const more = [SIGNIFICANCE, ...(run.removed ? [REMOVED] : [])];
   fillSelect($("sort"), [["", "layer"], ...more.map(({ key, title }) => [key, title]), ...choices]);
   fillSelect($("filter-statistic"), [["", "no filter"], ...choices]);
   $("over").lastElementChild.textContent = run.windows ? "whole text" : "all prompts (mean)";
@@ -119,7 +119,7 @@ function definedPrompt(key) {
 export function sortBy(sort) {
   const changes = { sort, ...definedPrompt(sort) };
   if (sort === REMOVED.key) {
-    Object.assign(changes, { descending: true, frame: nearestFrame(run, run.ablation.step) });
+    Object.assign(changes, { descending: true, frame: nearestFrame(run, run.removed.step) });
   }
   return update(changes);
 }

@@ -33,7 +33,7 @@ export function readData(text) {
       throw not("the weights are invalid");
     }
     if (!Array.isArray(run.names)) throw not("the names are missing");
-    if (!strings([run.text ?? "", run.targets])) throw not("the text is invalid");
+    if (!strings([run.text ?? "", run.heads_at])) throw not("the text is invalid");
     const keys = Array.isArray(run.statistics) && run.statistics.map((s) => s?.key);
     if (!strings(keys) || typeof run.history !== "string") throw not("the statistics are missing");
   }
@@ -67,11 +67,9 @@ export async function prepare(run) {
     run.normSize += run.count * prompt.length;
   }
   try {
-    const found = await inflateJson(run.history);
-    const { steps, values, errors, losses } = found;
-    Object.assign(run, { steps, errors, losses, nameSteps: found.name_steps, namesAt: found.names,
-      placesAt: found.places, sinceAt: found.since, offsetsAt: found.offsets });
-    (await inflateJson(run.targets)).forEach((targets, n) => { run.prompts[n].targets = targets; });
+    const { steps, values, errors } = await inflateJson(run.history);
+    Object.assign(run, { steps, errors, significance: values.significance });
+    (await inflateJson(run.heads_at)).forEach((heads, n) => { run.frames[n].heads = heads; });
     const text = run.text ? await inflateJson(run.text) : null;
     run.textSigns = text?.signs;
     run.windows = text && text.texts.map((texts, n) =>

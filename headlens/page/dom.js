@@ -14,6 +14,11 @@ export const bold = (text) => make("b", { textContent: text });
 /** Returns the label of a token in quotes. */
 export const quotedToken = (label) => make("bdi", { textContent: `"${label}"` });
 
+/** Returns the nodes of a sentence of headlens/finding.py: parts of text, ["bold", text] and
+ * ["token", label]. */
+export const sentence = (parts) => parts.map((part) => (typeof part === "string" ? part
+  : { bold, token: quotedToken }[part[0]](part[1])));
+
 export function fillSelect(select, choices) {
   select.replaceChildren(...choices.map(([value, textContent, disabled = false]) =>
     make("option", { value, textContent, disabled })));

@@ -18,7 +18,6 @@ const KEYS = [
   ["Shift and click", "select several heads: their mean"],
   ["d", "compare with the first step or the other run; stop the comparison"],
   ["t", "light or dark theme"],
-  ["← →", "during the tour: the stop before, the next stop"],
   ["?", "show this help"],
 ];
 
@@ -59,7 +58,8 @@ export function buildHelp() {
       (run.windows ? `, first those on ${textName()}. ` : ". ") + "A head with none of these names is " +
       `positional if its value of this statistic is at least ${positional}, and uniform (without ` +
       "a letter) if its entropy is nearly that of uniform attention. “Since step N” says that it has " +
-      "its name at all snapshots from step N on. A name says where a head attends. It does not say " +
+      "its name at all snapshots from step N on: it gets the name at the limit and keeps it down to " +
+      "three quarters of the limit, so that it does not lose it by noise. A name says where a head attends. It does not say " +
       "that the model needs the head."),
     ...(run.windows ? [heading(`Where a head does it in ${textName()}`),
       text(`The page shows tokens of ${textName()} that the selected head connects. A head moves a ` +
@@ -70,9 +70,8 @@ export function buildHelp() {
         "with the key token that it moves most if the weight is at least 0.2: the table has the most " +
         "frequent key tokens, or words if it often connects different words, and the query tokens " +
         "from which it attends to them. The first token of a window " +
-        "and the query token itself do not count: many heads rest their attention there. “Its name " +
-        `explains 58 % of its attention” is the part of all attention weights in ${textName()} that is ` +
-        "on the tokens of the name.")] : []),
+        "and the query token itself do not count: many heads rest their attention there. A mean " +
+        "weight is a mean over the query tokens that have a key token of this kind before them.")] : []),
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +
       "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half."),

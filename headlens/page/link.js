@@ -8,7 +8,6 @@ import { kindOf } from "./names.js";
 import { readTheme } from "./colours.js";
 import { shownTab } from "./tabs.js";
 import { isPlaying, pause } from "./player.js";
-import { explainTour, goTour, tourLength } from "./tour.js";
 
 const same = (...values) => Object.fromEntries(values.map((value) => [value, value]));
 // Parts of a link with few values: [part, name in the state, {text in the link: value}]. A part
@@ -27,11 +26,7 @@ function linkText() {
   const parts = new URLSearchParams();
   for (const [part, name, values] of CHOICES) {
     const text = Object.keys(values).find((one) => values[one] === state[name]);
-    if (text && state[name] !== DEFAULTS[name] && (part === "theme" || !state.tour)) parts.set(part, text);
-  }
-  if (state.tour) { // the stop sets the view
-    parts.set("tour", state.tour);
-    return "#" + parts;
+    if (text && state[name] !== DEFAULTS[name]) parts.set(part, text);
   }
   if (state.prompt) parts.set("prompt", state.prompt);
   const { step } = run.frames[state.frame];
@@ -63,7 +58,6 @@ export function readLink(text) {
   };
   found.prompt = whole("prompt", run.prompts.length) ?? 0;
   found.query = whole("query", run.prompts[found.prompt].length);
-  found.tour = whole("tour", tourLength() + 1) ?? 0;
   const step = run.frames.findIndex((frame) => String(frame.step) === parts.get("step"));
   if (step >= 0) found.frame = step;
   const places = (name) => (parts.get(name) ?? "").split(",").map((place) => {
@@ -101,18 +95,13 @@ export function keepLink() {
   }, 250);
 }
 
-/** Returns whether a link is to a stop that the tour does not have, and says so. */
-export const isBeyondTour = (text) =>
-  explainTour(Number(new URLSearchParams(text.replace(/^.*#/, "")).get("tour")));
-
 /** Shows the view that a link describes. */
 export function restore(text) {
   pause();
-  if (isBeyondTour(text)) return update({ tour: 0 });
   Object.assign(hovered, { query: null, key: null });
   Object.assign(state, readLink(text));
   readTheme();
-  return state.tour ? goTour(state.tour) : update();
+  return update();
 }
 
 export async function copyLink() {

@@ -91,7 +91,7 @@ async function loadData() {
 /** Takes up new snapshots, then new losses. Returns false if this has to wait. */
 async function takeHeads(found, hasLosses) {
   // They show the steps that they started with; without a size nothing can be drawn.
-  if (state.tour || isPlaying() || shownTab() !== "heads") {
+  if (isPlaying() || shownTab() !== "heads") {
     waitingLosses ||= hasLosses;
     return false;
   }
@@ -126,7 +126,8 @@ async function takeSnapshots(fresh) {
   Object.assign(fresh, { curves, is_training: isRunning });
   await prepare(fresh);
   const known = new Map(run.frames.map((frame) => [frame.address, frame]));
-  fresh.frames = fresh.frames.map((frame) => known.get(frame.address) ?? frame);
+  fresh.frames = fresh.frames.map((frame) =>
+    Object.assign(known.get(frame.address) ?? frame, { heads: frame.heads }));
   const last = fresh.frames.length - 1;
   const place = () => (state.frame === run.frames.length - 1 ? last
     : nearestFrame(fresh, run.frames[state.frame].step));
@@ -141,7 +142,7 @@ async function takeSnapshots(fresh) {
       return false; // a run that was resumed has just removed this step
     }
   }
-  if (state.tour || isPlaying()) return false;
+  if (isPlaying()) return false;
   const frame = place();
   setRuns(fresh, other);
   waitingLosses = false;

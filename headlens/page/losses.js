@@ -2,15 +2,14 @@
 
 import { clamp, format, formatLoss } from "./text.js";
 import { $, line, make, prepareCanvas } from "./dom.js";
-import { here, meanLoss, run, update } from "./state.js";
+import { here, run, update } from "./state.js";
 import { pause } from "./player.js";
-import { describeEvent, namingEvents, setColour } from "./names.js";
+import { setColour } from "./names.js";
 
 const COPY = "loss on the second copy";
 const THUMB = 8; // half the width of the slider's handle
 const AXIS = 34; // width of the axis at the right, in pixels; the slider leaves this room
 let timeCurves = []; // {points: [[step, value]], label: its legend, isPart: from 0 to 1}
-let namings = []; // when heads got their names
 let frameSteps = [];
 
 /** Returns the place of a step on the slider, 0 to 1: frames are evenly spaced. */
@@ -20,20 +19,9 @@ function placeOf(step) {
   return clamp((n + (step - steps[n]) / (steps[n + 1] - steps[n])) / (steps.length - 1), 0, 1);
 }
 
-/** Returns the mean loss in the second copy of the repeated sequence at each step, [] if it never
- * falls: a model of texts need not learn to copy. */
-function copyLosses() {
-  const prompt = run.prompts.findIndex(({ period }) => period > 1);
-  const { period } = run.prompts[prompt] ?? {};
-  const points = run.steps
-    .map((step, n) => [step, meanLoss(run.losses[n]?.[prompt] ?? [], period, 2)])
-    .filter(([, loss]) => Number.isFinite(loss));
-  return points.some(([, loss]) => loss < 0.9 * points[0][1]) ? points : [];
-}
-
 export function buildTimeline() {
   document.documentElement.style.setProperty("--axis", `${AXIS}px`);
-  const known = { ...run.curves, [COPY]: copyLosses() };
+  const known = { ...run.curves, [COPY]: run.copy_losses };
   timeCurves = Object.entries(known).filter(([, points]) => points.length > 1)
     .map(([title, points]) => {
       const short = title.replace(/ loss\b|^loss on the |^validation (?=acc)/, "");
@@ -67,7 +55,6 @@ export function buildTimeline() {
 
 /** Marks the steps at which heads first got their names and the loss on copy 2 had fallen. */
 function buildMarks() {
-  namings = namingEvents(run);
   $("marks").replaceChildren();
   const seen = new Map(); // number of marks at each step
   const mark = (className, step, title) => {
@@ -77,8 +64,8 @@ function buildMarks() {
     $("marks").append(node);
     return node;
   };
-  for (const event of namings) {
-    const text = `step ${event.step}: ${describeEvent(event)}`;
+  for (const event of run.events) {
+    const text = `step ${event.step}: ${event.text}`;
     setColour(mark(`kind-${event.key}`, event.step, text), event.key);
     seen.set(event.step, (seen.get(event.step) ?? 0) + 1);
   }
@@ -95,7 +82,7 @@ export function newsText() {
   const before = run.frames[here.frame - 1]?.step ?? -1;
   const isNew = ({ step }) => step > before && step <= here.step;
   const copies = Number.isFinite(run.stage) && isNew({ step: run.stage });
-  return [...namings.filter(isNew).map(describeEvent),
+  return [...run.events.filter(isNew).map(({ text }) => text),
     ...(copies ? ["the loss on copy 2 has fallen"] : [])].join(" · ");
 }
 
@@ -120,7 +107,7 @@ export function drawTimeline() {
   }
   const news = newsText();
   $("news").textContent = news ? `new: ${news}`
-    : namings.length ? "marks: heads first get their names" : "";
+    : run.events.length ? "marks: heads first get their names" : "";
   const { clientWidth: width, clientHeight: tall } = $("losses").parentElement;
   if (!width || !tall) return; // hidden in a small window
   const context = prepareCanvas($("losses"), width, tall);

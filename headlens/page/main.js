@@ -15,12 +15,11 @@ import { buildDetail, drawDetail } from "./detail.js";
 import { placeTokens } from "./words.js";
 import { drawContexts } from "./contexts.js";
 import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";
-import { isBeyondTour, keepLink, readLink, restore } from "./link.js";
+import { keepLink, readLink, restore } from "./link.js";
 import { buildChoices, buildControls, showControls } from "./controls.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
 import { buildLegend, buildSubject, drawLegend } from "./legend.js";
 import { drawFinding, openingView } from "./finding.js";
-import { buildTour, drawTour, goTour } from "./tour.js";
 import { drawGroups, drawRemoved } from "./removed.js";
 import { buildHelp } from "./help.js";
 import { buildExport } from "./export.js";
@@ -42,7 +41,6 @@ function drawAll() {
   timing.grid = performance.now() - begin;
   drawLegend();
   drawFinding();
-  drawTour();
   drawRemoved();
   drawDetail();
   drawContexts();
@@ -109,7 +107,6 @@ async function startHeads({ runs: found, live }) {
   buildTimeline();
   buildHelp();
   buildExport();
-  buildTour();
   buildControls();
   Object.assign(state, readLink(location.hash));
   const needed = [decode(run, state.frame)];
@@ -121,9 +118,8 @@ async function startHeads({ runs: found, live }) {
   redraw();
   // Without a link and a second run, the page opens with a head. It must not hide the others.
   const hides = $("all-heads").matches(".compact:not(.wide)");
-  const isEmpty = !location.hash || tabOfLink(location.hash) || isBeyondTour(location.hash);
+  const isEmpty = !location.hash || tabOfLink(location.hash);
   if (isEmpty && !other && !hides) update(openingView());
-  else if (state.tour) goTour(state.tour);
   else if (selected() !== null) showDetail();
   if (selected() !== null) setTabStop(selected());
   listen();
@@ -167,7 +163,6 @@ function buildAgain() {
   buildSubject();
   buildCharts();
   buildTimeline();
-  buildTour();
   buildChoices();
 }
 

@@ -23,7 +23,6 @@ export const DEFAULTS = {
   compare: "off", // "run": the other run at this step, "run:40", "step:40"
   show: "difference", // shown in the grid during a comparison: "a", "b" or "difference"
   theme: "auto", // "light", "dark"
-  tour: 0, // number of the stop of the guided tour; 0: no tour
 };
 export const state = { ...DEFAULTS };
 export const hovered = { index: null, at: null, query: null, key: null }; // at the pointer
@@ -38,8 +37,8 @@ export const SIGNIFICANCE = { key: "significance", title: "significance",
   description: "(value − chance) / (1 − chance), the largest of all names." };
 export const REMOVED = { key: "loss_change", title: "loss without the head",
   description: "The change of the loss when the head is removed, in nats." };
-export const statisticOf = (of, key) => (key === SIGNIFICANCE.key ? SIGNIFICANCE
-  : key === REMOVED.key ? of.ablation && REMOVED
+export const statisticOf = (of, key) => (key === SIGNIFICANCE.key
+  ? { ...SIGNIFICANCE, values: of.significance } : key === REMOVED.key ? of.removed && REMOVED
     : of.statistics.find((statistic) => statistic.key === key));
 /** Returns the position of the selected query token. */
 export const selectedQuery = () => Math.min(state.query ?? Infinity, A.T - 1);
@@ -143,25 +142,12 @@ export function rangeOf(of, key) {
   return [Math.min, Math.max].map((most) => values.reduce((a, b) => most(a, b)));
 }
 
-/** Returns the mean loss in copy 1 or 2 of a repeated sequence. The loss of the first token of copy
- * 2, which nothing predicts, does not count. */
-export function meanLoss(losses, period, copy) {
-  const first = copy === 2 ? period + 1 : 1;
-  const some = losses.slice(first, first + period - 1);
-  return some.reduce((a, b) => a + b, 0) / some.length;
-}
-
 /** Returns whether the heads were removed at the step of this side. */
-export const isMeasured = (of) => of.run.ablation?.step === of.step;
-
-/** Returns the result of the removal of a head if it was measured at the step of this side. */
-export const removalOf = (of, index) => (isMeasured(of) ? of.run.ablation.heads : [])
-  .find(({ layer, head }) => layer * of.run.heads + head === index);
+export const isMeasured = (of) => of.run.removed?.step === of.step;
 
 /** Returns a statistic, the significance or the change of the loss of a head, or null. */
 export function valueAt(of, key, index, mean = isMean()) {
-  if (key === SIGNIFICANCE.key) return significanceOf(of, index, mean);
-  if (key === REMOVED.key) return removalOf(of, index)?.loss_change ?? null;
+  if (key === REMOVED.key) return isMeasured(of) ? of.run.removed.changes[index] : null;
   const row = mean || key === TEXTS ? statisticOf(of.run, key)?.values[of.at]
     : of.run.frames[of.frame].facts.statistics[of.prompt][key];
   return row?.[index] ?? null;
@@ -175,23 +161,6 @@ export function uniformOf(of, key, mean = isMean()) {
 
 /** Returns the standard error of a statistic on the text, null if it is unknown. */
 export const errorOf = (of, key, index) => of.run.errors[of.at]?.[key]?.[index] ?? null;
-
-/** Returns the significance of one statistic, see headlens/heads.py, or null. */
-export function significance(of, key, index, mean) {
-  const [value, uniform] = [valueAt(of, key, index, mean), uniformOf(of, key, mean)];
-  return value === null || uniform === null ? null : (value - uniform) / (1 - uniform);
-}
-
-/** Returns the largest significance of a head among the statistics that are names, or null. */
-function significanceOf(of, index, mean = isMean()) {
-  const found = of.run.statistics.filter((statistic) => statistic.is_name)
-    .map(({ key }) => significance(of, key, index, mean)).filter((value) => value !== null);
-  return found.length ? Math.max(...found) : null;
-}
-
-/** Returns whether a statistic is clearly larger than for uniform attention. */
-export const isStrong = (of, key, index) =>
-  significance(of, key, index) >= (statisticOf(of.run, key).named_from ?? Infinity);
 
 /** Returns a statistic of a head as shown in the grid: of A, of B, or B − A. */
 export function shownValue(key, index) {

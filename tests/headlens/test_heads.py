@@ -145,6 +145,52 @@ def test_a_name_says_where_it_holds(row, name, place):
     assert (head["name"], head["holds_on"]) == (name, place)
 
 
+def name_after(before, values, error=0.01):
+    """Returns the name of a head with these statistics that had the name `before`, on a text."""
+    (row,) = one_head(**values)
+    row.errors = {key: np.full((1, 1), error, np.float32) for key in NAMES}
+    known = np.array([[ALL_NAMES.index(before)]])
+    (index,) = names_of(row, UNIFORM, [row.values], [UNIFORM], known)[0].ravel()
+    return ALL_NAMES[index]
+
+
+def at_significance(share):
+    return 0.2 + share * 0.8
+
+
+@pytest.mark.parametrize("name", [*NAMES, "positional"])
+def test_a_head_keeps_its_name_down_to_three_quarters_of_the_limit(name):
+    limit = KINDS[name].named_from
+    for part, before, wanted in (
+        (1.01, "", name),
+        (0.99, "", ""),  # a new name needs the whole limit
+        (0.99, name, name),
+        (0.76, name, name),
+        (0.74, name, ""),
+        (0.99, "uniform", ""),
+    ):
+        value = part * limit if name == "positional" else at_significance(part * limit)
+        assert name_after(before, {name: value}) == wanted, (part, before)
+
+
+def test_a_head_keeps_its_name_also_on_prompts_alone_and_with_a_larger_error():
+    known = np.array([[ALL_NAMES.index("induction")]])
+    (row,) = one_head(induction=at_significance(0.2))
+    for before, name in ((None, ""), (known, "induction")):
+        (index,) = names_of(row, UNIFORM, [row.values], [UNIFORM], before)[0].ravel()
+        assert ALL_NAMES[index] == name
+    clear = {"offset": at_significance(0.5)}  # 0.4 above chance: 2.5 errors
+    assert [name_after(before, clear, 0.16) for before in ("", "offset")] == ["", "offset"]
+    assert name_after("offset", clear, 0.2) == ""
+
+
+def test_another_name_has_to_be_clearly_larger():
+    for before, wanted in (("", "diagonal"), ("first_token", "first_token")):
+        values = {"first_token": at_significance(0.5), "diagonal": at_significance(0.52)}
+        assert name_after(before, values) == wanted
+    assert name_after("first_token", values | {"diagonal": at_significance(0.9)}) == "diagonal"
+
+
 def test_errors_and_offsets_of_named_heads_are_in_the_table():
     row = on_text(offset=0.5, error=0.02)
     row.offsets[:] = 3

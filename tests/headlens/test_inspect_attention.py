@@ -39,7 +39,7 @@ def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     assert (run["name"], run["layers"], run["heads"]) == ("one", 2, 2)
     assert [len(p["tokens"]) for p in run["prompts"]] == [8, 31]  # BOS and 15 tokens, twice
     assert run["prompts"][0]["text"] == "".join(run["prompts"][0]["tokens"]) == "The fox."
-    assert run["opening_prompt"] == 0
+    assert run["opening"]["prompt"] == 0
     kinds = [line for line in told.splitlines() if re.search(r" L\d H\d \d\.\d\d", line)]
     assert len(kinds) == len(KINDS) - 1  # no head is positional
     (frame,) = run["frames"]
@@ -87,7 +87,8 @@ def test_prompts_and_names_are_those_of_the_run(in_process, home):
         (run,) = read(home / "seen.html")
         assert [prompt["tokens"] for prompt in run["prompts"]] == texts
         history = json.loads(unpacked(run["history"]))
-        names = [run["names"][index]["key"] for index in history["names"][-1]]
+        names = json.loads(unpacked(run["heads_at"]))[-1]["names"]
+        names = [run["names"][index]["key"] for index in names]
         assert names == [expected[head]["name"] for head in np.ndindex(2, 2)]
         found = history["values"]["previous_token"][-1]
         values = [float(expected[head]["previous_token"]) for head in np.ndindex(2, 2)]
@@ -165,8 +166,8 @@ def test_loss_without_each_head(in_process, home):
     code, told, err = in_process(main, home, *exact)
     assert (code, err) == (0, "")
     (run,) = read(home / "a.html")
-    assert run["ablation"]["method"] == "exact"
-    assert len(run["ablation"]["heads"]) == run["layers"] * run["heads"]
+    assert "estimate" not in run["removed"]["notes"][0]
+    assert len(run["removed"]["findings"]) == run["layers"] * run["heads"]
     assert "\n  without " in told
     estimate = ("checkpoint=gpt2", "ablation=estimate", "out=b.html")
     code, _, err = in_process(main, home, *estimate)  # of no run, so the text is not known
@@ -174,7 +175,8 @@ def test_loss_without_each_head(in_process, home):
     code, _, err = in_process(main, home, *estimate, "data.path=text.txt")
     assert (code, err) == (0, "")
     (run,) = read(home / "b.html")
-    assert (run["ablation"]["method"], len(run["ablation"]["heads"])) == ("estimate", 12)
+    assert "estimate" in run["removed"]["notes"][0]
+    assert len(run["removed"]["findings"]) == 12
     text = " ".join((home / "text.txt").read_text().split())
     prompts = [
         " ".join(prompt["text"].split()) for prompt in run["prompts"] if not prompt["period"]

@@ -1,6 +1,7 @@
 """The lens: steps of snapshots, files, and that training is unchanged, bit for bit."""
 
 import base64
+import csv
 import hashlib
 import io
 import itertools
@@ -35,7 +36,7 @@ from headlens import (
     write_snapshot,
 )
 from headlens.drawing import draw_panel
-from headlens.heads import COLUMNS
+from headlens.heads import ALL_NAMES, COLUMNS
 from headlens.history import Row, read_history
 from headlens.lens import MAX_FILES, MAX_THUMBNAILS
 from headlens.page import page
@@ -347,6 +348,48 @@ def test_resume_drops_files_after_the_checkpoint(tmp_path):
     lines = (tmp_path / "statistics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == steps
     assert steps_of(tmp_path / "page.html") == steps
+
+
+def test_a_name_that_is_nearly_clear_stays_also_when_a_run_is_resumed(tmp_path):
+    """A head gets its name at a significance of 0.25 and keeps it down to 0.19. The files of a
+    resumed run are the same as those of one that was never stopped."""
+    shares = {0: 0.22, 10: 0.3, 20: 0.22, 30: 0.2, 40: 0.1, 50: 0.22}
+    names_at = ["", "previous_token", "previous_token", "previous_token", "uniform", ""]
+
+    def take(folder, steps):
+        lens = lens_on("the bank of a river", every=10, repeat_length=0)
+        for step in steps:
+
+            def attend(token_ids, capture, share=shares[step]):
+                size = len(token_ids)
+                weights = torch.ones(size, size).tril() / torch.arange(1, size + 1)[:, None]
+                previous = torch.diag(torch.ones(size - 1), -1)
+                weights[1:] = (1 - share) * weights[1:] + share * previous[1:]
+                capture(0, weights[None], None)
+
+            snapshot = taken(lens, GivenModel(attend), step, 50, folder)
+        return lens, snapshot
+
+    take(tmp_path / "whole", shares)
+    for first in (20, 30, 40):
+        folder = tmp_path / str(first)
+        take(folder, [step for step in shares if step < first])
+        take(folder, [step for step in shares if step >= first])
+        for name in ("statistics.jsonl", "heads.csv"):
+            assert (folder / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    rows = read_history(tmp_path / "whole" / "statistics.jsonl")
+    assert [ALL_NAMES[row.names.item()] for row in rows] == names_at
+    (run,) = read(tmp_path / "whole" / "timelapse.html")
+    of_frames = json.loads(unpacked(run["heads_at"]))
+    assert [ALL_NAMES[heads["names"][0]] for heads in of_frames] == names_at
+    assert re.findall(r"step (\d+)", of_frames[-1]["findings"][0]) == ["50", "10", "30"]
+    files = sorted((tmp_path / "whole").glob("*.npz"))
+    assert [ALL_NAMES[read_snapshot(file).row.names.item()] for file in files] == names_at
+    (head,) = csv.DictReader((tmp_path / "whole" / "heads.csv").read_text().splitlines())
+    assert head["name"] == ""
+    lens, snapshot = take(tmp_path / "short", [0, 10, 20, 30])
+    assert snapshot.first_heads == {}  # it is not new at step 30
+    assert lens.history.rows[-1].names.item() == ALL_NAMES.index("previous_token")
 
 
 def fails(*_, **__):

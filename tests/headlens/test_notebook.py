@@ -29,7 +29,7 @@ def test_the_page_has_the_snapshots_of_a_run(run, tmp_path, monkeypatch):
         every = {frame["step"]: frame for frame in expected["frames"]}
         assert shown["frames"] == [every[step] for step in (0, 2, 4)]
         assert shown["curves"] == {"training loss": [[0, 5.5], [4, 5.1]]}
-        assert shown["ablation"] == expected["ablation"]
+        assert shown["removed"] == expected["removed"]
         assert "500px" in content
 
 

@@ -1,14 +1,17 @@
 """The data of a page: statistics of each prompt, predictions, norms and names of heads."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 from helpers.loops import targets
-from helpers.pages import HISTORY, PROMPTS, a_run, unpacked
+from helpers.pages import PROMPTS, a_run, unpacked
+from helpers.stories import PERIOD, a_story
 
 from headlens import KINDS, STATISTICS, run_data
-from headlens.heads import ALL_NAMES, NAMES, head_table
+from headlens.finding import findings
+from headlens.heads import ALL_NAMES, NAMES, head_table, significances, targets_on
 from headlens.recording import uniform_of
 
 
@@ -17,7 +20,11 @@ def test_details_of_a_frame():
     (frame,) = [frame for frame in run.data["frames"] if frame["step"] == step]
     details, data = json.loads(unpacked(frame["details"])), run.frames[step]
     recorded, shown = data.details["predictions"], details.pop("predictions")
-    assert details == {key: data.details[key] for key in details}
+    for key in details.keys() - {"statistics", "heads"}:
+        assert details[key] == data.details[key]
+    for found, known in zip(details["statistics"], data.details["statistics"], strict=True):
+        assert found.items() >= known.items()
+    assert details["heads"] == json.loads(json.dumps(findings(data)))
     assert shown["labels"] == recorded["tokens"]
     for prompt, of, was in zip(PROMPTS, shown["of_prompts"], recorded["of_prompts"], strict=True):
         assert (of["losses"], of["tokens"]) == (was["losses"], was["tokens"])
@@ -36,38 +43,61 @@ def test_losses_that_are_not_finite_are_omitted():
     assert found == {"validation loss": [(0, 2.5), (3, 1.5)]}
 
 
-def test_history_has_names_at_all_steps():
-    """They are the names of the table of heads; also from which step on a head has its name."""
+def test_names_at_the_steps_of_the_frames():
+    """They are the names of the table of heads at each of these steps."""
+    run = a_run()
+    of_frames = json.loads(unpacked(run.data["heads_at"]))
+    assert [name["key"] for name in run.data["names"]] == list(ALL_NAMES)
+    rows = list(run.rows.values())
+    for frame, heads in zip(run.data["frames"], of_frames, strict=True):
+        known = [row for row in rows if row.step <= frame["step"]]
+        for row in head_table(known, uniform_of(PROMPTS)):
+            index = row["layer"] * run.data["heads"] + row["head"]
+            assert ALL_NAMES[heads["names"][index]] == row["name"]
+            assert bool(heads["titles"][index]) == (row["name"] in KINDS)
+            if row["name"] in KINDS and len(known) > 1:
+                assert f"since step {row['since_step']}" in heads["findings"][index]
+    assert len({name for heads in of_frames for name in heads["names"]}) > 1
+
+
+def test_significance_at_each_step_and_on_each_prompt():
     run = a_run()
     history = json.loads(unpacked(run.data["history"]))
-    assert history["name_steps"] == list(HISTORY)
-    assert [name["key"] for name in run.data["names"]] == list(ALL_NAMES)
-    for row in head_table(list(run.rows.values()), uniform_of(PROMPTS)):
-        index = row["layer"] * run.data["heads"] + row["head"]
-        names = [ALL_NAMES[of_heads[index]] for of_heads in history["names"]]
-        assert names[-1] == row["name"]
-        if row["name"]:
-            since = HISTORY.index(row["since_step"])
-            assert history["since"][-1][index] == since
-            assert set(names[since:]) == {row["name"]}
-            assert since == 0 or names[since - 1] != row["name"]
-    assert len({name for of_heads in history["names"] for name in of_heads}) > 1
-    for step, losses in zip(history["steps"], history["losses"], strict=True):
-        for found, wanted in zip(losses, run.rows[step].losses, strict=True):
-            np.testing.assert_allclose(found, wanted, atol=5e-5)
+    for step, found in zip(history["steps"], history["values"]["significance"], strict=True):
+        wanted = significances(run.rows[step].values, uniform_of(PROMPTS))
+        assert found == pytest.approx(np.nanmax(wanted, axis=0).ravel(), abs=5e-5)
+    details = json.loads(unpacked(run.data["frames"][-1]["details"]))
+    on_prompts = zip(details["statistics"], run.frames[120].of_prompts, PROMPTS, strict=True)
+    for found, values, prompt in on_prompts:
+        wanted = np.nanmax(significances(values, prompt.uniform), axis=0).ravel()
+        assert found["significance"] == pytest.approx(wanted, abs=2e-4)
+
+
+def test_losses_on_the_second_copy_if_they_fall():
+    story = a_story()
+    wanted = [
+        (step, row.losses[1][PERIOD + 1 : 2 * PERIOD].mean()) for step, row in story.rows.items()
+    ]
+    for found, (step, loss) in zip(story.data["copy_losses"], wanted, strict=True):
+        assert (found[0], found[1]) == (step, pytest.approx(loss, abs=5e-5))
+    first = next(iter(story.rows.values()))
+    stays = [dataclasses.replace(row, losses=first.losses) for row in story.rows.values()]
+    for row, known in zip(stays, story.rows.values(), strict=True):
+        row.names, row.places, row.offsets = known.names, known.places, known.offsets
+    assert run_data(story.snapshots, stays)["copy_losses"] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_page_gets_all_about_a_name(name):
-    """Also the key tokens to which its heads attend, by plain loops."""
-    data = a_run().data
-    (shown,) = [of for of in data["names"] if of["key"] == name]
+def test_targets_of_a_name(name):
+    """The key tokens to which its heads attend, by plain loops."""
+    (shown,) = [of for of in a_run().data["names"] if of["key"] == name]
     assert (shown["letter"], shown["colours"]) == (KINDS[name].letter, KINDS[name].colours)
-    of_prompts = json.loads(unpacked(data["targets"]))
-    for prompt, found in zip(PROMPTS, of_prompts, strict=True):
-        wanted = targets(prompt.token_ids, prompt.tokens)
+    for prompt in PROMPTS:
+        wanted, found = targets(prompt.token_ids, prompt.tokens), targets_on(prompt)
         for number in range(2, 9) if name == "offset" else [None]:
             of_queries = wanted["offset", number] if number else wanted[name]
+            here = found.get(f"offset_{number}" if number else name)
             if prompt.period and STATISTICS[name].on == "texts":
-                of_queries = None
-            assert found.get(f"offset_{number}" if number else name) == of_queries
+                assert here is None
+            else:
+                assert [np.flatnonzero(row).tolist() for row in here] == of_queries

@@ -51,9 +51,7 @@ def test_images_of_one_head_and_of_all_heads(shown):
     assert_shows(found, weights[0, 2])
     texts = [text.text for text in one.iter(f"{SVG}text")]
     assert [texts.count(word) for word in ("She", "␣river", "⏎", "120")] == [2, 2, 2, 0]
-    history = json.loads(pages.unpacked(a_run().data["history"]))
-    name = history["names"][history["name_steps"].index(120)][2]
-    name = a_run().data["names"][name]["title"]
+    name = json.loads(pages.unpacked(a_run().data["heads_at"]))[-1]["titles"][2]
     assert name
     assert any(re.search(rf"L0 H2 {name}.*\b120\b", text) for text in texts)
 

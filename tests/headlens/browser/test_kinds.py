@@ -1,5 +1,6 @@
 """The page in Chromium: what it shows of each kind of head, all of which is data."""
 
+import dataclasses
 import re
 
 import pytest
@@ -8,7 +9,7 @@ from helpers import pages
 from helpers.loops import targets
 
 from data import get_tokenizer
-from headlens import Lens, LensConfig, write_page
+from headlens import STATISTICS, Lens, LensConfig, write_page
 from headlens.heads import KINDS, NAMES, title_of
 
 BYTE = get_tokenizer("byte")
@@ -27,16 +28,20 @@ def planted(token_ids, kind, share=0.9):
     return weights
 
 
-@pytest.mark.parametrize("kind", NAMES)
-def test_title_letter_colour_and_example_of_a_head(opened, tmp_path, kind):
-    """The example has a row with the target on which the weight is most above uniform attention."""
+def lens_of(kind):
+    """Returns a lens for a model with one head, which attends to the targets of a kind."""
 
     def attention(model, input_ids):
         yield torch.stack([planted(row, kind) for row in input_ids.tolist()])[:, None], None
 
     letters, settings = range(ord("a"), ord("z") + 1), LensConfig(prompts=[TEXT])
-    lens = Lens(BYTE, settings, context_length=64, vocabulary=letters, attention=attention)
-    data, _ = lens.inspect(torch.nn.Identity())
+    return Lens(BYTE, settings, context_length=64, vocabulary=letters, attention=attention)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_title_letter_colour_and_example_of_a_head(opened, tmp_path, kind):
+    """The example has a row with the target on which the weight is most above uniform attention."""
+    data, _ = lens_of(kind).inspect(torch.nn.Identity())
     write_page(tmp_path / "page.html", [data])
     for theme, colour in zip(("light", "dark"), KINDS[kind].colours, strict=True):
         page = opened(tmp_path / "page.html", f"#theme={theme}&head=0.0")
@@ -61,3 +66,39 @@ def test_title_letter_colour_and_example_of_a_head(opened, tmp_path, kind):
     keys = re.findall(r"\((\d+)\)", example)
     assert bool(keys) == ("{key}" in KINDS[kind].example)
     assert all(weights[int(key)] == max(weights) for key in keys)
+
+
+def test_all_that_the_page_says_about_a_kind_is_in_its_fields(opened, tmp_path, monkeypatch):
+    """So a new kind, with other texts, needs no change of the page."""
+    planted_kind = dataclasses.replace(
+        KINDS["separator"],
+        letter="X",
+        colours=("#123456", "#abcdef"),
+        meaning="Planted meaning.",
+        target="planted targets",
+        example="a planted {key} {back} before",
+    )
+    monkeypatch.setitem(KINDS, "separator", planted_kind)
+    title = dataclasses.replace(STATISTICS["separator"], title="planted title")
+    monkeypatch.setitem(STATISTICS, "separator", title)
+    data, _ = lens_of("separator").inspect(torch.nn.Identity())
+    group = {"name": "separator", "heads": 1, "loss_change": 1.0, "loss_change_error": 0.1}
+    single = {"layer": 0, "head": 0, "loss_change": 1.0, "loss_change_error": 0.1}
+    no_accuracy = {"accuracy_without": None}
+    data.ablation = {
+        **{"step": 0, "method": "exact", "windows": 2, "targets": 9, "loss": 1, "accuracy": None},
+        **{"heads": [single | no_accuracy], "groups": [group | no_accuracy]},
+    }
+    write_page(tmp_path / "page.html", [data])
+    page = opened(tmp_path / "page.html", "#theme=light&head=0.0")
+    pages.ready(page)
+    for part, texts in {
+        "#names": ["planted-title head"],
+        "#detail-name": ["planted-title head"],
+        "#finding": ["planted-title head", "planted targets", "a planted"],
+        "#groups": ["planted-title head", "Planted meaning."],
+    }.items():
+        shown = page.locator(part).inner_text()
+        assert [text for text in texts if text not in shown] == [], part
+    assert page.locator(".head .tag").text_content() == "X"
+    assert pages.colour_of(page.locator("#detail-name"), "color").tolist() == [0x12, 0x34, 0x56]

@@ -1,7 +1,7 @@
 """The interactive page in Chromium: removed heads and predictions of each layer."""
 
+import copy
 import dataclasses
-import json
 import re
 
 import numpy as np
@@ -9,91 +9,75 @@ import pytest
 from helpers import pages
 from helpers.pages import STEPS, a_run
 
+from headlens.heads import ALL_NAMES
+from headlens.removed import removed_heads
 from headlens.rounding import formatted_loss
 
 CHANGES = (0.0004, 1.25, -0.3, 0.002, 2.5, 0.05)  # of the six heads
-LOSS, ACCURACY = 0.5, 0.75
 
 
 def result(change, accuracy, **more):
     return more | {
         "loss_change": change,
-        "loss_change_error": abs(change) / 10,
+        "loss_change_error": more.pop("error", abs(change) / 10),
         "accuracy_without": accuracy,
     }
 
 
-def an_ablation(step=120, method="exact", groups=()):
-    accuracies = [(n + 1) / 10 if method == "exact" else None for n in range(6)]
-    heads = zip(np.ndindex(2, 3), CHANGES, accuracies, strict=True)
-    return {
-        "step": step,
-        "method": method,
+def with_removal(*groups, name_of_all=""):
+    """A run whose heads were removed at step 120; with `name_of_all`, all heads have this name."""
+    run = a_run()
+    heads = zip(np.ndindex(2, 3), CHANGES, strict=True)
+    found = {
+        "step": 120,
+        "method": "exact",
         "windows": 8,
         "targets": 512,
-        "loss": LOSS,
-        "accuracy": ACCURACY if method == "exact" else None,
-        "heads": [result(c, a, layer=at[0], head=at[1]) for at, c, a in heads],
+        "loss": 0.5,
+        "accuracy": 0.75,
+        "heads": [result(change, 0.5, layer=at[0], head=at[1]) for at, change in heads],
         "groups": list(groups),
     }
-
-
-def with_ablation(ablation, name_of_all=None, run=None):
-    """A run with these values; with `name_of_all`, all heads have this name at all steps."""
-    run = run or a_run()
-    data = run.data | {"ablation": ablation}
-    if name_of_all:
-        number = [name["key"] for name in data["names"]].index(name_of_all)
-        history = json.loads(pages.unpacked(data["history"]))
-        history["names"] = [[number] * 6 for _ in history["names"]]
-        data["history"] = pages.packed(history)
-    return dataclasses.replace(run, data=data)
+    row = copy.deepcopy(run.rows[120])
+    row.names[:] = ALL_NAMES.index(name_of_all)
+    return dataclasses.replace(run, data=run.data | {"removed": removed_heads(found, row)})
 
 
 def numbers(text):
     return [float(n.replace("−", "-")) for n in re.findall(r"[+−]?\d+\.\d+", text)]
 
 
-def test_loss_without_the_enlarged_head(shown):
-    lens = shown(with_ablation(an_ablation()), fragment="#head=0.1")
-    for index, change in enumerate(CHANGES):
+def test_sentences_about_the_enlarged_head(shown):
+    run = with_removal()
+    lens = shown(run, fragment="#head=0.1")
+    for index, sentence in enumerate(run.data["removed"]["findings"]):
         pages.tile(lens, *divmod(index, 3)).click()
-        found = numbers(lens.locator("#removed").inner_text())[:6]
-        expected = [LOSS, LOSS + change, change, abs(change) / 10, ACCURACY, (index + 1) / 10]
-        assert found == pytest.approx(expected, abs=0.006 if abs(change) > 0.1 else 6e-5)
+        text = lens.locator("#removed").inner_text()
+        assert "".join(p if isinstance(p, str) else p[1] for p in sentence) in text
+        assert run.data["removed"]["notes"][0] in text  # without a table
     lens.keyboard.press("Escape")
     assert lens.locator("#removed").is_hidden()
-    none = an_ablation()  # a change below the resolution is not "-0.0000"
-    none["heads"][1] |= {"loss_change": -0.00001, "loss_change_error": 0.00002}
-    lens = shown(with_ablation(none), fragment="#head=0.1")
-    assert numbers(lens.locator("#removed").inner_text()) == [LOSS, LOSS, ACCURACY, 0.2]
 
 
 def test_changes_within_the_noise_are_grey(shown):
     groups = [
-        result(change, 0.5, name=name, heads=2) | {"loss_change_error": error}
-        for name, change, error in (
-            ("induction", 0.5, 0.1),
-            ("diagonal", 0.1, 0.1),
-            ("separator", -0.5, 0.1),
-            ("previous_token", 0.1, None),  # one window
-        )
+        result(change, 0.5, name=name, heads=2, error=0.1)
+        for name, change in (("induction", 0.5), ("diagonal", 0.1), ("separator", -0.5))
     ]
-    lens = shown(with_ablation(an_ablation(groups=groups)))
+    lens = shown(with_removal(*groups))
     read = """all => all.map((row) => [row.querySelector("[class*='kind-']").className,
       getComputedStyle(row.querySelector("td")).color])"""
     found = lens.locator("#groups tr:has([class*='kind-'])").evaluate_all(read)
     colours = {name.split("kind-")[1]: colour for name, colour in found}
     grey = colours.pop("diagonal")
-    assert set(colours) == {"induction", "separator", "previous_token"}
+    assert set(colours) == {"induction", "separator"}
     assert len(set(colours.values())) == 1
     assert grey not in colours.values()
 
 
 def test_values_are_shown_only_at_the_step_of_the_measurement(shown):
-    group = result(4.5, 0.01, name="induction", heads=6)
-    lens = shown(with_ablation(an_ablation(groups=[group]), "induction"), fragment="#head=0.1")
-    assert numbers(lens.locator("#removed").inner_text())[6:] == [0.5, 5.0, 4.5, 0.45, 0.75, 0.01]
+    run = with_removal(result(4.5, 0.01, name="induction", heads=6), name_of_all="induction")
+    lens = shown(run, fragment="#head=0.1")
     assert lens.locator("#groups tbody th").count() == 2
     for part in ("#removed", "#groups"):
         lens.locator("#step").fill("1")
@@ -104,23 +88,8 @@ def test_values_are_shown_only_at_the_step_of_the_measurement(shown):
         assert numbers(lens.locator(part).inner_text())
 
 
-def test_other_groups_that_the_model_needs(shown):
-    """Only exact and clear changes, of at least a tenth of the largest."""
-    groups = [
-        result(4.5, 0.01, name="induction", heads=6),
-        result(4.0, 0.03, name="previous_token", heads=2),
-        result(0.4, 0.7, name="diagonal", heads=2),
-        result(2.0, 0.2, name="separator", heads=1) | {"loss_change_error": 1.5},
-    ]
-    for method, wanted in (("exact", [0.03]), ("estimate", [])):
-        data = an_ablation(method=method, groups=groups) | {"accuracy": ACCURACY}
-        lens = shown(with_ablation(data, "induction"), fragment="#head=0.1")
-        assert numbers(lens.locator("#removed").inner_text())[12:] == wanted
-
-
 def test_heads_are_sorted_by_the_loss_without_them(shown):
-    group = result(4.5, None, name="induction", heads=2)
-    lens = shown(with_ablation(an_ablation(method="estimate", groups=[group])))
+    lens = shown(with_removal(result(4.5, 0.1, name="induction", heads=2)))
     ranked = pages.ranked(np.reshape(CHANGES, (2, 3)), True)
     lens.locator("#step").fill("0")
     pages.option(lens, "sort").select_option("loss_change")  # also shows the step with values

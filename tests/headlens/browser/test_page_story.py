@@ -78,7 +78,7 @@ def test_order_by_values_of_the_shown_prompt(shown):
 
 def test_letters_and_counts_of_names_follow_the_step(shown, story):
     for lens, run in ((shown(), a_run()), (story(), a_story())):
-        names = {ALL_NAMES[index] for row in run.rows.values() for index in row.names.ravel()}
+        names = {ALL_NAMES[index] for step in STEPS for index in run.rows[step].names.ravel()}
         ever = names - {"", "uniform"}
         for frame, step in enumerate(STEPS):
             lens.locator("#step").fill(str(frame))
@@ -90,19 +90,6 @@ def test_letters_and_counts_of_names_follow_the_step(shown, story):
             assert counts == {key: shown_keys.count(key) for key in ever}
             assert not lens.locator("#no-names").inner_text()
     assert tags(lens) == ["S", "", "P", "", "I", ""]
-
-
-def test_sentence_of_a_head_with_a_pattern_on_one_prompt(shown):
-    """It has no name; the sentence says what it does on this prompt, and nothing on the other."""
-    run = story_run({(0, 1): ("previous_token in words", 40)})
-    lens = shown(run, fragment="#head=0.1")
-    assert lens.locator("#detail-name").inner_text() == ""
-    value = run.frames[120].of_prompts[0]["previous_token"][0, 1]
-    wanted = [f"{number:.2f}" for number in (value, uniform_of([SOME])["previous_token"])]
-    found = lens.locator("#finding")
-    assert re.findall(r"\d\.\d+", found.inner_text()) == wanted
-    lens.locator("#prompt").select_option("1")
-    assert not re.findall(r"\d\.\d+", found.inner_text())
 
 
 def test_filter_by_name_and_since(story):
@@ -128,7 +115,7 @@ def test_a_name_in_the_legend_opens_the_clearest_head(shown):
     the prompt with which the page opens."""
     stages = {(0, 0): ("separator", 40), (0, 2): ("previous_token", 40), (1, 1): ("induction", 80)}
     made = story_run(stages)
-    made.data["opening_prompt"] = 0
+    made.data["opening"] |= {"prompt": 0}
     lens = shown(made, fragment="#head=none")
     for place, (name, _) in stages.items():
         lens.locator(f"#names [data-name='{name}']").click()
@@ -145,38 +132,6 @@ def test_a_name_in_the_legend_opens_the_clearest_head(shown):
         assert query[1] == max(above, key=above.get)
 
 
-def test_sentence_says_since_when_also_with_an_interruption(shown):
-    """The text has the step from which the head keeps its name, and the first step with it; without
-    the name, the steps before and after."""
-    made = story_run({(0, 2): ("previous_token", 40)})
-    history = json.loads(pages.unpacked(made.data["history"]))
-    history["names"][STEPS.index(80)][2] = 0
-    history["since"][STEPS.index(120)][2] = STEPS.index(120)
-    made.data["history"] = pages.packed(history)
-    for step, wanted in ((120, {"120", "40"}), (80, {"80", "40", "120"})):
-        lens = shown(made, fragment=f"#head=0.2&step={step}")
-        steps = re.findall(r"step (\d+)", lens.locator("#finding").inner_text())
-        assert {*steps} == wanted
-
-
-def test_sentence_of_a_positional_head_says_how_far_back(shown):
-    """The sentence says how far back the head attends most, and the mean weight there."""
-    run = story_run({(0, 1): ("two to four back", 40)})
-    lens = shown(run, fragment="#head=0.1&prompt=0")
-    assert lens.locator("#detail-name").get_attribute("class") == "kind-positional"
-    text = lens.locator("#finding").inner_text()
-    (query,), (key,) = re.findall(r"\((\d+)\) it", text), re.findall(r"to .*? \((\d+)\), the", text)
-    maps = planted("two to four back", SOME)
-    means = {
-        back: np.mean([maps[q, q - back] for q in range(max(2, back), len(maps))])
-        for back in range(len(maps) - 2)
-    }
-    distance, mean = max(means.items(), key=lambda item: item[1])
-    assert int(query) - int(key) == distance
-    (average,) = re.findall(r"average (\d\.\d+)", text)
-    assert float(average) == pytest.approx(mean, abs=0.0051 + 1 / 255)
-
-
 def test_slider_has_a_mark_where_heads_get_their_names(story):
     lens = story()
     box = lens.locator("#step").bounding_box()
@@ -189,44 +144,11 @@ def test_slider_has_a_mark_where_heads_get_their_names(story):
     assert found == pytest.approx(wanted, abs=0.02)  # marks of one step are side by side
 
 
-def test_page_opens_with_a_given_prompt(shown):
-    """Also if another prompt has a more significant head, and without names."""
-    for planted_heads in (PLANTED, {}):
-        made = story_run(planted_heads, STEPS[-2:])
-        made.data["opening_prompt"] = 0
-        lens = shown(made, fragment="")
-        assert pages.state(lens, "prompt") == 0
-        assert lens.locator("#detail").is_visible()
-
-
-def test_page_opens_with_the_most_significant_head(story):
-    """Heads that attend to themselves come last, if they are not the only ones."""
-    lens = story("")
-    frame = a_story().frames[120]
-    found = [
-        significances(values, uniform_of([prompt]))
-        for values, prompt in zip(frame.of_prompts, (SOME, REPEATED), strict=True)
-    ]
-    best = {
-        (place, prompt): values[ALL_NAMES.index(name) - 1][place]
-        for place, (name, _) in PLANTED.items()
-        for prompt, values in enumerate(found)
-        if name != "diagonal"
-    }
-    (place, prompt) = max(best, key=lambda at: np.nan_to_num(best[at], nan=-1))
-    expect(lens.locator("#detail-title")).to_have_text(f"L{place[0]} H{place[1]}")
-    assert pages.state(lens, "prompt") == prompt
-    query = pages.state(lens, "query")
-    maps = planted(PLANTED[place][0], (SOME, REPEATED)[prompt])
-    back = PERIOD - 1 if PLANTED[place][0] == "induction" else 1
-    targets = {q: maps[q, q - back] - 1 / (q + 1) for q in range(2, len(maps)) if q >= back}
-    assert query == max(targets, key=targets.get)
-    numbers = re.findall(r"\d\.\d+", lens.locator("#finding").inner_text())
-    wanted = [float(maps[query, query - back]), 1 / (query + 1)]
-    name, planted_prompt = PLANTED[place][0], (SOME, REPEATED)[prompt]
-    wanted.append(frame.of_prompts[prompt][name][place])
-    wanted.append(uniform_of([planted_prompt])[name])
-    assert [float(number) for number in numbers] == pytest.approx(wanted, abs=0.0051)
+def test_page_opens_with_the_head_that_tells_most(story):
+    lens, opening = story(""), a_story().data["opening"]
+    assert {key: pages.state(lens, key) for key in opening} == opening
+    expect(lens.locator("#detail-title")).to_have_text(f"L{opening['layer']} H{opening['head']}")
+    assert not lens.locator("#finding button").count()  # its example is shown
     lens.locator("#close").click()
     expect(lens).to_have_url(re.compile("head=none"))
     lens.reload()
@@ -243,41 +165,23 @@ def test_without_names_the_page_opens_with_the_head_nearest_to_a_name(shown):
     assert lens.locator("#marks i:not(.stage)").count() == 0
 
 
-def test_names_of_separators_have_their_example_on_a_text(shown):
-    """On random tokens there is no example, also if some are separators."""
-    repeated = pages.prompt("2-repeated", ["<bos>", *2 * list("a,b ef")], period=PERIOD)
-    names = ("separator", "segment_start")
-    run = story_run({(0, head): (name, 40) for head, name in enumerate(names)}, repeated=repeated)
-    for head, name in enumerate(names):
-        lens = shown(run, fragment=f"#head=0.{head}&prompt=1")
-        assert lens.locator("#detail-name").get_attribute("class") == f"kind-{name}"
-        assert re.findall(r"\d\.\d|\u2013", lens.locator("#finding").inner_text()) == []
-        lens.locator("#finding button").click()
-        assert pages.state(lens, "prompt") == 0
-        weight, _, mean, _ = re.findall(r"\d\.\d+", lens.locator("#finding").inner_text())
-        maps = planted(name, SOME)
-        assert float(weight) == pytest.approx(float(maps[:, 2 + head].max()), abs=0.0051)
-        value = run.frames[120].of_prompts[0][name][0, head]
-        assert float(mean) == pytest.approx(value, abs=0.0051)
-
-
-def test_sentence_follows_step_prompt_and_head(story):
-    lens = story("#head=1.1&prompt=1&step=120")
-    sentences = {lens.locator("#finding").inner_text()}
-    lens.locator("#step").fill("1")
-    expect(lens.locator("#finding")).to_contain_text("80")  # it has no name yet
-    sentences.add(lens.locator("#finding").inner_text())
-    lens.locator("#step").fill("3")
-    lens.locator("#prompt").select_option("0")
-    sentences.add(lens.locator("#finding").inner_text())
-    lens.locator("#finding button").click()  # shows the prompt and the row
-    assert pages.state(lens, "prompt") == 1
-    assert pages.state(lens, "query") == 9
+def test_sentence_follows_step_and_head(story):
+    """And a button shows the prompt and the row of its example."""
+    lens, data = story("#head=1.1&prompt=0&step=120"), a_story().data
+    of_frames = json.loads(pages.unpacked(data["heads_at"]))
+    for frame, heads in zip(range(3, -1, -1), of_frames[::-1], strict=True):
+        lens.locator("#step").fill(str(frame))
+        facts = json.loads(pages.unpacked(data["frames"][frame]["details"]))["heads"]
+        for index in (4, 0, 1, 2):
+            pages.tile(lens, *divmod(index, 3)).click()
+            text = lens.locator("#finding").inner_text()
+            assert text.startswith(heads["findings"][index])
+            for part in facts["findings"][index]:
+                assert (part if isinstance(part, str) else part[1].replace(" ", "␣")) in text
+    pages.go_to(lens, "head=1.1&prompt=0&step=120")
+    lens.locator("#finding button").click()
+    assert (pages.state(lens, "prompt"), pages.state(lens, "query")) == (1, 9)
     assert lens.locator("#finding button").count() == 0
-    for place in ((0, 0), (0, 1), (0, 2)):
-        pages.tile(lens, *place).click()
-        sentences.add(lens.locator("#finding").inner_text())
-    assert len(sentences) == 6
 
 
 def test_narrow_window_shows_the_grid_first(story):
@@ -309,8 +213,7 @@ def test_losses_under_the_slider(story, shown):
     unlearnt = shown(story_run(PLANTED, steps=(0, 40)), fragment="#head=none")  # it never falls
     assert not unlearnt.locator("[data-curve='loss on the second copy']").count()
     data = a_run().data
-    history = pages.packed(json.loads(pages.unpacked(data["history"])) | {"losses": []})
-    data = data | {"curves": {}, "history": history}
+    data = data | {"curves": {}, "copy_losses": []}
     without = shown(dataclasses.replace(a_run(), data=data))
     assert without.locator("#step").is_visible()
     heights = [part.locator("#bar").bounding_box()["height"] for part in (lens, without)]

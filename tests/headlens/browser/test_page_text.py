@@ -1,5 +1,6 @@
 """The interactive page in Chromium: heads on a text, and the tokens of it that a head connects."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -206,86 +207,17 @@ def test_names_say_where_they_hold(shown):
     assert shown(text_run(text=False)).locator("#hollow").is_hidden()
 
 
-def test_page_says_if_no_head_copies(shown):
-    """With the head that is nearest to it; otherwise it does not mention it."""
-    run = text_run(prompts=(SOME,))  # no head has the name "induction"
-    text = shown(run).locator("#subject").inner_text()
-    values, uniform = run.rows[80].values["induction"], run.snapshots[-1].uniform["induction"]
-    layer, head = np.unravel_index(values.argmax(), values.shape)
-    found = re.search(rf"([\d.]+) \(L{layer} H{head}\).*?([\d.]+)\.$", text)
-    assert [float(number) for number in found.groups()] == pytest.approx(
-        [values.max(), uniform], abs=0.0051
-    )
-    text = shown(a_text_run()).locator("#subject").inner_text()
-    assert text
-    assert not re.search(r"L\d H\d", text)
-
-
 def test_head_that_has_its_name_on_the_text_only_is_shown_there(shown):
-    """On a prompt that is a text, and the tour points to the tokens of the text."""
+    """On a prompt that is a text."""
     run = a_text_run()
-    history = json.loads(pages.unpacked(run.data["history"]))
-    names, place = [name["key"] for name in run.data["names"]], 3 * 1 + 2
-    history["names"][-1][place] = names.index("induction")
-    history["places"][-1] = [0] * 6
-    history["places"][-1][place] = 1  # on the text only
-    history["names"][-1][2] = 0
-    lens = shown(
-        dataclasses.replace(run, data=run.data | {"history": pages.packed(history)}),
-        fragment="#prompt=1",
-    )
+    last = copy.deepcopy(run.snapshots[-1])
+    last.row.names[1, 2], last.row.names[0, 2] = ALL_NAMES.index("induction"), 0
+    last.row.places[:] = 0
+    last.row.places[1, 2] = 1  # on the text only
+    data = run_data([*run.snapshots[:-1], last])
+    lens = shown(dataclasses.replace(run, data=data), fragment="#prompt=1")
     lens.locator("#names [data-name='induction']").click()
     assert [pages.state(lens, key) for key in ("layer", "head", "prompt")] == [1, 2, 0]
-    lens.locator("#show-tour").click()
-    pointed = []
-    while lens.locator("#tour").is_visible():
-        if (pages.state(lens, "layer"), pages.state(lens, "head")) == (1, 2):
-            pointed.append(lens.locator(".pointed").get_attribute("id"))
-            assert pages.state(lens, "prompt") == 0
-        lens.locator("#tour-next").click()
-    assert "contexts" in pointed
-    assert "finding" not in pointed
-
-
-def test_sentence_has_the_value_on_the_text_with_its_error(shown):
-    """And its chance, and how much of the attention the name explains."""
-    lens, run = shown(a_text_run(), fragment="#head=0.1"), a_text_run()
-    row, coverage = run.rows[80], run.snapshots[-1].contexts.coverage
-    uniform = run.snapshots[-1].uniform
-    for place, key in (((0, 0), "previous_token"), ((0, 1), "offset"), ((1, 0), "first_token")):
-        pages.tile(lens, *place).click()
-        text = lens.locator("#finding").inner_text()
-        value, error, chance = map(
-            float, re.search(r"([\d.]+) ± <?([\d.]+).*?chance ([\d.]+)\)", text).groups()
-        )
-        assert value == pytest.approx(row.values[key][place], abs=0.0051)
-        assert error == pytest.approx(row.errors[key][place], abs=0.00101)
-        assert chance == pytest.approx(uniform[key], abs=0.0051)
-        (percent,) = re.findall(r"(\d+) %", text)
-        part = (LENGTH - 3) / (LENGTH - 1) if key == "offset" else coverage[key]
-        assert int(percent) == pytest.approx(100 * part * row.values[key][place], abs=0.6)
-    pages.tile(lens, 0, 2).click()  # its name does not hold on the text, so it explains nothing
-    text = lens.locator("#finding").inner_text()
-    assert "%" not in text
-    assert float(re.search(r"([\d.]+) ±", text)[1]) == pytest.approx(
-        row.values["induction"][0, 2], abs=0.0051
-    )
-
-
-def test_sentence_of_a_head_without_a_name_has_the_nearest_one(shown):
-    lens, run = shown(a_text_run(), fragment="#head=1.2&step=0"), a_text_run()
-    assert "±" not in lens.locator("#finding").inner_text()  # uniform attention
-    data = json.loads(pages.unpacked(run.data["history"]))
-    data["names"][-1][5] = 0
-    data["values"]["separator"][-1][5] = 0.3
-    changed = run.data | {"history": pages.packed(data)}
-    lens = shown(dataclasses.replace(run, data=changed), fragment="#head=1.2")
-    numbers = re.findall(r"\d\.\d+", lens.locator("#finding").inner_text())
-    chance = run.snapshots[-1].uniform["separator"]
-    needed = chance + 0.4 * (1 - chance)
-    assert float(numbers[0]) == pytest.approx(0.3, abs=0.0051)
-    found = [float(number) for number in numbers[2:]]
-    assert found == pytest.approx([chance, needed], abs=0.0051)
 
 
 def test_head_of_a_fixed_offset_has_its_number(shown):
