@@ -19,7 +19,7 @@ function lineOfCell({ texts, labels }, [, query, key, code, ...ends]) {
     if (isKey) shade(node, ATTENTION, height(WEIGHTS[code]));
     return node;
   };
-  const line = make("bdi", {}, "… ");
+  const line = make("bdi", {}, "…\u00a0");
   const after = make("span", { className: "after" });
   const textOf = (first, end) => texts.slice(first, end).join("");
   for (let part = 0; part < ends.length; part += 2) {
@@ -32,7 +32,7 @@ function lineOfCell({ texts, labels }, [, query, key, code, ...ends]) {
     }
     (from > query ? after : line).append(textOf(from, ends[part + 1]));
   }
-  line.append(after, " …");
+  line.append(after, "\u00a0…");
   return make("li", {}, make("span", { className: "number", textContent: weight }), line);
 }
 

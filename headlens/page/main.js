@@ -85,7 +85,7 @@ function listen() {
   const sizes = new ResizeObserver(measureBar);
   for (const id of ["bar", "all"]) sizes.observe($(id));
   new ResizeObserver(drawTimeline).observe($("track"));
-  new ResizeObserver(placeTokens).observe($("prose"));
+  new ResizeObserver(placeTokens).observe($("text"));
 }
 
 function fail(error) {

@@ -4,16 +4,16 @@ import { $ } from "./dom.js";
 
 const buttons = () => [...$("tabs").children].filter((button) => !button.hidden);
 const panelOf = (button) => $(button.getAttribute("aria-controls"));
-const nameOf = (button) => button.id.replace("show-", "");
+const tabOf = (button) => button.id.replace("show-", "");
 let onShow = () => {};
 
 /** Returns the name of the shown tab, such as "heads". */
-export const shownTab = () => nameOf(buttons().find((button) => button.ariaSelected === "true"));
+export const shownTab = () => tabOf(buttons().find((button) => button.ariaSelected === "true"));
 
 /** Returns the tab of an address, "" if it names none that the page has. */
 export function tabOfLink(link) {
   const name = new URLSearchParams(link.replace(/^.*#/, "")).get("tab");
-  return buttons().map(nameOf).find((known) => known === name) ?? "";
+  return buttons().map(tabOf).find((known) => known === name) ?? "";
 }
 
 /** Offers these tabs. show(name) is called after one is shown. */
@@ -21,8 +21,8 @@ export function buildTabs(names, show) {
   $("tabs").hidden = names.length < 2;
   onShow = show;
   for (const button of $("tabs").children) {
-    button.hidden = !names.includes(nameOf(button));
-    button.addEventListener("click", () => openTab(nameOf(button)));
+    button.hidden = !names.includes(tabOf(button));
+    button.addEventListener("click", () => openTab(tabOf(button)));
   }
   $("tabs").addEventListener("keydown", (event) => {
     const all = buttons();
@@ -31,7 +31,7 @@ export function buildTabs(names, show) {
     if (to === undefined) return;
     event.preventDefault();
     const next = all.at(to % all.length);
-    openTab(nameOf(next));
+    openTab(tabOf(next));
     next.focus();
   });
 }
@@ -39,7 +39,7 @@ export function buildTabs(names, show) {
 /** Shows a tab. */
 export function showTab(name) {
   for (const button of $("tabs").children) {
-    const isShown = nameOf(button) === name;
+    const isShown = tabOf(button) === name;
     button.ariaSelected = isShown;
     button.tabIndex = isShown ? 0 : -1;
     panelOf(button).hidden = !isShown;

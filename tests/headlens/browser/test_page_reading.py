@@ -38,6 +38,21 @@ MIXED = ["The", " word", " של", "ום", " means", " peace", "."]
 ARABIC = [f"<0x{byte:02X}>" for byte in "مرحبا".encode()]  # two tokens a letter
 
 
+# The largest distance between a token and its text, in pixels.
+APART = """() => {
+  const node = document.getElementById("prose").firstChild;
+  let first = 0;
+  return Math.max(...lens.runs[0].prompts[0].texts.map((text, n) => {
+    const range = document.createRange();
+    range.setStart(node, first);
+    range.setEnd(node, first += text.length);
+    const [box] = [...range.getClientRects()].sort((a, b) => b.width - a.width);
+    const token = document.querySelector(`#text [data-token="${n}"]`).getBoundingClientRect();
+    return Math.abs(box.left - token.left) + Math.abs(box.top - token.top);
+  }));
+}"""
+
+
 def test_right_to_left_text_is_read_as_a_whole(shown):
     prompts = [pages.prompt(str(n), words) for n, words in enumerate((HEBREW, MIXED, ARABIC))]
     lens = shown(a_run("rtl", 1, 1, tuple(prompts), (0,), (0,)), fragment="#head=0.0")
@@ -62,6 +77,16 @@ def test_right_to_left_text_is_read_as_a_whole(shown):
     for number in range(len(ARABIC)):
         tokens.nth(number).hover()
         assert pages.readout(lens)[0][1] == number
+
+
+def test_tokens_stay_behind_their_text_when_it_wraps_elsewhere(shown):
+    words = [f" word{n}" for n in range(30)]
+    run = a_run("wraps", 1, 1, (pages.prompt("wraps", words),), (0,), (0,))
+    lens = shown(run, fragment="#head=0.0", viewport={"width": 1400, "height": 900})
+    for width in (460, 900):
+        lens.set_viewport_size({"width": width, "height": 900})
+        lens.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+        assert lens.evaluate(APART) < 1
 
 
 def test_a_long_text_scrolls_next_to_its_map(shown):
