@@ -33,7 +33,7 @@ OF_WANDB_INIT = ("entity", "project", "group", "tags")
 def define_metrics(run) -> None:
     """Defines how the dashboard and the summary show the metrics."""
     run.define_metric(X_AXIS)  # every row has it
-    for section in ("train", "val", "attention_best"):
+    for section in ("train", "val", "attention_best", "attention_names"):
         run.define_metric(f"{section}/*", step_metric=X_AXIS)
     # Hidden: a panel for each would fill the workspace. Users can add panels for them.
     for section in ("attention_heads", "attention_layers"):

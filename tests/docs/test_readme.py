@@ -104,7 +104,7 @@ def test_the_lens_with_another_model(tmp_path, monkeypatch):
             names["on_snapshot"](names["lens"].snapshot(model, 100), 100)
     summary = dict(wandb.run.summary)
     wandb.finish()
-    assert summary["attention/timelapse"]["_type"] == "html-file"
+    assert summary["attention/page"]["_type"] == "html-file"
     assert (tmp_path / "attention.html").is_file()
     for folder, expected in (("attention", [0, 50, 100]), ("theirs/attention", [0, 3])):
         assert (tmp_path / folder / "timelapse.html").is_file()

@@ -1,6 +1,7 @@
 """The lens: steps of snapshots, files, and that training is unchanged, bit for bit."""
 
 import base64
+import functools
 import hashlib
 import io
 import itertools
@@ -34,8 +35,9 @@ from headlens import (
     snapshot_bytes,
     write_snapshot,
 )
-from headlens.drawing import draw_panel
+from headlens.drawing import heads_image
 from headlens.heads import COLUMNS
+from headlens.heatmap import png_of
 from headlens.history import Row, read_history
 from headlens.lens import MAX_FILES, MAX_THUMBNAILS
 from headlens.page import page
@@ -199,12 +201,13 @@ def test_steps_of_snapshots():
 def test_number_of_files_is_limited(snapshots, every, rest, prompts, repeat_length):
     """A short run draws all snapshots. A long run draws snapshots at equal intervals."""
     lens = lens_on(*["x"] * prompts, every=every, repeat_length=repeat_length)
-    files = len(lens.prompts) + 1
+    files = len(lens.prompts) + 2
     max_steps = every * snapshots + int(rest * (every - 1))
     steps = sorted({*range(0, max_steps + 1, every), max_steps})
     lens.max_steps = max_steps
     drawn = [step for step in steps if lens.draws(step)]
     assert len(drawn) * files <= MAX_FILES
+    assert len(lens.prompts) + 2 <= 50  # images of a step, with the animation
     assert (drawn[0], drawn[-1]) == (0, max_steps)
     assert len({*np.diff(drawn[:-1])}) <= 1
     if (len(steps) + 1) * files <= MAX_FILES - MAX_THUMBNAILS:
@@ -218,10 +221,14 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     slugs = ["1-the-bank", "2-b-x-b", "3-repeated"]
     assert taken(lens, model_at(7), 7, 100, tmp_path / "other", write=False) is None
     assert list(tmp_path.iterdir()) == [folder]
-    assert list(snapshot.images) == [f"attention/heatmap/{slug}" for slug in slugs]
-    assert snapshot.pages == {"attention/timelapse": folder / "timelapse.html"}
     pictures = [f"step_00000007_{slug}.png" for slug in slugs]
-    assert [path.name for path in snapshot.images.values()] == pictures
+    # The keys do not depend on the prompts.
+    assert {key: [path.name for path in paths] for key, paths in snapshot.images.items()} == {
+        "attention/heads": pictures,
+        "attention/largest": ["step_00000007.png"],
+    }
+    pictures.append("step_00000007.png")
+    assert snapshot.pages == {"attention/page": folder / "timelapse.html"}
     assert names(folder) == sorted(
         ["statistics.jsonl", "timelapse.html", "step_00000007.npz", *pictures]
     )
@@ -235,19 +242,22 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     assert line.pop("errors") == {}
     for key in ("names", "places", "offsets"):
         assert np.shape(line.pop(key)) == (2, 2)
-    layers = {f"attention_layers/{k}/L0{n}" for k in STATISTICS for n in (0, 1)}
-    assert set(snapshot.metrics) == layers | {f"attention_best/{key}" for key in KINDS}
-    assert snapshot.captions.keys() == snapshot.images.keys()
-    assert all("7" in caption for caption in snapshot.captions.values())  # the step
-    assert "the bank" in snapshot.captions["attention/heatmap/1-the-bank"]
+    shown = {key: {"diagonal": "self"}.get(key, key) for key in STATISTICS}
+    layers = {f"attention_layers/{key}/L0{n}" for key in shown.values() for n in (0, 1)}
+    kinds = {f"attention_{what}/{shown[key]}" for key in KINDS for what in ("best", "names")}
+    assert set(snapshot.metrics) == layers | kinds
+    found = {key: len(captions) for key, captions in snapshot.captions.items()}
+    assert found == {"attention/heads": 3, "attention/largest": 1}
+    assert all("7" in caption for captions in snapshot.captions.values() for caption in captions)
+    assert "the bank" in snapshot.captions["attention/heads"][0]
     for key, values in line.items():  # the same values in all outputs
         assert history["values"][key] == [values[0] + values[1]]
-        head = snapshot.heads[f"attention_heads/{key}/L01H00"]
+        head = snapshot.heads[f"attention_heads/{shown[key]}/L01H00"]
         assert head == pytest.approx(values[1][0], abs=1e-4)
-        mean = snapshot.metrics[f"attention_layers/{key}/L01"]
+        mean = snapshot.metrics[f"attention_layers/{shown[key]}/L01"]
         assert mean == pytest.approx(sum(values[1]) / 2, abs=1e-4)
         if key in KINDS:
-            best = snapshot.metrics[f"attention_best/{key}"]
+            best = snapshot.metrics[f"attention_best/{shown[key]}"]
             assert best == pytest.approx(max(values[0] + values[1]), abs=1e-4)
 
 
@@ -266,9 +276,7 @@ def test_undefined_and_infinite_values_are_omitted(tmp_path):
 def test_time_lapse_and_table_of_a_run(tmp_path):
     lens = lens_on("the bank", every=10, frames=5, max_tokens=9)
     snapshots = watched(lens, tmp_path, 100)
-    with_one = [
-        step for step, snapshot in snapshots.items() if "attention/timelapse" in snapshot.pages
-    ]
+    with_one = [step for step, snapshot in snapshots.items() if "attention/page" in snapshot.pages]
     # At the first, second, fourth and eighth snapshot, and after each quarter.
     assert with_one == [0, 10, 30, 50, 70, 80, 100]
     (run,) = read(tmp_path / "timelapse.html")
@@ -282,8 +290,9 @@ def test_time_lapse_and_table_of_a_run(tmp_path):
     assert (tmp_path / "heads.csv").is_file()
     assert {(row["layer"], row["head"]) for row in table} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     for row in table:
-        assert [*row] == ["heatmap", *COLUMNS]
-    kinds = {row["name"] for row in table} & {*KINDS}
+        shown = ["self" if key == "diagonal" else key for key in COLUMNS]
+        assert [*row] == ["heatmap", *shown]
+    kinds = {row["name"] for row in lens.table} & {*KINDS}
     assert len(lens.most_significant_heads()) == len(kinds) + bool(kinds)
 
 
@@ -293,7 +302,7 @@ def test_a_model_that_has_diverged_has_no_ablation(tmp_path):
     assert lens.most_important_heads() == []
 
 
-def test_panels_enlarge_heads_with_a_name_on_every_prompt(tmp_path):
+def test_only_a_head_with_a_name_on_every_prompt_is_named_in_images_and_counted(tmp_path):
     lens = lens_on("aaaaaa", "bbbbbb", repeat_length=0, every=10)
     previous = torch.eye(6)[[0, 0, 1, 2, 3, 4]]
     only_b = {ord("a"): uniform_attention(6)[0], ord("b"): previous}
@@ -303,12 +312,37 @@ def test_panels_enlarge_heads_with_a_name_on_every_prompt(tmp_path):
             capture(0, torch.stack([of_first[ids[0]], uniform_attention(6)[0]]))
 
         snapshot = taken(lens, GivenModel(capture_attention), step, 30, tmp_path)
-        _, panel = snapshot.images.values()
-        codes = to_codes(torch.stack([previous, uniform_attention(6)[0]]))
+        (caption,) = snapshot.captions["attention/largest"]
+        assert ("previous token" in caption) == (step == 20)
+        assert snapshot.metrics["attention_names/previous_token"] == (step == 20)
+        codes = to_codes(torch.stack([of_first[ord("b")], uniform_attention(6)[0]]))
         codes = codes[None][..., *np.tril_indices(6)].numpy()
-        draw_panel(codes, lens.prompts[1], step, [], {}, tmp_path / "without.png")
-        is_without = panel.read_bytes() == (tmp_path / "without.png").read_bytes()
+        without = png_of(heads_image(codes, lens.prompts[1], step), compress_level=1)
+        is_without = snapshot.images["attention/heads"][1].read_bytes() == without
         assert is_without == (step == 10)
+
+
+def test_a_large_model_has_few_keys(tmp_path):
+    """Statistics of single heads have keys only if there are few, those of layers almost always.
+    The file has all of them."""
+
+    def uniform(token_ids, capture, shape):
+        weights = uniform_attention(len(token_ids)).expand(shape[1], -1, -1)
+        for layer in range(shape[0]):
+            capture(layer, weights, weights)
+
+    for shape in ((4, 4), (12, 12), (25, 24), (48, 25), (199, 1), (400, 1)):
+        lens = lens_on("the bank", "of the river", repeat_length=4)
+        model = GivenModel(functools.partial(uniform, shape=shape))
+        snapshot = taken(lens, model, 10, 10, tmp_path / str(shape))
+        groups = (snapshot.metrics, snapshot.heads, snapshot.histograms, snapshot.images)
+        groups += (snapshot.pages, snapshot.tables, snapshot.charts)
+        assert sum(map(len, groups)) < 2000 - 60  # of training, validation and the tables of charts
+        assert bool(snapshot.heads) == (shape in ((4, 4), (12, 12)))
+        has_layers = any(key.startswith("attention_layers/") for key in snapshot.metrics)
+        assert has_layers == (shape[0] < 150)
+        (line,) = (tmp_path / str(shape) / "statistics.jsonl").read_text().splitlines()
+        assert np.shape(json.loads(line)["entropy"]) == shape
 
 
 def test_time_lapse_has_only_steps_of_the_same_prompts(tmp_path):
@@ -471,12 +505,12 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         assert_same(found, expected)
         assert run.lens.failures.missing == 5 * (name == "failing")
     folder = tmp_path / "runs" / "with" / "attention"
-    assert len(names(folder, "*.png")) == 5 * 2
+    assert len(names(folder, "*.png")) == 5 * 3
     assert names(folder, "*.html") == ["timelapse.html"]
     log = rows(folder.parent)
     assert all("attention_layers/entropy/L01" in row for row in log)
     assert log[0]["attention_layers/entropy/L00"] == pytest.approx(1, abs=0.01)
-    assert log[0]["attention/timelapse"] == "attention/timelapse.html"
+    assert log[0]["attention/page"] == "attention/timelapse.html"
 
 
 def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
@@ -488,7 +522,7 @@ def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
     fit(run)
     folder = run.directory / "attention"
     log = rows(run.directory)
-    assert [row["step"] for row in log if "attention/timelapse" in row] == [0, 3, 4]
+    assert [row["step"] for row in log if "attention/page" in row] == [0, 3, 4]
     assert (folder / "heads.csv").exists()
     assert (run.lens.failures.missing, len(run.lens.summary(False)) > 1) == (2, True)
 

@@ -114,8 +114,10 @@ def test_images_and_pages_are_logged_to_wandb(tmp_path, monkeypatch):
     summary = dict(wandb.run.summary)
     wandb.finish()
     assert summary["train/global_step"] == 7
-    assert summary["attention/timelapse"]["_type"] == "html-file"
-    assert any(str(key).startswith("attention/heatmap/") for key in summary)
+    assert summary["attention/page"]["_type"] == "html-file"
+    assert summary["attention/heads"]["_type"] == "images/separated"
+    keys = {"attention/largest", "attention/table", "attention_names/self"}
+    assert {*keys, "attention_histograms/self", "attention_heads/self/L00H01"} <= summary.keys()
     files = [*tmp_path.glob("wandb/offline-run*/files/media/**/*")]
     assert {".html", ".png"} <= {file.suffix for file in files}
     assert read_snapshot(tmp_path / "attention" / "step_00000007.npz").run == "mine"

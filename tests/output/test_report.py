@@ -145,7 +145,7 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
 def test_text_with_markup_is_escaped(run, opened, tmp_path):
     text = f"{HOSTILE}\n{HOSTILE}\u2028\ud800\x00\u202eend"
     samples = [{"step": n, "prompt": HOSTILE, "text": text} for n in (1, 2)]
-    rows = [ROWS[1] | {HOSTILE: HOSTILE, "attention/heatmap/x": "x.png"}]
+    rows = [ROWS[1] | {HOSTILE: HOSTILE, "attention/heads": ["x.png"]}]
     folder = run(rows, samples, f"name: {HOSTILE}\u202e\n", name="<img src=x>&amp;\x1b")
     opened_page = opened(write_report(folder))
     assert opened_page.locator("h1").inner_text() == "<img src=x>&amp;\\x1b"

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -39,7 +40,7 @@ def recorded(tmp_path, monkeypatch):
     """Replaces a W&B run: records its calls."""
     run = Mock(id="x", offline=True, dir=str(tmp_path / "files"), rows={}, summary={})
     run.settings.finish_timeout = 1
-    run.log = lambda row, step, commit: run.rows.update({step: row})
+    run.log = lambda row, step, commit: run.rows.setdefault(step, {}).update(row)
     run.init.return_value = run
     monkeypatch.setattr("wandb.init", run.init)
     return run
@@ -92,16 +93,32 @@ def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
     assert recorded.summary["exit_code"] == 4
 
 
-def test_media_that_cannot_be_read_are_skipped(tmp_path, recorded, capsys):
+def test_media_that_cannot_be_built_are_skipped_alone(tmp_path, recorded, capsys):
+    """A line names the key; all others are logged."""
     tracker = Tracker(OFFLINE, tmp_path, {})
-    missing = {"attention/heatmap/x": tmp_path / "missing.png"}
     number = {"attention_layers/entropy/L00": 0.5}
-    tracker.log({"train/loss": 1.0}, 1, Snapshot(number, {}, {}, missing))
-    tracker.log({"train/loss": 1.0}, 2, Snapshot({}, {}, {"h": [math.nan, 1.0]}))
-    assert tracker.upload([tmp_path / "missing.safetensors"], ["last"], {}) is None
+    histograms = {"nan": np.array([np.nan, 1.0]), "fine": np.array([0.5, 1.0])}
+    charts = {"chart": ([0, 1], {"L00": [0.5, 1.0]})}
+    images = {"attention/heads": [tmp_path / "missing.png"]}
+    tracker.log({"a": 1.0}, 1, Snapshot(number, {}, histograms, images, charts=charts))
     tracker.finish()
-    assert recorded.rows == {1: {"train/loss": 1.0, **number}, 2: {"train/loss": 1.0}}
-    assert len(capsys.readouterr().err.splitlines()) == 3
+    assert recorded.rows[1].keys() == {"a", *number, "fine", "chart"}
+    lines = capsys.readouterr().err.splitlines()
+    assert [[key for key in ("nan", "attention/heads") if key in line] for line in lines] == [
+        ["attention/heads"],
+        ["nan"],
+    ]
+    assert tracker.upload([tmp_path / "missing.safetensors"], ["last"], {}) is None
+
+
+def test_nearly_equal_values_have_a_histogram(tmp_path, recorded, capsys):
+    """Entropies of an untrained model differ by a few units in the last place of fp32."""
+    values = np.nextafter(np.float32(0.9996), np.float32(1), dtype=np.float32)
+    tracker = Tracker(OFFLINE, tmp_path, {})
+    tracker.log({}, 1, Snapshot({}, {}, {"h": np.array([0.9996, values], np.float32)}))
+    tracker.finish()
+    assert sum(recorded.rows[1]["h"].histogram) == 2
+    assert capsys.readouterr().err == ""
 
 
 def test_after_an_error_of_wandb_the_rows_are_on_disk(tmp_path, recorded, capsys):
@@ -140,6 +157,7 @@ ENVIRONMENT = {
 }
 
 
+SHOWN = {key: "self" if key == "diagonal" else key for key in STATISTICS}  # names in keys
 WATCHED = ("name=watched", "lens=default", "lens.every=2")
 
 
@@ -243,7 +261,7 @@ def test_rows_configuration_and_summary(watched):
     for row, mine in zip(logged, rows(folder), strict=True):
         assert row["_step"] == mine.pop("step")
         for key, value in mine.items():
-            assert isinstance(value, str) or row[key] == pytest.approx(value)
+            assert isinstance(value, str | list) or row[key] == pytest.approx(value)
     (run,) = (record["run"] for record in records if record["type"] == "run")
     assert (run["project"], run["display_name"]) == ("heads", "a first try")
     assert (run["run_group"], run["tags"]) == ("first tries", ["a", "b"])
@@ -276,7 +294,7 @@ def test_the_x_axis_of_curves_is_the_number_of_tokens(watched):
     curves = [metric for metric in metrics if metric.get("step_metric")]
     assert {metric["step_metric"] for metric in curves} == {"train/tokens"}
     named = {metric.get("name") or metric["glob_name"] for metric in curves}
-    assert {"train/*", "val/*", "val/loss", "attention_best/*"} <= named
+    assert {"train/*", "val/*", "val/loss", "attention_best/*", "attention_names/*"} <= named
     assert not [key for key in named if key.startswith("attention/")]
 
 
@@ -298,7 +316,7 @@ def test_commit_command_and_environment(watched):
 def test_one_chart_per_statistic(watched):
     """The charts have a line for each layer, with the values of metrics.jsonl."""
     folder, logged, _, files = watched
-    for key in STATISTICS:
+    for key in SHOWN.values():
         name = f"Custom Chart Tables/attention_statistics/{key}_table.path"
         table = json.loads((files / logged[4][name]).read_text())
         expected = {
@@ -343,28 +361,40 @@ def test_which_model_is_uploaded(watched, recorded, monkeypatch):
         tracker.finish()
 
 
+def check_same(stored, on_disk):
+    """Checks that a file of W&B is that of the run directory and not a copy."""
+    assert stored.read_bytes() == on_disk.read_bytes()
+    assert os.path.samefile(stored, on_disk)
+    assert not stored.is_symlink()
+
+
 def test_media_are_the_files_on_disk_byte_for_byte(watched):
     """Images, pages, whose content security policy allows no changes, samples, table of heads."""
     folder, logged, records, files = watched
-    files_of = {}
     for row, mine in zip(logged, rows(folder), strict=True):
-        for key, value in mine.items():
-            if isinstance(value, str):
-                files_of.setdefault(row["_step"], []).append(row[f"{key}._type"])
-                if key != "attention/timelapse" or row["_step"] == 4:  # overwritten since
-                    stored = files / row[f"{key}.path"]
-                    assert stored.read_bytes() == (folder / value).read_bytes()
-                    assert os.path.samefile(stored, folder / value)  # not a copy
-                    assert not stored.is_symlink()
-    pictures = 4 * ["image-file"]  # one of each prompt
-    for step in (0, 2, 4):
-        animation = ["image-file"] * (step == 4)
-        assert sorted(files_of.pop(step)) == ["html-file", *pictures, *animation]
-    assert files_of == {}
-    for row in logged:
-        captions = [value for key, value in row.items() if key.endswith(".caption")]
-        assert len(captions) == (4 if row["_step"] in (0, 2, 4) else 0)
-        assert all(str(row["_step"]) in caption for caption in captions)
+        step = row["_step"]
+        # metrics.jsonl has the paths of the files: of images a list.
+        paths = {key: value for key, value in mine.items() if isinstance(value, str | list)}
+        images = {"attention/heads": 4, "attention/largest": 1}  # one of each prompt
+        images |= {"attention/animation": 1} if step == 4 else {}
+        expected = images | {"attention/page": len("attention/timelapse.html")}
+        assert {key: len(value) for key, value in paths.items()} == (
+            expected if step in (0, 2, 4) else {}
+        )
+        for key in paths:
+            if key == "attention/page":
+                if step == 4:  # overwritten since
+                    check_same(files / row[f"{key}.path"], folder / paths[key])
+                continue
+            is_list = len(paths[key]) > 1
+            assert row[f"{key}._type"] == ("images/separated" if is_list else "image-file")
+            stored = row[f"{key}.filenames"] if is_list else [row[f"{key}.path"]]
+            for path, on_disk in zip(stored, paths[key], strict=True):
+                check_same(files / path, folder / on_disk)
+        if step in (0, 2, 4):
+            captions = [*row["attention/heads.captions"], row["attention/largest.caption"]]
+            assert len(captions) == 5
+            assert all(str(step) in caption for caption in captions)
 
     samples = [json.loads(line) for line in (folder / "samples.jsonl").open(encoding="utf-8")]
     key = "samples/text.path"
@@ -385,9 +415,12 @@ def test_media_are_the_files_on_disk_byte_for_byte(watched):
     (artifact,) = (one for one in artifacts if "attentiontable" in one["name"])
     paths = [file["local_path"] for file in artifact["manifest"]["contents"]]
     assert len(paths) == 1 + 4
-    assert table["columns"] == names
+    assert table["columns"] == [SHOWN.get(name, name) for name in names]
     shown = [["" if value is None else str(value) for value in row] for row in table["data"]]
-    assert shown == written
+    title = names.index("name")
+    assert [row[:title] + row[title + 1 :] for row in shown] == [
+        row[:title] + row[title + 1 :] for row in written
+    ]
 
 
 def test_the_statistics_of_single_heads_are_logged(watched):
@@ -396,6 +429,6 @@ def test_the_statistics_of_single_heads_are_logged(watched):
     assert [snapshot["step"] for snapshot in snapshots] == [0, 2, 4]
     for snapshot, key, layer in itertools.product(snapshots, STATISTICS, (0, 1)):
         row = logged[snapshot["step"]]
-        heads = [row[f"attention_heads/{key}/L0{layer}H0{head}"] for head in (0, 1)]
+        heads = [row[f"attention_heads/{SHOWN[key]}/L0{layer}H0{head}"] for head in (0, 1)]
         assert heads == pytest.approx(snapshot[key][layer], abs=1e-4)
-        assert sum(row[f"attention_histograms/{key}.values"]) == 4
+        assert sum(row[f"attention_histograms/{SHOWN[key]}.values"]) == 4
