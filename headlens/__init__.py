@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .assemble import assemble_html, content_security_policy
     from .capturing import Captured, LayerAttention, capture
     from .config import DEFAULT_PROMPTS, LensConfig
-    from .dashboard import wandb_values
+    from .dashboard import define_wandb_metrics, wandb_values
     from .drawing import draw_figure
     from .heads import KINDS, as_csv
     from .lens import Lens, Snapshot

@@ -1,5 +1,6 @@
 """The values of a snapshot as objects of Weights & Biases, by their keys on the dashboard.
 
+define_wandb_metrics(run, "train/global_step")
 run.log(snapshot.metrics | wandb_values(snapshot, report=print), step=step)
 """
 
@@ -11,6 +12,16 @@ import numpy as np
 
 if TYPE_CHECKING:
     from .lens import Snapshot
+
+
+def define_wandb_metrics(run: Any, x_axis: str) -> None:
+    """Sets the x-axis of the curves of the lens, and hides those of single layers and heads: a
+    panel for each would fill the workspace. Users can add panels for them."""
+    for section in ("attention_best", "attention_names"):
+        run.define_metric(f"{section}/*", step_metric=x_axis)
+    for section in ("attention_heads", "attention_layers"):
+        run.define_metric(f"{section}/*", step_metric=x_axis, hidden=True)
+    run.define_metric("Custom Chart Tables/*", hidden=True)  # the values of charts
 
 
 def wandb_values(snapshot: "Snapshot", report: Callable[[str], None]) -> dict[str, Any]:
@@ -38,7 +49,7 @@ def wandb_values(snapshot: "Snapshot", report: Callable[[str], None]) -> dict[st
 
     def table(key: str) -> Any:
         rows = snapshot.tables[key]
-        cells = [
+        cells: Any = [
             [wandb.Image(x) if isinstance(x, np.ndarray) else x for x in r.values()] for r in rows
         ]
         return wandb.Table(columns=list(rows[0]), data=cells)

@@ -52,6 +52,7 @@ from .snapshot_data import SnapshotData, from_codes, triangle_to_square
 HEADS = (900, 900)  # pixels of an image of all heads, at most
 HEADS_TOP = 132  # pixels above its heatmaps
 LARGEST = (600, 690)  # pixels of the image of the clearest head; a panel of W&B shows it at half
+LARGEST_TOP = 134  # pixels above its head: the same at each step, also with fewer lines of text
 LARGEST_TOKENS = 24  # that it shows, so that they are legible at half of the size
 FIGURE = 1600  # pixels of an enlarged head and, if the heads are large enough, of all heads
 HEAD = (80, 400)  # pixels of a heatmap in a figure of all heads: least, most
@@ -135,7 +136,7 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     font, y = font_of(20), 48
     draw.text((16, 10), title, INK, font_of(26, "Bold"))
     draw.text((width - 16, 14), f"step {data.step:,}", INK, font_of(22), anchor="ra")
-    for line in _wrapped(meaning, font, width - 32):
+    for line in _wrapped(meaning, font, width - 32)[:2]:
         draw.text((16, y), line, INK, font)
         y += 26
     if example:
@@ -148,8 +149,7 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
             text = drawn(part, 20)
             text.draw(draw, x, y, INK, "la")
             x += text.length
-    y += 34
-    room = min(width - 32, height - y - 36)
+    y, room = LARGEST_TOP, min(width - 32, height - LARGEST_TOP - 36)
     size = room - max(0, _label_end(labels, room, 20) - (width - 24))
     _draw_head(image, (16, y), weights[np.tril_indices(len(kept))], labels, size, 20)
     cell = size / len(kept)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .config import LensConfig
-from .dashboard import wandb_values
+from .dashboard import define_wandb_metrics, wandb_values
 from .lens import Lens, Snapshot
 from .page import trainer_curves
 
@@ -135,6 +135,7 @@ def log_to_wandb(snapshot: Snapshot, step: int) -> None:
 
     if wandb.run is None:
         return
+    define_wandb_metrics(wandb.run, "train/global_step")
     values = wandb_values(snapshot, lambda line: print(f"W&B: {line}", file=sys.stderr))
     # The x-axis of transformers' W&B callback
     wandb.run.log(snapshot.metrics | values | {"train/global_step": step})

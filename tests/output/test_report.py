@@ -306,7 +306,7 @@ def test_images_replace_the_attention_page_in_print(run, opened):
     head_files(folder)
     opened_page = opened(write_report(folder))
     frame, images = opened_page.locator("iframe"), opened_page.locator(".still img")
-    assert images.count() == 1  # of step 40
+    assert images.count() == 2  # of step 40: the clearest head, and all heads on a prompt
     middle = "node => { node.scrollIntoView(); const box = node.getBoundingClientRect();"
     middle += " return document.elementFromPoint(box.x + box.width / 2, box.y + 9).localName; }"
     assert frame.evaluate(middle) == "iframe"  # the images are behind the frame

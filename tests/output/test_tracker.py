@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -20,7 +19,7 @@ import torch
 import yaml
 from helpers import REPOSITORY
 from helpers.refusals import refused
-from helpers.runs import contents, repeatable_rows, rows, train_in
+from helpers.runs import contents, repeatable_rows, rows, train_in, wandb_records
 
 from clearhead.checkpoint.format import FILES
 from clearhead.checkpoint.listing import find_checkpoint
@@ -172,16 +171,9 @@ def watched(tmp_path_factory):
             patch.setenv(name, value)
         folder = train_in(tmp_path_factory.mktemp("watched"), *WATCHED, *named)
     (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
-    records = records_in(file)
+    records = wandb_records(file)
     logged = [record["history"]["item"] for record in records if record["type"] == "history"]
     return folder, logged, records, file.parent / "files"
-
-
-def records_in(file: Path) -> list[dict]:
-    """Returns the records of an offline run."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def test_a_run_that_the_user_has_open_is_left_alone(tmp_path, monkeypatch):
@@ -206,7 +198,7 @@ def test_a_run_that_the_user_has_open_is_left_alone(tmp_path, monkeypatch):
     wandb.teardown()
     found = {}
     for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):
-        records = records_in(file)
+        records = wandb_records(file)
         (exit_code,) = [r["exit"].get("exit_code", 0) for r in records if r["type"] == "exit"]
         logged = [record["history"]["item"] for record in records if record["type"] == "history"]
         keys = ("x", "train/loss")
@@ -246,6 +238,13 @@ def test_docs_list_the_recorded_keys(watched):
     assert {key for key, _ in found} == recorded
     sometimes = {"train/mfu", "val/accuracy"}
     assert set(patterns) - {name for _, name in found} <= sometimes
+
+
+def test_other_keys_than_those_of_layers_and_heads_are_few(watched):
+    """The lens limits the keys of layers and heads to 1,900, so that a run has fewer than 2,000."""
+    _, logged, *_ = watched
+    keys = {key.partition(".")[0] for row in logged for key in row}
+    assert len([key for key in keys if not re.match("attention_(layers|heads)/", key)]) < 100
 
 
 def test_docs_list_the_settings_and_variables():
