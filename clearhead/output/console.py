@@ -2,7 +2,7 @@
 lines elsewhere.
 
 A run that does not print on a terminal has one line for each validation, for its first and its last
-step, and for a new name of heads. Text samples are then only in samples.jsonl.
+step, and for a new name of heads. Text samples are printed on a terminal and in a notebook.
 """
 
 import collections
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 10  # between two lines about the same work
 MAX_WITHOUT_LINE = 0.1  # of a run: steps without a line, where there is no progress bar
+IN_NOTEBOOK = "JPY_PARENT_PID"  # a variable that Jupyter sets
 MAX_NAMED = 3  # heads in one line
 Report = Callable[[int, int], None]  # called with the number of finished and of all parts
 
@@ -100,8 +101,8 @@ class Console:
         self.print(text)
 
     def sample(self, row: dict) -> None:
-        """Prints a text sample, a row of samples.jsonl, on a terminal."""
-        if self.bar:
+        """Prints a text sample, a row of samples.jsonl, on a terminal and in a notebook."""
+        if self.bar or IN_NOTEBOOK in os.environ:
             self.print(f"{self._at(row['step'])}  sample: {' '.join(row['text'].split())}")
 
     def _at(self, step: int) -> str:
@@ -171,7 +172,7 @@ def rich_console(stderr: bool = False, **options) -> RichConsole:
     """Returns a rich console. It ignores FORCE_COLOR, which would write control codes to a file or
     a pipe, and Jupyter's terminal for `!python`, which keeps each redraw of a bar."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    terminal = None if is_terminal and "JPY_PARENT_PID" not in os.environ else False
+    terminal = None if is_terminal and IN_NOTEBOOK not in os.environ else False
     return RichConsole(stderr=stderr, force_terminal=terminal, force_jupyter=False, **options)
 
 

@@ -86,8 +86,9 @@ def test_a_long_run_has_few_lines_in_a_file(capsys, max_steps, log_every):
     assert max(b - a for a, b in itertools.pairwise([0, *printed])) <= 0.11 * max_steps + 14
 
 
-def test_in_a_file_each_validation_has_one_line_with_the_training_metrics(capsys):
+def test_in_a_file_each_validation_has_one_line_with_the_training_metrics(monkeypatch, capsys):
     """Also a validation before the first step. Samples are not printed."""
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     shown = Console(True, 0, 2000)
     shown.validation(0, {"val/loss": 5.5})
     for step in range(20, 2001, 20):
@@ -100,6 +101,9 @@ def test_in_a_file_each_validation_has_one_line_with_the_training_metrics(capsys
     assert steps == [0, 20, *range(100, 2001, 100), 2000]
     for line in lines[2:-2]:
         assert {"2.1250", "1.2500", "0.50", "1,234"} <= {*line}
+    monkeypatch.setenv("JPY_PARENT_PID", "1")  # in a notebook
+    shown.sample({"step": 20, "text": "a\ntext"})
+    assert "a text" in capsys.readouterr().out
 
 
 def test_on_a_terminal_validations_and_samples_have_lines(monkeypatch):
