@@ -138,8 +138,10 @@ class Tracker:
             self._call(lambda run: run.log(media, step=step, commit=not page_follows))
 
     def log_page(self, path: Path, step: int) -> None:
-        """Logs the page of the run to W&B, after `log` of this step with page_follows=True. W&B has a
-        hard link to the file: the next page must replace it, not overwrite it."""
+        """Logs the page of the run to W&B, after `log` of this step with page_follows=True.
+
+        W&B has a hard link to the file: the next page must replace it, not overwrite it.
+        """
         if self.run and step >= self.first_step:
             page = {"attention/page": self.wandb.Html(str(path), inject=False)}
             self._call(lambda run: run.log(page, step=step, commit=True))
