@@ -51,6 +51,7 @@ class Console:
         self.marks = collections.deque(maxlen=20)
         self.done, self.printed = 0.0, None  # completed fractions: now, and at the last line
         self.shown = ""  # loss, learning rate, speed and time left, at the last logged step
+        self.pending = ""  # a line about this step, printed unless its validation follows
         self.rich = rich_console(highlight=False, soft_wrap=True)
         self.bar = None
         if is_rank_0 and self.rich.is_terminal:
@@ -72,6 +73,7 @@ class Console:
 
         progress: the completed fraction of the run; None: that of its steps.
         """
+        self._print_pending()
         now = time.monotonic()
         self.done = done = step / (self.max_steps or math.inf) if progress is None else progress
         shown = f"loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s"
@@ -83,9 +85,11 @@ class Console:
         line = self._at(step) + self.shown
         if self.bar:
             self.bar.update(self.task, completed=done, description=line)
-        elif self.printed is None or done - self.printed > MAX_WITHOUT_LINE or done >= 1:
+        elif self.printed is None:
             self.printed = done
             self.print(line)
+        elif done - self.printed > MAX_WITHOUT_LINE or done >= 1:
+            self.pending = line
 
     def validation(self, step: int, row: dict[str, float]) -> None:
         """Prints the validation metrics of a step; without a progress bar also those of `step`, if
@@ -96,7 +100,7 @@ class Console:
         if "val/bits_per_byte" in row:
             text += f"  {row['val/bits_per_byte']:.3f} bits per byte"
         if not self.bar and self.printed != self.done:
-            text += self.shown
+            text, self.pending = text + self.shown, ""
             self.printed = self.done if step else None  # the first step has a line too
         self.print(text)
 
@@ -130,11 +134,18 @@ class Console:
     def print(self, text: str = "") -> None:
         """Prints a line, above the progress bar if there is one. Does not interpret rich markup,
         and escapes control characters: a sample may contain any characters."""
+        self._print_pending()
         if self.is_rank_0:
             self.rich.print(sanitize(text.replace("\r", "")), markup=False)
             sys.stdout.flush()
 
+    def _print_pending(self) -> None:
+        if line := self.pending:
+            self.pending, self.printed = "", self.done
+            self.print(line)
+
     def close(self) -> None:
+        self._print_pending()
         if self.bar:
             self.bar.stop()
 

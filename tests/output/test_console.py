@@ -79,6 +79,7 @@ def test_a_long_run_has_few_lines_in_a_file(capsys, max_steps, log_every):
     shown = Console(True, 0, max_steps)
     for step in steps:
         shown.step(step, 1.0, 1e-3, 100.0)
+    shown.close()
     lines = capsys.readouterr().out.splitlines()
     printed = [int(line.split("/")[0].split()[-1]) for line in lines]
     assert min(len(steps), 9) <= len(printed) <= 12
@@ -86,21 +87,27 @@ def test_a_long_run_has_few_lines_in_a_file(capsys, max_steps, log_every):
     assert max(b - a for a, b in itertools.pairwise([0, *printed])) <= 0.11 * max_steps + 14
 
 
-def test_in_a_file_each_validation_has_one_line_with_the_training_metrics(monkeypatch, capsys):
+@pytest.mark.parametrize("every", [100, 400])
+def test_in_a_file_each_validation_has_one_line_with_the_training_metrics(
+    monkeypatch, capsys, every
+):
     """Also a validation before the first step. Samples are not printed."""
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     shown = Console(True, 0, 2000)
     shown.validation(0, {"val/loss": 5.5})
     for step in range(20, 2001, 20):
         shown.step(step, 2.125, 1e-3, 1234.0)
-        if step % 100 == 0:
+        if step % every == 0:
             shown.validation(step, {"val/loss": 1.25, "val/accuracy": 0.5})
             shown.sample({"step": step, "text": "a text"})
+    shown.close()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    steps = [int(step.split("/")[0]) for _, step, *_ in lines]
-    assert steps == [0, 20, *range(100, 2001, 100), 2000]
-    for line in lines[2:-2]:
-        assert {"2.1250", "1.2500", "0.50", "1,234"} <= {*line}
+    found = {int(step.split("/")[0]): rest for _, step, *rest in lines}
+    assert len(found) == len(lines)
+    validations = [*range(every, 2001, every)]
+    assert [step for step, rest in found.items() if "validation" in rest] == [0, *validations]
+    assert all({"2.1250", "1.2500", "0.50", "1,234"} <= {*found[step]} for step in validations)
+    assert len(found) <= 2 + len(validations) + (5 if every == 400 else 0)
     monkeypatch.setenv("JPY_PARENT_PID", "1")  # in a notebook
     shown.sample({"step": 20, "text": "a\ntext"})
     assert "a text" in capsys.readouterr().out
@@ -159,6 +166,7 @@ shown = console.Console(True, 0, 2)
 for step in (1, 2):
     shown.step(step, 2.0, 1e-3, 10.0)
     print("a warning", file=sys.stderr)
+shown.close()
 """
 # A redirection in bash -> the number of lines on stdout and on stderr. 9: a pipe without a reader.
 NOT_WRITTEN = {">/dev/full": (0, 2), ">&9": (0, 2), ">&-": (0, 2)}
