@@ -108,10 +108,12 @@ class Tracker:
         step: int,
         snapshot: "Snapshot | None" = None,
         sample: dict | None = None,
-        page_follows: bool = False,
+        page: Callable[[], Path | None] | None = None,
     ) -> None:
         """Logs the metrics of a step. snapshot: an attention snapshot, whose files are in the run
-        directory. sample: a row of samples.jsonl. page_follows: log_page is called for this step.
+        directory. sample: a row of samples.jsonl. page(): writes the page of the run, which shows
+        these metrics, and returns its path if W&B gets it. W&B has a hard link to the file: the
+        next page must replace it, not overwrite it.
 
         Call it at most once for each step, in order: W&B drops rows of earlier steps.
         """
@@ -120,38 +122,27 @@ class Tracker:
             metrics = metrics | snapshot.metrics
         row |= {key: _json_value(value) for key, value in metrics.items()}
         if snapshot:
-            row |= {key: [*map(self._path, paths)] for key, paths in snapshot.images.items()}
-            row |= {key: self._path(path) for key, path in snapshot.pages.items()}
+            row |= {
+                key: [path.relative_to(self.folder).as_posix() for path in paths]
+                for key, paths in snapshot.images.items()
+            }
         if len(row) > 1:
             self.rows.append(row)
         if sample:
             self.samples.append(sample)
+        path = page() if page else None
         # W&B would give a step that it has, and all later ones, another number.
         if self.run is None or step < self.first_step:
             return
-        media = self._media(step, snapshot, sample)
+        media = self._media(step, snapshot, sample, path)
         # commit: otherwise W&B records the row at the next step. W&B names the files of media after
         # the step of the last call.
-        is_complete = not media and not page_follows
-        self._call(lambda run: run.log(metrics, step=step, commit=is_complete))
+        self._call(lambda run: run.log(metrics, step=step, commit=not media))
         if media:
-            self._call(lambda run: run.log(media, step=step, commit=not page_follows))
-
-    def log_page(self, path: Path, step: int) -> None:
-        """Logs the page of the run to W&B, after `log` of this step with page_follows=True.
-
-        W&B has a hard link to the file: the next page must replace it, not overwrite it.
-        """
-        if self.run and step >= self.first_step:
-            page = {"attention/page": self.wandb.Html(str(path), inject=False)}
-            self._call(lambda run: run.log(page, step=step, commit=True))
-
-    def _path(self, path: Path) -> str:
-        """Returns the path of a file in the run directory, for a row of metrics.jsonl."""
-        return path.relative_to(self.folder).as_posix()
+            self._call(lambda run: run.log(media, step=step, commit=True))
 
     def _media(
-        self, step: int, snapshot: "Snapshot | None", sample: dict | None
+        self, step: int, snapshot: "Snapshot | None", sample: dict | None, page: Path | None
     ) -> dict[str, object]:
         """Returns images, pages, tables and histograms as W&B's types. For one that cannot be built
         it prints a line on stderr; the files stay in the run directory."""
@@ -159,8 +150,10 @@ class Tracker:
         if sample and (step >= self.next_sample or step == self.last_step):
             self.next_sample = step + self.last_step / MAX_SAMPLES
             # inject=False: by default W&B adds a stylesheet from its server to the page.
-            page = sample_page(sample)
-            media["samples/text"] = self.wandb.Html(page, inject=False, data_is_not_path=True)
+            text = sample_page(sample)
+            media["samples/text"] = self.wandb.Html(text, inject=False, data_is_not_path=True)
+        if page:
+            media["attention/page"] = self.wandb.Html(str(page), inject=False)
         return media
 
     def summary(self, values: dict[str, float]) -> None:
@@ -268,7 +261,7 @@ class NoTracker(Tracker):
     def _nothing(self, *_, **__) -> None: ...
 
     run_id = property(_nothing)
-    log = log_page = log_model = summary = sync = finish = where = _nothing
+    log = log_model = summary = sync = finish = where = _nothing
 
 
 def _wandb_folder(run) -> Path:

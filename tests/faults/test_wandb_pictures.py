@@ -96,28 +96,17 @@ def check_uploaded(run: Path, server: WandbServer, is_offline: bool) -> tuple[in
     count = 0
     for row in on_server:
         for key, value in on_disk[row["_step"]].items():
-            if not isinstance(value, str | list):
+            if not isinstance(value, list):
                 assert key in NOT_COMPARED or row[key] == value
                 continue
-            if key == "attention/page" and row["_step"] != STEPS:
-                continue  # written again at later steps
-            for path, file in zip(paths_of(row[key]), files_of(value), strict=True):
+            shown = row[key]
+            for path, file in zip(shown.get("filenames") or [shown["path"]], value, strict=True):
                 assert f"_{row['_step']}_" in path
                 if is_offline or row["_step"] > resumed:  # a kill may interrupt an upload
                     (content,) = uploaded[path]
                     assert content == (run / file).read_bytes()
                     count += 1
     return count, len(steps)
-
-
-def files_of(value: str | list[str]) -> list[str]:
-    """Returns the files of a value of metrics.jsonl."""
-    return [value] if isinstance(value, str) else value
-
-
-def paths_of(value: dict) -> list[str]:
-    """Returns the files of an object of W&B: of a single one or of a list of images."""
-    return value.get("filenames") or [value["path"]]
 
 
 def history_of(run: Path) -> list[tuple[dict, Path]]:

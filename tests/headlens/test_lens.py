@@ -510,7 +510,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
     log = rows(folder.parent)
     assert all("attention_layers/entropy/L01" in row for row in log)
     assert log[0]["attention_layers/entropy/L00"] == pytest.approx(1, abs=0.01)
-    assert log[0]["attention/page"] == "attention/timelapse.html"
+    assert log[0]["attention/largest"] == ["attention/step_00000000.png"]
 
 
 def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
@@ -522,7 +522,7 @@ def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
     fit(run)
     folder = run.directory / "attention"
     log = rows(run.directory)
-    assert [row["step"] for row in log if "attention/page" in row] == [0, 3, 4]
+    assert [row["step"] for row in log if "attention/heads" in row] == [0, 3, 4]
     assert (folder / "heads.csv").exists()
     assert (run.lens.failures.missing, len(run.lens.summary(False)) > 1) == (2, True)
 
