@@ -23,10 +23,10 @@ from PIL import Image, ImageDraw, ImageFont
 from .fonts import DrawnText, drawn, font_of
 from .heads import (
     KINDS,
-    clearest_prompts,
+    NAMES,
     head_table,
     most_significant,
-    prompt_of,
+    significances,
     targets_on,
 )
 from .heads import (
@@ -106,19 +106,18 @@ def heads_caption(prompt: Prompt, step: int) -> str:
 
 
 def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
-    """Returns the image of the clearest head, with the tokens of a prompt that shows what it does,
-    and its caption. All heads are small in the corner above the diagonal."""
+    """Returns the image of the clearest head and its caption. It has tokens of the prompt on which
+    the head is clearest, and all heads, small, in the corner above the diagonal."""
     table = head_table([data.row], data.uniform)
     found = most_significant(table)
     row = (found or table)[0]
     layer, head = place = row["layer"], row["head"]
-    if found:
-        number = prompt_of(row["name"], [prompt.period for prompt in data.prompts])
-    else:
-        number = _clearest_prompt(data, place)
+    number = _clearest_prompt(data, place, row["name"] if found else None)
     prompt, codes = data.prompts[number], data.codes[number]
-    kept = tokens_in_part(prompt, LARGEST_TOKENS)
-    weights = triangle_to_square(codes[place])[np.ix_(kept, kept)]
+    weights = triangle_to_square(codes[place])
+    on_targets = np.where(_targets(prompt, row), weights, 0)
+    kept = tokens_in_part(prompt, LARGEST_TOKENS, on_targets)
+    weights, on_targets = (each[np.ix_(kept, kept)] for each in (weights, on_targets))
     labels = [prompt.labels[n] for n in kept]
 
     title, where = f"L{layer} H{head}", ""
@@ -128,7 +127,7 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
             _name_of(row),
             KINDS[row["name"]].meaning.partition(". ")[0].rstrip(".") + ".",
         )
-        example, chance = _example(prompt, row, weights, kept), prompt.uniform[row["name"]]
+        example, chance = _example(on_targets), prompt.uniform[row["name"]]
         if chance is not None:
             value = formatted(float(data.of_prompts[number][row["name"]][place]))
             where = f": mean weight {value} (chance {formatted(chance)})"
@@ -186,35 +185,38 @@ def _draw_corner(
         _draw_grid(image, (x, top + above), codes, pitch, font, [row])
 
 
-def _example(
-    prompt: Prompt, row: Mapping, weights: np.ndarray, kept: Sequence[int]
-) -> tuple[int, int] | None:
-    """Returns (query, key) of the largest weight on the key tokens that give a head its name, of
-    the last two thirds of the query tokens; None if there are none.
-
-    row: of heads.head_table. weights: as bytes (n, n), of the kept tokens.
-    """
-    name = row["name"]
-    targets = targets_on(prompt).get(f"offset_{row['tokens_back']}" if name == "offset" else name)
-    is_target = np.zeros((prompt.shown, prompt.shown), bool)
-    for query, keys in enumerate(targets or []):
+def _targets(prompt: Prompt, row: Mapping) -> np.ndarray:
+    """Returns the key tokens that give a head its name, bool (t, t) for the t tokens that are
+    shown; none without such a name. row: of heads.head_table."""
+    name, is_target = row["name"], np.zeros((prompt.shown, prompt.shown), bool)
+    key = f"offset_{row['tokens_back']}" if name == "offset" else name
+    for query, keys in enumerate(targets_on(prompt).get(key, [])):
         is_target[query, keys] = True
-    found = np.where(is_target[np.ix_(kept, kept)], weights.astype(int), -1)
-    found[: len(kept) // 3] = -1
-    if found.max() < 0:
-        return None
-    query, key = np.argwhere(found == found.max())[0].tolist()
-    return query, key
+    return is_target
 
 
-def tokens_in_part(prompt: Prompt, most: int) -> list[int]:
-    """Returns the indices of at most `most` tokens of a prompt: the first ones; of the repeated
-    sequence the first ones of each copy, so that heads that copy can be seen."""
+def _example(on_targets: np.ndarray) -> tuple[int, int] | None:
+    """Returns (query, key) of the largest weight on a target, of the last two thirds of the
+    queries; None if there is none. on_targets: weights as bytes (n, n), 0 if not on targets."""
+    found = on_targets.copy()
+    found[: len(found) // 3] = 0
+    query, key = np.unravel_index(found.argmax(), found.shape)
+    return (int(query), int(key)) if found.any() else None
+
+
+def tokens_in_part(prompt: Prompt, most: int, on_targets: np.ndarray) -> list[int]:
+    """Returns the indices of at most `most` tokens of a prompt: of the repeated sequence the first
+    ones of each copy, so that heads that copy can be seen; of a text the first tokens between which
+    there is nearly the largest weight on targets. on_targets: as for _example."""
     if prompt.period and prompt.shown > most:
         half = min(most // 2, prompt.period)
         copies = [*range(1, half + 1), *range(prompt.period + 1, prompt.period + 1 + half)]
         return [n for n in copies if n < prompt.shown]
-    return [*range(min(prompt.shown, most))]
+    starts = range(max(1, prompt.shown - most + 1))
+    weights = from_codes(on_targets)
+    sums = [weights[n : n + most, n : n + most].sum() for n in starts]
+    first = next(n for n in starts if sums[n] >= 0.9 * max(sums))
+    return [*range(first, min(prompt.shown, first + most))]
 
 
 def draw_figure(
@@ -264,12 +266,21 @@ def _one_head(codes: np.ndarray, prompt: Prompt) -> Image.Image:
     return image
 
 
-def _clearest_prompt(data: SnapshotData, head: tuple[int, int] | None) -> int:
-    """Returns the index of the prompt on which a head, or the most significant one, is clearest."""
-    table = head_table([data.row], data.uniform)
-    row = (most_significant(table) or table)[0]
-    prompts = clearest_prompts(data.of_prompts, [prompt.uniform for prompt in data.prompts])
-    return int(prompts[head or (row["layer"], row["head"])])
+def _clearest_prompt(
+    data: SnapshotData, head: tuple[int, int] | None, name: str | None = None
+) -> int:
+    """Returns the index of the prompt on which a head, or the most significant one, is clearest.
+    name: of the statistic that counts; by default all that name heads."""
+    if head is None:
+        table = head_table([data.row], data.uniform)
+        row = (most_significant(table) or table)[0]
+        head = row["layer"], row["head"]
+    found = [
+        significances(values, prompt.uniform)[:, *head]
+        for values, prompt in zip(data.of_prompts, data.prompts, strict=True)
+    ]
+    of_names = np.nan_to_num(found, nan=-np.inf)  # (prompts, names)
+    return int((of_names[:, NAMES.index(name)] if name else of_names.max(1)).argmax())
 
 
 def write_animation(

@@ -210,6 +210,18 @@ def test_the_image_of_the_repeated_sequence_has_tokens_of_both_copies(places):
     assert yellow[:, :300].sum() > 5 * yellow[:, 300:].sum() > 0  # the small head is at the right
 
 
+def test_the_image_of_a_head_has_the_part_of_a_long_text_that_shows_what_the_head_does(places):
+    texts = [chr(0x100 + n) for n in range(60)]
+    tokens = [*texts[:45], ",", *texts[46:]]
+    codes = np.full((1, 1, 60 * 61 // 2), 40, np.uint8)
+    for n in range(46, 60):
+        codes[0, 0, n * (n + 1) // 2 + 45] = 255  # attends to the comma
+    largest(codes, "separator", prompt=Prompt("1-x", "", [*range(60)], tokens))
+    written = [n for n, text in enumerate(tokens) if text in places]
+    assert written == list(range(written[0], written[0] + 24))
+    assert {45, *range(46, 58)} <= {*written}
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 12), (1, 1, 1), (12, 12, 64), (2, 2, 256), (48, 2, 256)])
 def test_figure_shows_each_weight(shape):
     """Of all heads in their places, and of one head."""
