@@ -48,7 +48,7 @@ from .tokens import lens_tokenizer
 from .whole_text import Text, TextRecorder, windows_of
 
 MAX_FILES = 900  # images and pages that a run logs; dashboards become slow with more than 1,000
-MAX_THUMBNAILS = 100  # part of MAX_FILES: heatmaps in the table of heads
+MAX_IMAGES = 50  # of a step, at the end with heatmaps in the table of heads
 THUMBNAIL = 128  # pixels
 # Keys of the statistics of layers and heads; a dashboard becomes slow with 10,000 in a project. All
 # other keys of a run are fewer than 100.
@@ -273,7 +273,7 @@ class Lens:
         """Returns the steps between snapshots with images, so that MAX_FILES is not exceeded."""
         files = len(self.prompts) + 2  # images, and the page
         # The first and the last snapshot always have images.
-        drawn = max(2, (MAX_FILES - MAX_THUMBNAILS) // files)
+        drawn = max(2, (MAX_FILES - MAX_IMAGES) // files)
         every = max(1, self.config.interval(self.max_steps))
         return every * max(1, math.ceil(self.max_steps / every / (drawn - 1)))
 
@@ -290,11 +290,11 @@ class Lens:
         """Returns the table with a heatmap of the first heads, on the prompt where each is most
         significant."""
         prompts = clearest_prompts(data.of_prompts, [p.uniform for p in data.prompts])
-        rows = []
+        rows, most = [], MAX_IMAGES - len(data.prompts) - 2  # the clearest head, the animation
         for row in self.table:
             layer, head = row["layer"], row["head"]
             codes = data.codes[prompts[layer, head]][layer, head]
-            image = rgb(fitted(codes, THUMBNAIL)) if row["rank"] <= MAX_THUMBNAILS else None
+            image = rgb(fitted(codes, THUMBNAIL)) if row["rank"] <= most else None
             shown = {dashboard_name(k) if k in STATISTICS else k: v for k, v in row.items()}
             rows.append({"heatmap": image} | shown | {"name": title_of_head(row)})
         return rows

@@ -39,7 +39,7 @@ from headlens.drawing import heads_image
 from headlens.heads import COLUMNS
 from headlens.heatmap import png_of
 from headlens.history import Row, read_history
-from headlens.lens import MAX_FILES, MAX_THUMBNAILS
+from headlens.lens import MAX_FILES, MAX_IMAGES
 from headlens.page import page
 from headlens.prompts import Prompt
 from headlens.recording import to_codes
@@ -207,10 +207,9 @@ def test_number_of_files_is_limited(snapshots, every, rest, prompts, repeat_leng
     lens.max_steps = max_steps
     drawn = [step for step in steps if lens.draws(step)]
     assert len(drawn) * files <= MAX_FILES
-    assert len(lens.prompts) + 2 <= 50  # images of a step, with the animation
     assert (drawn[0], drawn[-1]) == (0, max_steps)
     assert len({*np.diff(drawn[:-1])}) <= 1
-    if (len(steps) + 1) * files <= MAX_FILES - MAX_THUMBNAILS:
+    if (len(steps) + 1) * files <= MAX_FILES - MAX_IMAGES:
         assert drawn == steps
 
 
@@ -341,6 +340,10 @@ def test_a_large_model_has_few_keys(tmp_path):
         assert bool(snapshot.heads) == (shape in ((4, 4), (12, 12)))
         has_layers = any(key.startswith("attention_layers/") for key in snapshot.metrics)
         assert has_layers == (shape[0] < 150)
+        images = [path for paths in snapshot.images.values() for path in paths]
+        cells = [cell for row in snapshot.tables["attention/table"] for cell in row.values()]
+        images += [cell for cell in cells if isinstance(cell, np.ndarray)]
+        assert len(images) == min(50, shape[0] * shape[1] + 3 + 2)  # of heads, of prompts, others
         (line,) = (tmp_path / str(shape) / "statistics.jsonl").read_text().splitlines()
         assert np.shape(json.loads(line)["entropy"]) == shape
 
