@@ -15,8 +15,8 @@ docs/reference.md describes the public names below, and headlens.trainer has Len
 needs transformers. All else may change. In reading order: capturing.py (weights of a model),
 statistics.py, whole_text.py and recording.py (what is measured of the heads at one step), heads.py
 (their names), history.py and snapshot_data.py (files), lens.py (snapshots during training),
-drawing.py, render.py and page/ (images and pages), ablation.py (what the model loses without a
-head).
+drawing.py, render.py and page/ (images and pages), dashboard.py (W&B), ablation.py (what the model
+loses without a head).
 """
 
 # ruff: noqa: F401
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .ablation import ablate
     from .capturing import Captured, LayerAttention, capture
     from .config import DEFAULT_PROMPTS, LensConfig
+    from .dashboard import define_wandb_metrics, wandb_values
     from .drawing import draw_figure
     from .heads import KINDS, as_csv
     from .lens import Lens, Snapshot

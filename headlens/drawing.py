@@ -1,10 +1,11 @@
-"""Images of attention heads: of a step, of the time-lapse, and figures.
+"""Images of attention heads: of a step, of the clearest head, of a run, and figures.
 
-    draw_panel(codes, prompt, step, heads, uniform, path)  # a PNG for a dashboard
-    write_animation(path, prompt, codes, steps, heads)     # an animated WebP
-    png = draw_figure(read_snapshot(path))                 # a PNG for a paper
+    image = heads_image(codes, prompt, step, named)     # all heads on a prompt
+    image = largest_image(read_snapshot(path))          # the clearest head, with its tokens
+    write_animation(path, prompt, codes, steps, heads)  # heads_image of each step, animated
+    png = draw_figure(read_snapshot(path))              # a PNG for a paper
 
-All of them consist of the same parts: a title, the grid of all heads, enlarged heads with tokens.
+All of them consist of the same parts: a title, the grid of all heads, an enlarged head with tokens.
 Pillow draws an image in a few milliseconds; training waits until it is written.
 
 Shapes: L layers, H heads, T tokens of the prompt.
@@ -20,7 +21,17 @@ import PIL.WebPImagePlugin  # noqa: F401  so that Pillow does not import all of 
 from PIL import Image, ImageDraw, ImageFont
 
 from .fonts import DrawnText, drawn, font_of
-from .heads import clearest_prompts, head_table, most_significant
+from .heads import (
+    KINDS,
+    NAMES,
+    head_table,
+    most_significant,
+    significances,
+    targets_on,
+)
+from .heads import (
+    title_of as title_of_name,
+)
 from .heatmap import (
     ACCENT_INDEX,
     INK,
@@ -36,15 +47,16 @@ from .heatmap import (
 from .history import atomic_write, evenly_spaced
 from .prompts import Prompt, clipped, plain_text
 from .rounding import formatted
-from .snapshot_data import SnapshotData
-from .statistics import STATISTICS
+from .snapshot_data import SnapshotData, from_codes, triangle_to_square
 
-PANEL = (920, 600)  # pixels; twice the size of a panel of W&B
-FRAME = (900, 800)  # pixels of the animation, at most
-FRAME_TOP = 132  # pixels above the heatmaps of a frame
+HEADS = (900, 900)  # pixels of an image of all heads, at most
+HEADS_TOP = 132  # pixels above its heatmaps
+LARGEST = (600, 690)  # pixels of the image of the clearest head; a panel of W&B shows it at half
+LARGEST_TOP = 134  # pixels above its head: the same at each step, also with fewer lines of text
+LARGEST_TOKENS = 24  # that it shows, so that they are legible at half of the size
 FIGURE = 1600  # pixels of an enlarged head and, if the heads are large enough, of all heads
 HEAD = (80, 400)  # pixels of a heatmap in a figure of all heads: least, most
-LARGEST = 4096  # pixels of a figure of all heads
+LARGEST_FIGURE = 4096  # pixels of a figure of all heads
 MARGIN = 40  # pixels around a figure
 LINE = 0.85  # size of a font / height of the rows into which it fits, with descenders
 GAP = 6  # pixels between two heatmaps, at most
@@ -55,51 +67,156 @@ MILLISECONDS, LAST_MILLISECONDS = 350, 2500  # how long each step and the last s
 AXES = "row: query token, column: key token"
 
 
-def caption(prompt: Prompt, step: int) -> str:
-    """Returns the caption of an image on a dashboard: "step 400 · prompt: “She sat on the …”"."""
-    return f"step {step:,} · prompt: {title_of(prompt, 80)}"
-
-
-def draw_panel(
+def heads_image(
     codes: np.ndarray,
     prompt: Prompt,
     step: int,
-    heads: Sequence[Mapping],
-    uniform: Mapping,
-    path: Path,
-) -> None:
-    """Writes a PNG for a panel of a dashboard, which shows it at half of its size: all heads on
-    the left, the first of `heads` enlarged on the right and, if there is room, the second one below
-    the grid.
+    named: Sequence[Mapping] = (),
+    last_step: int | None = None,
+) -> Image.Image:
+    """Returns the image of all heads on a prompt. Its size depends on (L, H) alone.
 
-    codes: uint8 (L, H, T (T + 1) / 2). heads: rows of heads.head_table. uniform: the statistics for
-    uniform attention on this prompt.
+    codes: uint8 (L, H, T (T + 1) / 2). named: rows of heads.head_table, whose heads are named and
+    outlined. last_step: of the run, for a progress bar.
     """
     num_layers, num_heads, _ = codes.shape
-    image, draw = _canvas(*PANEL)
-    font, bold = font_of(20), font_of(26, "Bold")
-    draw.text((16, 10), f"step {step:,}", INK, bold)
-    after = 32 + bold.getlength(f"step {step:,}")
-    fit_title(prompt, PANEL[0] - after - 8, 20).draw(draw, after, 15, PALE_INK, "la")
+    font = font_of(20)
+    left = _left(font, num_layers)
+    room = (HEADS[0] - left - 12) // num_heads, (HEADS[1] - HEADS_TOP - 12) // num_layers
+    pitch = max(2, min(room))
+    width = max(640, left + num_heads * pitch + 12)
+    image, draw = _canvas(width, HEADS_TOP + num_layers * pitch + 12)
+    if last_step is not None:
+        draw.rectangle((0, 0, width, 3), MASKED_INDEX)
+        draw.rectangle((0, 0, step * width // max(1, last_step), 3), ACCENT_INDEX)
+    draw.text((16, 8), f"step {step:,}", INK, font_of(28, "Bold"))
+    draw.text((width - 16, 18), AXES, PALE_INK, font_of(17), anchor="ra")
+    names = [_name_of(row) for row in named]
+    while font.getlength(" · ".join(names)) > width - 32:
+        names.pop()
+    draw.text((16, 46), " · ".join(names) or "no head has a clear pattern yet", INK, font)
+    fit_title(prompt, width - 24, 17).draw(draw, 16, 74, PALE_INK, "la")
+    _draw_grid(image, (left, HEADS_TOP), codes, pitch, font, named)
+    return image
 
-    left, top = _left(font, num_layers), 80
-    pitch = max(2, min((420 - left) // num_heads, (PANEL[1] - 12 - top) // num_layers))
-    right, bottom = left + num_heads * pitch + 24, top + num_layers * pitch + 12
-    rooms = [(right, 48, PANEL[0] - 16, PANEL[1] - 10), (left, bottom, right - 24, PANEL[1] - 10)]
-    if not heads:
-        draw.text((right, 150), "no head has a name\non this prompt", PALE_INK, font_of(24))
-    # The lines above an enlarged head need 52 of these pixels.
-    fitting = [room for room in rooms if room[3] - room[1] >= 200]
-    enlarged = list(zip(heads, fitting, strict=False))
-    _draw_grid(image, (left, top), codes, pitch, font, [row for row, _ in enlarged])
-    for row, (x, y, end, lowest) in enlarged:
-        draw.text((x, y), _name_of(row), INK, font_of(20, "Bold"))
-        value = f"{formatted(row[row['name']])} (chance {formatted(uniform[row['name']])})"
-        draw.text((x, y + 24), value, INK, font)
-        width, size = end - x, min(end - x, lowest - y - 52)
-        size -= max(0, _label_end(prompt, size, 16) - width)
-        _draw_head(image, (x, y + 52), codes[row["layer"], row["head"]], prompt, size, 16)
-    atomic_write(path, png_of(image, compress_level=1))
+
+def heads_caption(prompt: Prompt, step: int) -> str:
+    """Returns the caption of `heads_image`: "step 400 · prompt: “She sat on the …”"."""
+    return f"step {step:,} · prompt: {title_of(prompt, 80)}"
+
+
+def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
+    """Returns the image of the clearest head and its caption. It has tokens of the prompt on which
+    the head is clearest, and all heads, small, in the corner above the diagonal."""
+    table = head_table([data.row], data.uniform)
+    found = most_significant(table)
+    row = (found or table)[0]
+    layer, head = place = row["layer"], row["head"]
+    number = _clearest_prompt(data, place, row["name"] if found else None)
+    prompt, codes = data.prompts[number], data.codes[number]
+    weights = triangle_to_square(codes[place])
+    on_targets = np.where(_targets(prompt, row), weights, 0)
+    kept = tokens_in_part(prompt, LARGEST_TOKENS, on_targets)
+    weights, on_targets = (each[np.ix_(kept, kept)] for each in (weights, on_targets))
+    labels = [prompt.labels[n] for n in kept]
+
+    title, where = f"L{layer} H{head}", ""
+    meaning, example = "The clearest head; no head has a name yet.", None
+    if found:
+        title, meaning = (
+            _name_of(row),
+            KINDS[row["name"]].meaning.partition(". ")[0].rstrip(".") + ".",
+        )
+        example, chance = _example(on_targets), prompt.uniform[row["name"]]
+        if chance is not None:
+            value = formatted(float(data.of_prompts[number][row["name"]][place]))
+            where = f": mean weight {value} (chance {formatted(chance)})"
+    (width, height), (image, draw) = LARGEST, _canvas(*LARGEST)
+    font, y = font_of(20), 48
+    draw.text((16, 10), title, INK, font_of(26, "Bold"))
+    draw.text((width - 16, 14), f"step {data.step:,}", INK, font_of(22), anchor="ra")
+    for line in _wrapped(meaning, font, width - 32)[:2]:
+        draw.text((16, y), line, INK, font)
+        y += 26
+    if example:
+        draw.rectangle((16, y + 4, 32, y + 20), outline=ACCENT_INDEX, width=3)
+        query, key = (clipped(labels[n], 12) for n in example)
+        weight = formatted(float(from_codes(weights[example])))
+        # Each part alone: a right-to-left token would reverse the sentence.
+        x = 42
+        for part in ("“", query, "” attends to “", key, f"” (weight {weight})"):
+            text = drawn(part, 20)
+            text.draw(draw, x, y, INK, "la")
+            x += text.length
+    y, room = LARGEST_TOP, min(width - 32, height - LARGEST_TOP - 36)
+    size = room - max(0, _label_end(labels, room, 20) - (width - 24))
+    _draw_head(image, (16, y), weights[np.tril_indices(len(kept))], labels, size, 20)
+    cell = size / len(kept)
+    for n in np.flatnonzero(np.diff(kept) > 1) + 1:  # tokens are skipped here
+        at = round(n * cell)
+        draw.line((16, y + at, 16 + at, y + at), WHITE, 2)
+        draw.line((16 + at, y + at, 16 + at, y + size), WHITE, 2)
+    if example:
+        top, x = (round(n * cell) for n in example)
+        box = (14 + x, y + top - 2, 17 + x + round(cell), y + top + round(cell) + 1)
+        draw.rectangle(box, outline=ACCENT_INDEX, width=3)
+    of_all = f" · {len(kept)} of {prompt.shown} tokens" * (len(kept) < prompt.shown)
+    draw.text((16, height - 30), AXES + of_all, PALE_INK, font_of(17))
+    longest = max(drawn(clipped(each, 12), 20).length for each in labels)
+    _draw_corner(image, y, size - cell - longest, codes, row)
+    return image, f"step {data.step:,} · {title}{where} · prompt: {title_of(prompt, 60)}"
+
+
+def _draw_corner(
+    image: Image.Image, top: int, room: float, codes: np.ndarray, row: Mapping
+) -> None:
+    """Draws all heads, uint8 (L, H, T (T + 1) / 2), small, in the upper right corner.
+
+    room: width + height, in pixels, of a rectangle in this corner that does not reach the tokens.
+    row: of heads.head_table, the head that is outlined.
+    """
+    num_layers, num_heads, _ = codes.shape
+    font = font_of(13)
+    left, above = _left(font, num_layers), 18
+    pitch = int((room - left - above - 8) / (num_layers + num_heads))
+    if pitch >= 2:
+        x, bottom = image.width - 16 - num_heads * pitch, top + above + num_layers * pitch + 8
+        ImageDraw.Draw(image).rectangle((x - left, top, image.width, bottom), WHITE)
+        _draw_grid(image, (x, top + above), codes, pitch, font, [row])
+
+
+def _targets(prompt: Prompt, row: Mapping) -> np.ndarray:
+    """Returns the key tokens that give a head its name, bool (t, t) for the t tokens that are
+    shown; none without such a name. row: of heads.head_table."""
+    name, is_target = row["name"], np.zeros((prompt.shown, prompt.shown), bool)
+    key = f"offset_{row['tokens_back']}" if name == "offset" else name
+    for query, keys in enumerate(targets_on(prompt).get(key, [])):
+        is_target[query, keys] = True
+    return is_target
+
+
+def _example(on_targets: np.ndarray) -> tuple[int, int] | None:
+    """Returns (query, key) of the largest weight on a target, of the last two thirds of the
+    queries; None if there is none. on_targets: weights as bytes (n, n), 0 if not on targets."""
+    found = on_targets.copy()
+    found[: len(found) // 3] = 0
+    query, key = np.unravel_index(found.argmax(), found.shape)
+    return (int(query), int(key)) if found.any() else None
+
+
+def tokens_in_part(prompt: Prompt, most: int, on_targets: np.ndarray) -> list[int]:
+    """Returns the indices of at most `most` tokens of a prompt: of the repeated sequence the first
+    ones of each copy, so that heads that copy can be seen; of a text the first tokens between which
+    there is nearly the largest weight on targets. on_targets: as for _example."""
+    if prompt.period and prompt.shown > most:
+        half = min(most // 2, prompt.period)
+        copies = [*range(1, half + 1), *range(prompt.period + 1, prompt.period + 1 + half)]
+        return [n for n in copies if n < prompt.shown]
+    starts = range(max(1, prompt.shown - most + 1))
+    weights = from_codes(on_targets)
+    sums = [weights[n : n + most, n : n + most].sum() for n in starts]
+    first = next(n for n in starts if sums[n] >= 0.9 * max(sums))
+    return [*range(first, min(prompt.shown, first + most))]
 
 
 def draw_figure(
@@ -132,7 +249,7 @@ def _all_heads(codes: np.ndarray, prompt: Prompt) -> Image.Image:
     num_layers, num_heads, _ = codes.shape
     font, longest = font_of(36), max(num_layers, num_heads)
     size = min(max(FIGURE // longest, HEAD[0]), HEAD[1])
-    pitch = GAP + _whole_cells(prompt, size, most=LARGEST // longest)
+    pitch = GAP + _whole_cells(prompt, size, most=LARGEST_FIGURE // longest)
     corner = _left(font, num_layers), 60
     image, _ = _canvas(corner[0] + num_heads * pitch + MARGIN, corner[1] + num_layers * pitch)
     _draw_grid(image, corner, codes, pitch, font, [])
@@ -142,18 +259,28 @@ def _all_heads(codes: np.ndarray, prompt: Prompt) -> Image.Image:
 def _one_head(codes: np.ndarray, prompt: Prompt) -> Image.Image:
     """Returns an enlarged head as a part of a figure."""
     size = _whole_cells(prompt, FIGURE, most=FIGURE)
-    width = max(size, _label_end(prompt, size, 40))
+    labels = prompt.labels[: prompt.shown]
+    width = max(size, _label_end(labels, size, 40))
     image, _ = _canvas(MARGIN + width + MARGIN, 10 + size)
-    _draw_head(image, (MARGIN, 10), codes, prompt, size, 40)
+    _draw_head(image, (MARGIN, 10), codes, labels, size, 40)
     return image
 
 
-def _clearest_prompt(data: SnapshotData, head: tuple[int, int] | None) -> int:
-    """Returns the index of the prompt on which a head, or the most significant one, is clearest."""
-    table = head_table([data.row], data.uniform)
-    row = (most_significant(table) or table)[0]
-    prompts = clearest_prompts(data.of_prompts, [prompt.uniform for prompt in data.prompts])
-    return int(prompts[head or (row["layer"], row["head"])])
+def _clearest_prompt(
+    data: SnapshotData, head: tuple[int, int] | None, name: str | None = None
+) -> int:
+    """Returns the index of the prompt on which a head, or the most significant one, is clearest.
+    name: of the statistic that counts; by default all that name heads."""
+    if head is None:
+        table = head_table([data.row], data.uniform)
+        row = (most_significant(table) or table)[0]
+        head = row["layer"], row["head"]
+    found = [
+        significances(values, prompt.uniform)[:, *head]
+        for values, prompt in zip(data.of_prompts, data.prompts, strict=True)
+    ]
+    of_names = np.nan_to_num(found, nan=-np.inf)  # (prompts, names)
+    return int((of_names[:, NAMES.index(name)] if name else of_names.max(1)).argmax())
 
 
 def write_animation(
@@ -171,7 +298,10 @@ def write_animation(
     heads.head_table that are named and outlined.
     """
     frames = evenly_spaced(list(zip(codes, steps, heads, strict=True)), MAX_STEPS)
-    images = [_frame(maps, step, named, prompt, steps[-1]) for maps, step, named in frames]
+    images = [
+        in_colour(heads_image(maps, prompt, step, named, steps[-1])).convert("RGB")
+        for maps, step, named in frames
+    ]
     while True:
         file = io.BytesIO()
         durations = [LAST_MILLISECONDS] + [MILLISECONDS] * (len(images) - 1)
@@ -181,30 +311,6 @@ def write_animation(
             break
         images = evenly_spaced(images, max(2, len(images) * MAX_BYTES // file.tell()))
     atomic_write(path, file.getvalue())
-
-
-def _frame(
-    codes: np.ndarray, step: int, heads: Sequence[dict], prompt: Prompt, last_step: int
-) -> Image.Image:
-    """Returns the image of one step, with a progress bar."""
-    num_layers, num_heads, _ = codes.shape
-    font = font_of(20)
-    left = _left(font, num_layers)
-    room = (FRAME[0] - left - 12) // num_heads, (FRAME[1] - FRAME_TOP - 12) // num_layers
-    pitch = max(2, min(room))
-    width = max(640, left + num_heads * pitch + 12)
-    image, draw = _canvas(width, FRAME_TOP + num_layers * pitch + 12)
-    draw.rectangle((0, 0, width, 3), MASKED_INDEX)
-    draw.rectangle((0, 0, step * width // max(1, last_step), 3), ACCENT_INDEX)
-    draw.text((16, 8), f"step {step:,}", INK, font_of(28, "Bold"))
-    draw.text((width - 16, 18), AXES, PALE_INK, font_of(17), anchor="ra")
-    names = [_name_of(row) for row in heads]
-    while font.getlength(" · ".join(names)) > width - 32:
-        names.pop()
-    draw.text((16, 46), " · ".join(names) or "no head has a clear pattern yet", INK, font)
-    fit_title(prompt, width - 24, 17).draw(draw, 16, 74, PALE_INK, "la")
-    _draw_grid(image, (left, FRAME_TOP), codes, pitch, font, heads)
-    return in_colour(image).convert("RGB")
 
 
 # ------------------------------------------------------------------------------ parts of images
@@ -229,7 +335,7 @@ def _whole_cells(prompt: Prompt, size: int, most: int) -> int:
 
 def _name_of(row: Mapping) -> str:
     """Returns the place and the name of a head: "L1 H3 induction"."""
-    return f"L{row['layer']} H{row['head']} {STATISTICS[row['name']].title}"
+    return f"L{row['layer']} H{row['head']} {title_of_name(row['name'], row['tokens_back'])}"
 
 
 def _draw_grid(
@@ -266,39 +372,46 @@ def _draw_head(
     image: Image.Image,
     corner: tuple[int, int],
     codes: np.ndarray,
-    prompt: Prompt,
+    labels: Sequence[str],
     size: int,
     largest: int,
 ) -> None:
     """Draws a head, uint8 (T (T + 1) / 2), of `size` pixels, with its tokens.
 
-    A token is in the masked half, next to the diagonal: right of its row and above its column. If
-    the rows are too low to be legible, every second, third, ... token is written. largest: height
-    of the tokens in pixels; at least half of it.
+    labels: of its tokens. A token is in the masked half, next to the diagonal: right of its row and
+    above its column. If the rows are too low to be legible, every second, third, ... token is
+    written. largest: height of the tokens in pixels; at least half of it.
     """
     draw = ImageDraw.Draw(image)
     image.paste(Image.fromarray(fitted(codes, size)), corner)
-    for text, x, y in _labels(prompt, size, largest):
+    for text, x, y in _placed(labels, size, largest):
         text.draw(draw, corner[0] + x, corner[1] + y, INK, "lm")
 
 
-def _label_end(prompt: Prompt, size: int, largest: int) -> int:
+def _label_end(labels: Sequence[str], size: int, largest: int) -> int:
     """Returns where the tokens of a heatmap of `size` pixels end, in pixels from its left."""
-    labels = _labels(prompt, size, largest)
-    return math.ceil(max((x + text.length for text, x, _ in labels), default=0))
+    placed = _placed(labels, size, largest)
+    return math.ceil(max((x + text.length for text, x, _ in placed), default=0))
 
 
-def _labels(prompt: Prompt, size: int, largest: int) -> list[tuple[DrawnText, float, float]]:
+def _placed(labels: Sequence[str], size: int, largest: int) -> list[tuple[DrawnText, float, float]]:
     """Returns (text, x, y) of each token that is written."""
-    cell = size / prompt.shown
+    cell = size / len(labels)
     every = math.ceil(largest / 2 / LINE / cell)
     height = max(1, min(largest, int(LINE * every * cell)))
-    texts = {
-        n: drawn(clipped(prompt.labels[n], 12), height)
-        for n in range(every - 1, prompt.shown, every)
-    }
+    numbers = range(every - 1, len(labels), every)
+    texts = {n: drawn(clipped(labels[n], 12), height) for n in numbers}
     # Also a text of several rows ends with its row: below are weights.
     return [(text, (n + 1) * cell + 3, (n + 1 - every / 2) * cell) for n, text in texts.items()]
+
+
+def _wrapped(text: str, font: ImageFont.FreeTypeFont, width: float) -> list[str]:
+    """Returns the lines of a text that is at most `width` pixels wide."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        lines = [*lines[:-1], longer] if font.getlength(longer) <= width else [*lines, word]
+    return lines
 
 
 def _draw_colour_bar(image: Image.Image, corner: tuple[int, int]) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 from .ablation import COLUMNS, Ablate, removal_lines
 from .capturing import AttentionFunction, capture
 from .config import DEFAULT_PROMPTS, LensConfig
-from .drawing import caption
 from .finding import head_line
 from .heads import (
     ALL_NAMES,
@@ -40,7 +39,7 @@ from .page import MAX_HISTORY
 from .passages import excerpts, text_prompts
 from .prompts import make_prompt, repeated_prompt
 from .recording import record
-from .render import draw_animation, draw_snapshot, folder_page, heatmap_key
+from .render import draw_animation, draw_snapshot, folder_page
 from .rounding import formatted
 from .snapshot_data import SnapshotData, write_snapshot
 from .statistics import STATISTICS
@@ -48,8 +47,11 @@ from .tokens import lens_tokenizer
 from .whole_text import Text, TextRecorder, windows_of
 
 MAX_FILES = 900  # images and pages that a run logs; dashboards become slow with more than 1,000
-MAX_THUMBNAILS = 100  # part of MAX_FILES: heatmaps in the table of heads
+MAX_IMAGES = 50  # of a step, at the end with heatmaps in the table of heads
 THUMBNAIL = 128  # pixels
+# Keys of the statistics of layers and heads; a dashboard becomes slow with 10,000 in a project. All
+# other keys of a run are fewer than 100.
+MAX_KEYS = 1900
 MAX_SYMBOLS = 256  # tokens that the repeated sequence is drawn from
 
 
@@ -58,13 +60,14 @@ class Snapshot:
     """The results of one snapshot, by their keys on a dashboard."""
 
     # Statistics: the mean over the heads of each layer, and for those that name heads the largest
-    # of all heads.
+    # of all heads and the number of heads with the name.
     metrics: dict[str, float]
-    # Statistics of each head; dashboards hide them by default.
+    # Statistics of each head, {} in models with many heads; dashboards hide them by default.
     heads: dict[str, float] = field(repr=False)
     histograms: dict[str, np.ndarray] = field(repr=False)  # values of each statistic, all heads
-    images: dict[str, Path] = field(default_factory=dict)  # PNG or WebP
-    captions: dict[str, str] = field(default_factory=dict)  # of images
+    # PNG or WebP; of several prompts, in their order, under one key.
+    images: dict[str, list[Path]] = field(default_factory=dict)
+    captions: dict[str, list[str]] = field(default_factory=dict)  # of images, by the same keys
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
     # Rows with the same keys. A cell may be an image, uint8 (height, width, 3).
     tables: dict[str, list[dict]] = field(default_factory=dict, repr=False)
@@ -181,8 +184,7 @@ class Lens:
             snapshot.charts = _charts(self.history)
         if self.draws(step):
             write_snapshot(self.folder / f"step_{step:08d}.npz", data)
-            snapshot.images = draw_snapshot(data, self.folder)
-            snapshot.captions = {heatmap_key(p): caption(p, step) for p in self.prompts}
+            snapshot.images, snapshot.captions = draw_snapshot(data, self.folder)
             if is_last:
                 snapshot.images |= draw_animation(self.folder)
             if self.has_page and self._page_is_due(step):
@@ -273,9 +275,9 @@ class Lens:
 
     def _drawn_every(self) -> int:
         """Returns the steps between snapshots with images, so that MAX_FILES is not exceeded."""
-        files = len(self.prompts) + 1
+        files = len(self.prompts) + 2  # images, and the page
         # The first and the last snapshot always have images.
-        drawn = max(2, (MAX_FILES - MAX_THUMBNAILS) // files)
+        drawn = max(2, (MAX_FILES - MAX_IMAGES) // files)
         every = max(1, self.config.interval(self.max_steps))
         return every * max(1, math.ceil(self.max_steps / every / (drawn - 1)))
 
@@ -292,12 +294,13 @@ class Lens:
         """Returns the table with a heatmap of the first heads, on the prompt where each is most
         significant."""
         prompts = clearest_prompts(data.of_prompts, [p.uniform for p in data.prompts])
-        rows = []
+        rows, most = [], MAX_IMAGES - len(data.prompts) - 2  # the clearest head, the animation
         for row in self.table:
             layer, head = row["layer"], row["head"]
             codes = data.codes[prompts[layer, head]][layer, head]
-            image = rgb(fitted(codes, THUMBNAIL)) if row["rank"] <= MAX_THUMBNAILS else None
-            rows.append({"heatmap": image} | row)
+            image = rgb(fitted(codes, THUMBNAIL)) if row["rank"] <= most else None
+            shown = {dashboard_name(k) if k in STATISTICS else k: v for k, v in row.items()}
+            rows.append({"heatmap": image} | shown | {"name": title_of_head(row)})
         return rows
 
 
@@ -332,23 +335,36 @@ def _number(row: dict) -> str:
     return f" ({row['tokens_back']} back)" if row["tokens_back"] else ""
 
 
+def dashboard_name(statistic: str) -> str:
+    """Returns the name of a statistic in keys of a dashboard: its title, "previous_token"."""
+    return STATISTICS[statistic].title.replace(" ", "_")
+
+
 def _dashboard_values(row: Row) -> Snapshot:
     """Returns the statistics of a row by dashboard key, without non-finite statistics.
 
     The part of a key before the first slash is a section of the dashboard. Images and pages are in
-    the section "attention"; curves are in other sections, so that the images are easy to find.
+    the section "attention"; curves are in other sections, so that the images are easy to find. The
+    statistics of single heads have keys only in models with few heads, and those of layers in
+    models with few layers, see MAX_KEYS; statistics.jsonl always has them.
     """
-    metrics, heads, histograms = {}, {}, {}
+    (num_layers, num_heads), metrics, heads, histograms = row.names.shape, {}, {}, {}
+    with_layers = len(STATISTICS) * num_layers <= MAX_KEYS
+    with_heads = len(STATISTICS) * num_layers * (1 + num_heads) <= MAX_KEYS
+    for key in KINDS:
+        count = int((row.names == ALL_NAMES.index(key)).sum())
+        metrics[f"attention_names/{dashboard_name(key)}"] = count
     for key, values in row.values.items():
         if not np.isfinite(values).all():
             continue
-        histograms[f"attention_histograms/{key}"] = values.ravel()
+        name = dashboard_name(key)
+        histograms[f"attention_histograms/{name}"] = values.ravel()
         if key in KINDS:
-            metrics[f"attention_best/{key}"] = float(values.max())
-        for layer, of_heads in enumerate(values):
-            metrics[f"attention_layers/{key}/L{layer:02d}"] = float(of_heads.mean())
-            for head, value in enumerate(of_heads):
-                heads[f"attention_heads/{key}/L{layer:02d}H{head:02d}"] = float(value)
+            metrics[f"attention_best/{name}"] = float(values.max())
+        for layer, of_heads in enumerate(values if with_layers else []):
+            metrics[f"attention_layers/{name}/L{layer:02d}"] = float(of_heads.mean())
+            for head, value in enumerate(of_heads if with_heads else []):
+                heads[f"attention_heads/{name}/L{layer:02d}H{head:02d}"] = float(value)
     return Snapshot(metrics, heads, histograms)
 
 
@@ -360,7 +376,10 @@ def _charts(history: History) -> dict[str, tuple[list[int], dict[str, list[float
         if defined:
             means = np.stack([row.values[key].mean(1) for row in defined], axis=1)  # (L, steps)
             lines = {f"L{layer:02d}": line.tolist() for layer, line in enumerate(means)}
-            charts[f"attention_statistics/{key}"] = ([row.step for row in defined], lines)
+            charts[f"attention_statistics/{dashboard_name(key)}"] = (
+                [row.step for row in defined],
+                lines,
+            )
     return charts
 
 

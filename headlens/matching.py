@@ -52,7 +52,8 @@ def matched_heads(paths: Iterable[Path]) -> tuple[list[dict], list[str], np.ndar
 
 
 def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:
-    """Returns the runs, on the prompts that all have. paths: of their folders "attention", or of
+    """Returns the runs, on the prompts that all have. Snapshots of one run have the step in their
+    name, and other runs of the same name a number. paths: of their folders "attention", or of
     single snapshot files. Raises ValueError for a run that cannot be read or compared."""
     files = []
     for path in paths:
@@ -67,9 +68,12 @@ def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:
     if not prompts:
         raise ValueError("the runs have no prompt with the same tokens")
     runs = [_load(*of_run, prompts) for of_run in zip(files, last_of, strict=True)]
-    count = Counter(run.name for run in runs)
-    for number, run in enumerate(runs, start=1):
-        run.name += f" ({number})" * (count[run.name] > 1)
+    names, steps = [run.name for run in runs], [last.step for last in last_of]
+    for number, (run, step) in enumerate(zip(runs, steps, strict=True), start=1):
+        same = [at for name, at in zip(names, steps, strict=True) if name == run.name]
+        by_step = len({*same}) == len(same)
+        if len(same) > 1:
+            run.name += f" step {step:,}" if by_step else f" ({number})"
     return runs
 
 

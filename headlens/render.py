@@ -4,22 +4,24 @@ draw_run(Path("runs/first/attention"))  # all images again
 show("runs/first")  # the page in a notebook, as the last line of a cell
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from .drawing import draw_panel, write_animation
+import numpy as np
+
+from .drawing import heads_caption, heads_image, largest_image, write_animation
 from .heads import head_table, heads_by_name, most_significant, prompt_of
-from .heatmap import grid_url
+from .heatmap import grid_url, png_of
 from .history import Row, atomic_write, evenly_spaced, read_history
 from .page import page, run_data
-from .prompts import Prompt
 from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
 
 FRAMES, SMALL_FRAMES = 24, 48  # steps of a page and of the animated image, at most
 SMALL = 2**18  # weights of a step: a page with SMALL_FRAMES of them has about 8 MB
-Files = dict[str, Path]  # by the key on a dashboard
+Images = dict[str, list[Path]]  # by the key on a dashboard
 
 
 def draw_run(folder: Path) -> None:
@@ -30,28 +32,28 @@ def draw_run(folder: Path) -> None:
     draw_animation(folder)
 
 
-def draw_snapshot(snapshot: SnapshotData, folder: Path) -> Files:
-    """Writes an image of the heads for each prompt. Returns the images."""
-    images, step, row = {}, snapshot.step, snapshot.row
-    of_prompts = zip(snapshot.prompts, snapshot.codes, snapshot.of_prompts, strict=True)
-    for prompt, codes, values in of_prompts:
-        of_prompt, uniform = Row(step, values), prompt.uniform
-        of_prompt.names, of_prompt.places, of_prompt.offsets = row.names, row.places, row.offsets
+def draw_snapshot(data: SnapshotData, folder: Path) -> tuple[Images, dict[str, list[str]]]:
+    """Writes an image of all heads for each prompt, and one of the clearest head. Returns images
+    and their captions. The keys do not depend on the prompts: a dashboard shows the images of all
+    prompts in one panel."""
+    step = f"step_{data.step:08d}"
+    image, caption = largest_image(data)
+    drawn = {"attention/heads": [], "attention/largest": [(f"{step}.png", image, caption)]}
+    table = most_significant(head_table([data.row], data.uniform))
+    for prompt, codes, values in zip(data.prompts, data.codes, data.of_prompts, strict=True):
         # Without names of statistics that this prompt does not have, such as induction.
-        table = most_significant(head_table([of_prompt], uniform))
-        heads = [head for head in table if head[head["name"]] is not None]
-        path = folder / f"step_{step:08d}_{prompt.name}.png"
-        draw_panel(codes, prompt, step, heads, uniform, path)
-        images[heatmap_key(prompt)] = path
-    return images
+        named = [row for row in table if np.isfinite(values[row["name"]]).all()]
+        image = heads_image(codes, prompt, data.step, named)
+        drawn["attention/heads"].append(
+            (f"{step}_{prompt.name}.png", image, heads_caption(prompt, data.step))
+        )
+    for name, image, _ in itertools.chain(*drawn.values()):
+        atomic_write(folder / name, png_of(image, compress_level=1))
+    images = {key: [folder / name for name, _, _ in of_key] for key, of_key in drawn.items()}
+    return images, {key: [text for *_, text in of_key] for key, of_key in drawn.items()}
 
 
-def heatmap_key(prompt: Prompt) -> str:
-    """Returns the key of the images of a prompt on a dashboard."""
-    return f"attention/heatmap/{prompt.name}"
-
-
-def draw_animation(folder: Path) -> Files:
+def draw_animation(folder: Path) -> Images:
     """Writes the animated image of a run. Returns it by its key on a dashboard."""
     snapshots = shown_snapshots(folder)
     if not snapshots:
@@ -69,7 +71,7 @@ def draw_animation(folder: Path) -> Files:
         [snapshot.step for snapshot in snapshots],
         [most_significant(head_table([snapshot.row], uniform))[:3] for snapshot in snapshots],
     )
-    return {"attention/animation": path}
+    return {"attention/animation": [path]}
 
 
 def shown_snapshots(folder: Path) -> list[SnapshotData]:

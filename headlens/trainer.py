@@ -17,6 +17,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .config import LensConfig
+from .dashboard import define_wandb_metrics, wandb_values
 from .lens import Lens, Snapshot
 from .page import trainer_curves
 
@@ -129,15 +130,12 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def log_to_wandb(snapshot: Snapshot, step: int) -> None:
-    """Logs the metrics, images and pages of a snapshot to the current run of W&B."""
+    """Logs a snapshot to the current run of W&B, with the keys of a run of clearhead."""
     import wandb  # pyrefly: ignore[missing-import]
 
     if wandb.run is None:
         return
-    images = {
-        key: wandb.Image(os.fspath(path), caption=snapshot.captions.get(key))
-        for key, path in snapshot.images.items()
-    }
-    pages = {key: wandb.Html(str(path), inject=False) for key, path in snapshot.pages.items()}
+    define_wandb_metrics(wandb.run, "train/global_step")
+    values = wandb_values(snapshot, lambda line: print(f"W&B: {line}", file=sys.stderr))
     # The x-axis of transformers' W&B callback
-    wandb.run.log(snapshot.metrics | images | pages | {"train/global_step": step})
+    wandb.run.log(snapshot.metrics | values | {"train/global_step": step})

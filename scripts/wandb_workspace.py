@@ -1,4 +1,4 @@
-"""Creates or updates the saved view "clearhead" of a W&B project: heatmaps first, then the rest.
+"""Creates or updates the saved view "clearhead" of a W&B project: heads first, then the rest.
 
     python -m scripts.wandb_workspace project=clearhead
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # wandb takes 0.5 s, and wandb_workspaces is an optional pack
 
 NAME = "clearhead"  # of the view
 RECENT = 20  # the view has the panels of this many runs
-HEATMAPS = ("attention/animation", "attention/heatmap/")
+IMAGES = ("attention/largest", "attention/heads", "attention/animation")
 SECONDS = 30  # for the answers of W&B's server
 WandbName = Annotated[Label, Field(pattern=NO_SEPARATORS)]
 DEFAULTS = default_values()["wandb"]  # with WANDB_PROJECT and WANDB_ENTITY
@@ -55,9 +55,9 @@ def main(settings: WorkspaceConfig) -> None:
         refuse([("W&B", NO_VALUE, "no API key found", hint)])
     try:
         entity, keys = ask(lambda: logged_keys(settings.entity, project), project)
-        if not any(key.startswith(HEATMAPS) for key in keys):
+        if not keys & {*IMAGES}:
             hint = "start train.py with this wandb.project first"
-            refuse([("project", project, f"no run of {entity} has logged heatmaps", hint)])
+            refuse([("project", project, f"no run of {entity} has logged heads", hint)])
         print(ask(lambda: save_view(entity, project, keys), project))
     finally:
         teardown()
@@ -122,16 +122,20 @@ def sections(keys: Iterable[str]) -> list["Section"]:
 
     keys = sorted(keys)
     statistics = sorted({key.split("/")[1] for key in keys if key.startswith("attention_layers/")})
-    best = any(key.startswith("attention_best/") for key in keys)
-    lines = [("largest of all heads", "^attention_best/")] * best
+    of_all = {"attention_names": "heads with a name", "attention_best": "largest of all heads"}
+    lines = [
+        (title, f"^{section}/")
+        for section, title in of_all.items()
+        if any(key.startswith(f"{section}/") for key in keys)
+    ]
     lines += [(name, f"^attention_layers/{name}/L[0-9]+$") for name in statistics]
     lines = [LinePlot(title=title, x="train/tokens", metric_regex=regex) for title, regex in lines]
     metrics = [["train/loss", "val/loss"]]
     metrics += [[key] for key in keys if key.startswith("val/") and key != "val/loss"]
     panels = {  # (columns, rows) and panels of each section
-        "heatmaps": (2, 2, [media(key) for key in keys if key.startswith(HEATMAPS)]),
+        "heads": (3, 1, [media(key) for key in IMAGES if key in keys]),
         "page": (1, 1, [media("attention/page")]),
-        "heads": (1, 1, [WeavePanelSummaryTable(table_name="attention/table")]),
+        "table of heads": (1, 1, [WeavePanelSummaryTable(table_name="attention/table")]),
         "head statistics": (4, 2, lines),
         "loss": (3, 1, [curves(*keys) for keys in metrics]),
         "samples": (1, 1, [media("samples/text")]),

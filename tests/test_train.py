@@ -284,9 +284,9 @@ def test_run_directory(make_run, tmp_path):
     for row in steps:
         assert {"train/loss", "train/learning_rate", "train/grad_norm"} <= row.keys()
         assert ("val/loss" in row) == (row["step"] % 2 == 0)
-    pictures = [key for key in steps[3] if key.startswith("attention/heatmap/")]
-    assert len(pictures) == 4
-    assert all((folder / steps[3][key]).is_file() for key in pictures)
+    pictures = [path for value in steps[3].values() if isinstance(value, list) for path in value]
+    assert len(pictures) == 4 + 1 + 1  # of prompts, of the clearest head, animated
+    assert all((folder / path).is_file() for path in pictures)
     assert [json.loads(s)["step"] for s in (folder / "samples.jsonl").open()] == [2, 4]
     texts = {run.evaluator.sample(run.model, step)["text"] for step in (2, 4)}
     assert len(texts) == 1  # the same random numbers at every step

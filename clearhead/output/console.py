@@ -1,5 +1,9 @@
 """Progress of training (on stdout) and of scripts (on stderr): a progress bar on a terminal, plain
-lines elsewhere."""
+lines elsewhere.
+
+A run that does not print on a terminal has one line for each validation, for its first and its last
+step, and for a new name of heads. Text samples are printed on a terminal and in a notebook.
+"""
 
 import collections
 import contextlib
@@ -29,7 +33,8 @@ if TYPE_CHECKING:
     from headlens import Snapshot
 
 LINE_SECONDS = 10  # between two lines about the same work
-MAX_LINES = 20  # about steps of a run, where there is no progress bar; validations have others
+MAX_WITHOUT_LINE = 0.1  # of a run: steps without a line, where there is no progress bar
+IN_NOTEBOOK = "JPY_PARENT_PID"  # a variable that Jupyter sets
 MAX_NAMED = 3  # heads in one line
 Report = Callable[[int, int], None]  # called with the number of finished and of all parts
 
@@ -44,7 +49,9 @@ class Console:
         # (completed fraction of the run, time) of the last lines; the time left is estimated from
         # the speed since the first.
         self.marks = collections.deque(maxlen=20)
-        self.printed = None  # the completed fraction at the last line
+        self.done, self.printed = 0.0, None  # completed fractions: now, and at the last line
+        self.shown = ""  # loss, learning rate, speed and time left, at the last logged step
+        self.pending = ""  # a line about this step, printed unless its validation follows
         self.rich = rich_console(highlight=False, soft_wrap=True)
         self.bar = None
         if is_rank_0 and self.rich.is_terminal:
@@ -66,33 +73,47 @@ class Console:
 
         progress: the completed fraction of the run; None: that of its steps.
         """
-        last, now = self.max_steps, time.monotonic()
-        done = step / (last or math.inf) if progress is None else progress
-        line = f"step {step:>{len(str(last))}}/{last}" if last else f"step {step:>5} ({done:4.0%})"
-        line += f"  loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s"
+        self._print_pending()
+        now = time.monotonic()
+        self.done = done = step / (self.max_steps or math.inf) if progress is None else progress
+        shown = f"loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s"
         if self.marks and done > (before := self.marks[0])[0]:
             left = (now - before[1]) / (done - before[0]) * (1 - done)
-            line += f"  {duration(left)} left"
+            shown += f"  {duration(left)} left"
         self.marks.append((done, now))
-        lines = MAX_LINES - 1  # the first line is extra
+        self.shown = f"  {shown}"
+        line = self._at(step) + self.shown
         if self.bar:
             self.bar.update(self.task, completed=done, description=line)
-        elif self.printed is None or int(done * lines) > int(self.printed * lines) or done >= 1:
+        elif self.printed is None:
             self.printed = done
             self.print(line)
+        elif done - self.printed > MAX_WITHOUT_LINE or done >= 1:
+            self.pending = line
 
     def validation(self, step: int, row: dict[str, float]) -> None:
-        """Prints the validation metrics of a step."""
-        text = f"step {step}  validation loss {row['val/loss']:.4f}"
+        """Prints the validation metrics of a step; without a progress bar also those of `step`, if
+        they have no line of their own."""
+        text = f"{self._at(step)}  validation loss {row['val/loss']:.4f}"
         if "val/accuracy" in row:
             text += f"  accuracy {formatted(row['val/accuracy'])}"
         if "val/bits_per_byte" in row:
             text += f"  {row['val/bits_per_byte']:.3f} bits per byte"
+        if not self.bar and self.printed != self.done:
+            text, self.pending = text + self.shown, ""
+            self.printed = self.done if step else None  # the first step has a line too
         self.print(text)
 
     def sample(self, row: dict) -> None:
-        """Prints a text sample, a row of samples.jsonl."""
-        self.print(f"step {row['step']}  sample: {' '.join(row['text'].split())}")
+        """Prints a text sample, a row of samples.jsonl, on a terminal and in a notebook."""
+        if self.bar or IN_NOTEBOOK in os.environ:
+            self.print(f"{self._at(row['step'])}  sample: {' '.join(row['text'].split())}")
+
+    def _at(self, step: int) -> str:
+        """Returns the start of a line about a step."""
+        if last := self.max_steps:
+            return f"step {step:>{len(str(last))}}/{last}"
+        return f"step {step:>5} ({self.done:4.0%})"
 
     def first_heads(self, step: int, snapshot: "Snapshot | None") -> None:
         """Prints the heads of each name that no head had before, one line for each name."""
@@ -113,11 +134,18 @@ class Console:
     def print(self, text: str = "") -> None:
         """Prints a line, above the progress bar if there is one. Does not interpret rich markup,
         and escapes control characters: a sample may contain any characters."""
+        self._print_pending()
         if self.is_rank_0:
             self.rich.print(sanitize(text.replace("\r", "")), markup=False)
             sys.stdout.flush()
 
+    def _print_pending(self) -> None:
+        if line := self.pending:
+            self.pending, self.printed = "", self.done
+            self.print(line)
+
     def close(self) -> None:
+        self._print_pending()
         if self.bar:
             self.bar.stop()
 
@@ -155,7 +183,7 @@ def rich_console(stderr: bool = False, **options) -> RichConsole:
     """Returns a rich console. It ignores FORCE_COLOR, which would write control codes to a file or
     a pipe, and Jupyter's terminal for `!python`, which keeps each redraw of a bar."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    terminal = None if is_terminal and "JPY_PARENT_PID" not in os.environ else False
+    terminal = None if is_terminal and IN_NOTEBOOK not in os.environ else False
     return RichConsole(stderr=stderr, force_terminal=terminal, force_jupyter=False, **options)
 
 

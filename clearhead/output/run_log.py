@@ -64,12 +64,15 @@ class RunLog:
         steps as the last, and the one of the last step."""
         since = time.perf_counter() - self.page_time
         is_due = is_last or self.page_seconds <= MAX_SHARE * since
-        is_shown = is_last or (is_due and step >= 2 * self.logged_step)
-        self.tracker.log(metrics, step, snapshot, sample, page_follows=is_shown)
-        path = self.write_page(step, "finished" if is_last else "running") if is_due else None
-        if path and is_shown:
-            self.tracker.log_page(path, step)
+
+        def page() -> Path | None:
+            path = self.write_page(step, "finished" if is_last else "running")
+            if not path or not (is_last or step >= 2 * self.logged_step):
+                return None
             self.logged_step = step
+            return path
+
+        self.tracker.log(metrics, step, snapshot, sample, page if is_due else None)
 
     def write_page(self, step: int, state: str) -> Path | None:
         """Writes run.html, on rank 0, and returns its path; None after an error. state: running,

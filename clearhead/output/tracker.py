@@ -21,8 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from clearhead.checkpoint.run_directory import CONFIG_YAML
 from clearhead.config.schema import WandbConfig
 from clearhead.files import RowFile
@@ -37,6 +35,7 @@ from clearhead.output.wandb_process import (
     start_run,
     teardown,
 )
+from headlens import wandb_values
 
 if TYPE_CHECKING:
     from headlens import Snapshot
@@ -109,74 +108,52 @@ class Tracker:
         step: int,
         snapshot: "Snapshot | None" = None,
         sample: dict | None = None,
-        page_follows: bool = False,
+        page: Callable[[], Path | None] | None = None,
     ) -> None:
         """Logs the metrics of a step. snapshot: an attention snapshot, whose files are in the run
-        directory. sample: a row of samples.jsonl. page_follows: log_page is called for this step.
+        directory. sample: a row of samples.jsonl. page(): writes the page of the run, which shows
+        these metrics, and returns its path if W&B gets it. W&B has a hard link to the file: the
+        next page must replace it, not overwrite it.
 
         Call it at most once for each step, in order: W&B drops rows of earlier steps.
         """
+        row: dict[str, object] = {"step": step}
         if snapshot:
             metrics = metrics | snapshot.metrics
-        files = snapshot.images if snapshot else {}
-        row = {"step": step} | {key: _json_value(value) for key, value in metrics.items()}
-        row |= {key: path.relative_to(self.folder).as_posix() for key, path in files.items()}
+        row |= {key: _json_value(value) for key, value in metrics.items()}
+        if snapshot:
+            row |= {
+                key: [path.relative_to(self.folder).as_posix() for path in paths]
+                for key, paths in snapshot.images.items()
+            }
         if len(row) > 1:
             self.rows.append(row)
         if sample:
             self.samples.append(sample)
+        path = page() if page else None
         # W&B would give a step that it has, and all later ones, another number.
         if self.run is None or step < self.first_step:
             return
-        media = self._media(step, snapshot, sample)
+        media = self._media(step, snapshot, sample, path)
         # commit: otherwise W&B records the row at the next step. W&B names the files of media after
         # the step of the last call.
-        is_complete = not media and not page_follows
-        self._call(lambda run: run.log(metrics, step=step, commit=is_complete))
+        self._call(lambda run: run.log(metrics, step=step, commit=not media))
         if media:
-            self._call(lambda run: run.log(media, step=step, commit=not page_follows))
-
-    def log_page(self, path: Path, step: int) -> None:
-        """Logs the page of the run to W&B, after `log` of this step with page_follows=True.
-
-        W&B has a hard link to the file: the next page must replace it, not overwrite it.
-        """
-        if self.run and step >= self.first_step:
-            page = {"attention/page": self.wandb.Html(str(path), inject=False)}
-            self._call(lambda run: run.log(page, step=step, commit=True))
+            self._call(lambda run: run.log(media, step=step, commit=True))
 
     def _media(
-        self, step: int, snapshot: "Snapshot | None", sample: dict | None
+        self, step: int, snapshot: "Snapshot | None", sample: dict | None, page: Path | None
     ) -> dict[str, object]:
-        """Returns images, pages, tables and histograms as W&B's types. After an error, it prints a
-        line on stderr and skips the rest; the files stay in the run directory."""
-        wandb, media = self.wandb, {}
-        try:
-            if sample and (step >= self.next_sample or step == self.last_step):
-                self.next_sample = step + self.last_step / MAX_SAMPLES
-                # inject=False: by default W&B adds a stylesheet from its server to the page.
-                text = wandb.Html(sample_page(sample), inject=False, data_is_not_path=True)
-                media["samples/text"] = text
-            if snapshot:
-                media |= snapshot.heads
-                for key, path in snapshot.images.items():
-                    media[key] = wandb.Image(str(path), caption=snapshot.captions.get(key))
-                for key, rows in snapshot.tables.items():
-                    cells: list = [
-                        [wandb.Image(x) if isinstance(x, np.ndarray) else x for x in row.values()]
-                        for row in rows
-                    ]
-                    media[key] = wandb.Table(columns=list(rows[0]), data=cells)
-                for key, values in snapshot.histograms.items():  # none if a value is NaN or inf
-                    media[key] = wandb.Histogram(list(values))
-                for key, (steps, lines) in snapshot.charts.items():
-                    title = key.rpartition("/")[2].replace("_", " ")
-                    series = {"keys": list(lines), "ys": [list(line) for line in lines.values()]}
-                    media[key] = wandb.plot.line_series(
-                        steps, **series, title=title, xname="step", split_table=True
-                    )
-        except Exception as error:
-            say(f"an image, page or table was not logged ({cause(error)})")
+        """Returns images, pages, tables and histograms as W&B's types. For one that cannot be built
+        it prints a line on stderr; the files stay in the run directory."""
+        media = wandb_values(snapshot, say) if snapshot else {}
+        if sample and (step >= self.next_sample or step == self.last_step):
+            self.next_sample = step + self.last_step / MAX_SAMPLES
+            # inject=False: by default W&B adds a stylesheet from its server to the page.
+            text = sample_page(sample)
+            media["samples/text"] = self.wandb.Html(text, inject=False, data_is_not_path=True)
+        if page:
+            media["attention/page"] = self.wandb.Html(str(page), inject=False)
         return media
 
     def summary(self, values: dict[str, float]) -> None:

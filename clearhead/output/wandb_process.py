@@ -19,6 +19,7 @@ from clearhead.config.application import is_in_sweep
 from clearhead.config.schema import WandbConfig
 from clearhead.errors import sanitize
 from clearhead.files import REPOSITORY
+from headlens import define_wandb_metrics
 
 START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
 CALL_SECONDS = 30  # for the W&B process to answer
@@ -33,12 +34,9 @@ OF_WANDB_INIT = ("entity", "project", "group", "tags")
 def define_metrics(run) -> None:
     """Defines how the dashboard and the summary show the metrics."""
     run.define_metric(X_AXIS)  # every row has it
-    for section in ("train", "val", "attention_best"):
+    for section in ("train", "val"):
         run.define_metric(f"{section}/*", step_metric=X_AXIS)
-    # Hidden: a panel for each would fill the workspace. Users can add panels for them.
-    for section in ("attention_heads", "attention_layers"):
-        run.define_metric(f"{section}/*", step_metric=X_AXIS, hidden=True)
-    run.define_metric("Custom Chart Tables/*", hidden=True)  # the values of charts
+    define_wandb_metrics(run, X_AXIS)
     for key in ("val/loss", "val/perplexity", "val/bits_per_byte"):
         run.define_metric(key, step_metric=X_AXIS, summary="min,last")
     run.define_metric("val/accuracy", step_metric=X_AXIS, summary="max,last")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from helpers import TEXT, TIMEOUT, TINY
 from helpers.ranks import environment
-from helpers.runs import rows
+from helpers.runs import rows, wandb_records
 from helpers.tally import campaign, tally
 from helpers.trainings import STEP, ForkServer, interrupt
 from helpers.wandb_server import WandbServer
@@ -25,8 +25,7 @@ STEPS = 12
 RUN = [each for each in TINY if not each.startswith(("lens=", "wandb="))]
 RUN += ["name=run", "data.path=text.txt", f"trainer.max_steps={STEPS}", "trainer.save_every=3"]
 RUN += ["trainer.log_every=1", "trainer.eval_every=4", "trainer.sample_tokens=4"]
-RUN += ["lens.every=2", "lens.prompts=[one two one]", "lens.repeat_length=0"]
-FILES = (".png", ".html", ".webp")
+RUN += ["lens.every=2", "lens.prompts=[one two one,two]", "lens.repeat_length=0"]
 WHEN = ("before", "after", "saved")  # saved: after a pending checkpoint
 NOT_COMPARED = ("step", "train/tokens_per_second")  # W&B has the speed from before a kill
 
@@ -97,16 +96,60 @@ def check_uploaded(run: Path, server: WandbServer, is_offline: bool) -> tuple[in
     count = 0
     for row in on_server:
         for key, value in on_disk[row["_step"]].items():
-            if not str(value).endswith(FILES):
+            if not isinstance(value, list):
                 assert key in NOT_COMPARED or row[key] == value
-            else:
-                path = row[key]["path"]
+                continue
+            shown = row[key]
+            for path, file in zip(shown.get("filenames") or [shown["path"]], value, strict=True):
                 assert f"_{row['_step']}_" in path
                 if is_offline or row["_step"] > resumed:  # a kill may interrupt an upload
                     (content,) = uploaded[path]
-                    assert content == (run / value).read_bytes()
+                    assert content == (run / file).read_bytes()
                     count += 1
     return count, len(steps)
+
+
+def history_of(run: Path) -> list[tuple[dict, Path]]:
+    """Returns the rows in the records of an offline run, and the folders of their files."""
+    found = []
+    for part in sorted((run / "wandb").glob("offline-run-*")):
+        (file,) = part.glob("run-*.wandb")
+        records = wandb_records(file)
+        rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+        found += [(row, part / "files") for row in rows]
+    return found
+
+
+def test_each_image_is_in_the_history_once_after_two_kills(wandb, tmp_path):
+    """Each kill is two steps after a checkpoint: the resumed run computes and draws these steps
+    again. The images of several prompts are a list."""
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    run = tmp_path / "runs" / "run"
+    for step in (5, 8):
+        file = tmp_path / f"step{step}"
+        fault = {"wait_at": {"step": step, "file": str(file)}}
+        training = wandb.trainings.start(tmp_path, *RUN, "wandb=offline", fault=fault)
+        while not Path(f"{file}.reached").exists() or history_of(run)[-1][0]["_step"] < step:
+            assert not training.has_ended(0.1), training.err
+        training.send(signal.SIGKILL)
+        assert training.wait() == -signal.SIGKILL
+    assert wandb.train(tmp_path, "offline", random.Random(0), None) == 0
+
+    on_disk = rows(run)
+    history = history_of(run)
+    assert [row["_step"] for row, _ in history] == [row["step"] for row in on_disk]
+    for mine, (row, folder) in zip(on_disk, history, strict=True):
+        images = {key: value for key, value in mine.items() if isinstance(value, list)}
+        is_last = {"attention/animation": 1} if mine["step"] == STEPS else {}
+        expected = {"attention/heads": 2, "attention/largest": 1} | is_last
+        assert {key: len(value) for key, value in images.items()} == (
+            expected if mine["step"] % 2 == 0 else {}
+        )
+        for key, files in images.items():
+            paths = row.get(f"{key}.filenames") or [row[f"{key}.path"]]
+            assert [(folder / path).read_bytes() for path in paths] == [
+                (run / file).read_bytes() for file in files
+            ]
 
 
 @pytest.mark.parametrize("number", range(campaign("CAMPAIGN_PICTURES", 1, 50)))

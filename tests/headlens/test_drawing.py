@@ -7,18 +7,19 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from helpers.pages import GivenModel, a_run
+from helpers.pages import GivenModel, a_run, snapshot_of
 from PIL import Image, ImageDraw, ImageSequence
 
 from data import get_tokenizer
-from headlens import KINDS, Lens, LensConfig, draw_figure, drawing
-from headlens.drawing import draw_panel, write_animation
+from headlens import KINDS, STATISTICS, Lens, LensConfig, draw_figure, drawing
+from headlens.drawing import heads_image, largest_image, write_animation
 from headlens.fonts import font_of
-from headlens.heatmap import ACCENT, MASKED
+from headlens.heads import ALL_NAMES
+from headlens.heatmap import ACCENT, MASKED, png_of
+from headlens.history import Row
 from headlens.prompts import Prompt
 
 NAMES = [key for key in KINDS if key != "positional"]
-UNIFORM = dict.fromkeys(NAMES, 0.1)
 EXACT = 4  # of 255; an image has 256 colours
 TABLE = (matplotlib.colormaps["viridis"](np.linspace(0, 1, 256))[:, :3] * 255).round()
 
@@ -40,17 +41,28 @@ def pixels_of(file):
     return np.asarray(Image.open(file).convert("RGB")).astype(int)
 
 
-def panel(folder, codes, heads, prompt=None):
-    """Returns the pixels of the image of a step."""
-    draw_panel(codes, prompt or prompt_of(codes), 1234, heads, UNIFORM, folder / "panel.png")
-    return pixels_of(folder / "panel.png")
+def heads(codes, named=(), prompt=None):
+    """Returns the pixels of the image of all heads."""
+    image = heads_image(codes, prompt or prompt_of(codes), 1234, named)
+    return pixels_of(io.BytesIO(png_of(image)))
 
 
-def figure(codes, head=None):
+def largest(codes, name="", head=(0, 0), prompt=None, **changes):
+    """Returns the pixels and the caption of the image of the clearest head. name: that of a head;
+    "": none has one."""
+    row = Row(1234, {key: np.zeros(codes.shape[:2], np.float32) for key in STATISTICS})
+    if name:
+        row.names[head], row.values[name][head] = ALL_NAMES.index(name), 0.5
+    data = snapshot_of("first", prompt or prompt_of(codes), row, codes)
+    image, caption = largest_image(dataclasses.replace(data, **changes))
+    return pixels_of(io.BytesIO(png_of(image))), caption
+
+
+def figure(codes, head=None, prompt=None):
     """Returns the pixels of a figure without its colour bar."""
     data = a_run().snapshots[-1]
     data = dataclasses.replace(
-        data, codes=[codes] * 2, prompts=[Prompt("", "", [], []), prompt_of(codes)]
+        data, codes=[codes] * 2, prompts=[Prompt("", "", [], []), prompt or prompt_of(codes)]
     )
     pixels = pixels_of(io.BytesIO(draw_figure(data, head, 1)))
     assert (pixels[:, [0, -1]] == 255).all()  # nothing reaches the edge
@@ -66,9 +78,10 @@ def corners(pixels):
     return np.argwhere(yellow & ~above & ~left)
 
 
-def shows(pixels, y, x, triangle):
+def shows(pixels, y, x, triangle, above=0.3):
     """Whether this head is at (y, x): each pixel has the weight of its cell or, if there are more
-    cells than pixels, the largest one of several cells. Tokens may be above the diagonal."""
+    cells than pixels, the largest one of several cells. above: the largest part of the area above
+    the diagonal with tokens and small heads."""
     square = np.zeros((n := int((2 * len(triangle)) ** 0.5), n), np.uint8)
     square[np.tril_indices(n)] = triangle
     outside = (pixels[y:, x] == 255) | (pixels[y:, x] == ACCENT)
@@ -82,7 +95,7 @@ def shows(pixels, y, x, triangle):
     masked = cells[:, None] < cells
     wrong = np.abs(part - TABLE[square[np.ix_(cells, cells)]]).max(-1) > EXACT
     with_text = (part[masked] != MASKED).any(-1)
-    return not wrong[~masked].any() and with_text.sum() <= 0.3 * len(with_text)
+    return not wrong[~masked].any() and with_text.sum() <= above * len(with_text)
 
 
 @pytest.fixture
@@ -98,41 +111,115 @@ def places(monkeypatch):
     return places
 
 
-def test_image_of_a_step(tmp_path, places):
-    """All heads, and an enlarged head to the right; below a flat grid, another one."""
-    square = ((1, 1, 1), (4, 4, 64), (12, 12, 255), (24, 16, 21), (48, 25, 5), (30, 8, 9))
-    flat = ((2, 4, 63), (4, 8, 30))
-    for layers, heads, tokens in square + flat:
-        codes = random_codes(layers, heads, tokens)
-        named = [
-            {"layer": layers - 1, "head": n, "name": name, name: 0.5}
-            for n, name in enumerate(NAMES[: min(4, heads)])
-        ]
-        found = []
-        for shown in ([], named):
-            pixels = panel(tmp_path, codes, shown)
-            assert pixels.shape == (600, 920, 3)
-            assert (pixels[:, [0, -1]] == 255).all()  # nothing reaches the edge
-            assert (pixels[[0, -1]] == 255).all()
-            found.append(len(corners(pixels)))
-        assert found[1] - found[0] == (2 if (layers, heads, tokens) in flat else 1)
-        assert found[0] >= layers * heads
+SHAPES = ((1, 1, 1), (4, 4, 64), (12, 12, 255), (24, 16, 21), (48, 25, 5), (2, 4, 63))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_image_of_all_heads(places, shape):
+    """Its size depends on the number of heads only, so that images of several prompts can be in
+    one panel."""
+    layers, num_heads, _ = shape
+    named = [
+        {"layer": layers - 1, "head": n, "name": name, "tokens_back": None}
+        for n, name in enumerate(NAMES[: min(4, num_heads)])
+    ]
+    found = [heads(random_codes(*shape), rows) for rows in ([], named)]
+    found.append(heads(random_codes(layers, num_heads, 8), named))
+    for pixels in found:
+        assert pixels.shape == found[0].shape
+        assert max(pixels.shape) <= 900
+        assert (pixels[:, [0, -1]] == 255).all()  # nothing reaches the edge
+        assert (pixels[[0, -1]] == 255).all()
+        assert len(corners(pixels)) >= layers * num_heads
     assert any("1,234" in text for text in places)  # the step
-    for shape in ((1, 300, 6), (600, 1, 6)):  # more heads than fit at a legible size
-        assert len(corners(panel(tmp_path, random_codes(*shape), []))) > 200
+    # The heads use the room.
+    assert max(found[0].shape) >= 700
+
+
+def test_image_of_more_heads_than_fit_at_a_legible_size():
+    for shape in ((1, 300, 6), (600, 1, 6)):
+        assert len(corners(heads(random_codes(*shape)))) > 200
 
 
 @pytest.mark.parametrize("tokens", [8, 60, 230])
-def test_image_shows_each_weight_and_enlarges_the_given_head(tmp_path, tokens):
+def test_image_of_all_heads_shows_each_weight_and_outlines_the_given_heads(tokens):
     codes = random_codes(2, 2, tokens)
-    head = {"layer": 1, "head": 0, "name": "induction", "induction": 0.5}
-    pixels = panel(tmp_path, codes, [head])
-    *grid, enlarged = sorted(map(tuple, corners(pixels)), key=lambda corner: corner[1] > 440)
+    head = {"layer": 1, "head": 0, "name": "induction", "tokens_back": None}
+    pixels = heads(codes, [head])
+    grid = sorted(map(tuple, corners(pixels)))
     for corner, triangle in zip(grid, codes.reshape(4, -1), strict=True):
         assert shows(pixels, *corner, triangle)
-    assert shows(pixels, *enlarged, codes[1, 0])
-    y, x = grid[2]  # its place in the grid is outlined
+    y, x = grid[2]  # its place in the grid
     assert (pixels[y, x - 2] == ACCENT).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_image_of_the_clearest_head(places, shape):
+    """Also without a named head one is large. Its first tokens are legible at half of the size, as
+    W&B shows it."""
+    codes = random_codes(*shape)
+    pixels, caption = largest(codes)
+    assert pixels.shape == (*drawing.LARGEST[::-1], 3)
+    assert (pixels[:, [0, -1]] == 255).all()  # nothing reaches the edge
+    assert (pixels[[0, -1]] == 255).all()
+    large, *small = sorted(map(tuple, corners(pixels)), key=lambda corner: corner[1])
+    count = min(shape[2], 24)
+    assert shows(pixels, *large, codes[0, 0][: count * (count + 1) // 2], above=0.9)
+    if shape[2] > 1:  # above a diagonal all heads are small; the outline of one covers others
+        assert len(small) >= max(1, shape[0] * shape[1] - 3)
+    assert "1,234" in caption
+    written = [text for text in prompt_of(codes).tokens[:count] if text in places]
+    assert len(written) == count
+    size = (pixels[large[0] :, large[1]] == 255).all(-1).argmax()  # of the large head
+    assert size >= 400
+    assert size / count >= 16
+
+
+def test_the_image_of_a_named_head_says_which_token_attends_to_which(places):
+    """The strongest weight on the targets of the name is outlined, and said in words."""
+    codes = np.zeros((2, 3, 12 * 13 // 2), np.uint8)
+    codes[1, 2, 9 * 10 // 2 + 8] = 250  # from token 9, "j", to token 8, "i"
+    codes[1, 2, 11 * 12 // 2 + 2] = 255  # not the previous token
+    pixels, caption = largest(codes, "previous_token", (1, 2))
+    assert "L1 H2 previous token" in caption
+    assert "L1 H2 previous token" in places
+    assert any("0.96" in text for text in places)
+    (x, y), (other_x, other_y) = places["j"], places["i"]  # labels next to the diagonal
+    assert x - other_x == pytest.approx(y - other_y, abs=2)
+    cell = y - other_y
+    row, column = round(y), round(other_x - cell / 2)  # the cell of "j" and "i"
+    outline = (pixels[row - 30 : row + 30, column - 30 : column + 30] == ACCENT).all(-1)
+    where = np.argwhere(outline)
+    assert len(where) > 4 * cell
+    for ends, at in ((where[:, 0], row), (where[:, 1], column)):
+        assert ends.max() - ends.min() == pytest.approx(cell + 4, abs=3)
+        assert (ends.max() + ends.min()) / 2 + at - 30 == pytest.approx(at, abs=8)
+
+
+def test_the_image_of_the_repeated_sequence_has_tokens_of_both_copies(places):
+    """Heads that copy attend from the second to the first."""
+    texts = [chr(0x100 + n) for n in range(24)]  # each once
+    prompt = Prompt("1-r", "", [0, *range(1, 25), *range(1, 25)], ["^", *texts, *texts], period=24)
+    codes = np.zeros((1, 1, 49 * 50 // 2), np.uint8)
+    for n in range(24):
+        codes[0, 0, (25 + n) * (26 + n) // 2 + n + 2 if n < 23 else 0] = 255
+    pixels, _ = largest(codes, "induction", prompt=prompt)
+    written = [text for text in texts if text in places]
+    assert written == texts[:12]
+    yellow = (np.abs(pixels - TABLE[255]) <= EXACT).all(-1)
+    assert yellow[:, :300].sum() > 5 * yellow[:, 300:].sum() > 0  # the small head is at the right
+
+
+def test_the_image_of_a_head_has_the_part_of_a_long_text_that_shows_what_the_head_does(places):
+    texts = [chr(0x100 + n) for n in range(60)]
+    tokens = [*texts[:45], ",", *texts[46:]]
+    codes = np.full((1, 1, 60 * 61 // 2), 40, np.uint8)
+    for n in range(46, 60):
+        codes[0, 0, n * (n + 1) // 2 + 45] = 255  # attends to the comma
+    largest(codes, "separator", prompt=Prompt("1-x", "", [*range(60)], tokens))
+    written = [n for n, text in enumerate(tokens) if text in places]
+    assert written == list(range(written[0], written[0] + 24))
+    assert {45, *range(46, 58)} <= {*written}
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 12), (1, 1, 1), (12, 12, 64), (2, 2, 256), (48, 2, 256)])
@@ -153,29 +240,28 @@ LABELS |= {"\u202eabc": "·abc", "<0xE2>": "<0xE2>", "<0xE2><0x82>": "<0xE2 82>"
 
 
 @pytest.mark.parametrize("count", [8, 64, 256])
-def test_tokens_of_an_enlarged_head(tmp_path, places, count):
+def test_tokens_of_an_enlarged_head(places, count):
     """Each is right of its row and above its column, and ends left of the edge. If there are many,
     as many as are legible."""
     tokens = [*LABELS] if count == 8 else [f"n{n}" for n in range(count)]
     shown = [LABELS.get(token, token) for token in tokens]
     prompt = Prompt("1-x", "", [*range(count)], tokens)
-    codes, head = random_codes(1, 1, count), {"layer": 0, "head": 0, "name": "offset", "offset": 1}
-    pixels = panel(tmp_path, codes, [head], prompt)
-    assert (pixels[:, -8:] == 255).all()
+    pixels = figure(random_codes(1, 1, count), (0, 0), prompt)
     written = [n for n in range(count) if shown[n] in places]
     every = written[0] + 1
     assert written == list(range(every - 1, count, every))
-    assert (count == 8) == (every == 1)
-    _, (top, left) = sorted(corners(pixels), key=lambda corner: corner[1])
+    assert (count < 100) == (every == 1)
+    ((top, left),) = corners(pixels)
     cell = (pixels[top:, left] == 255).all(-1).argmax() / count
-    assert every * cell >= 8
-    size = min(16, int(0.85 * every * cell))
+    assert every * cell >= 20
+    size = min(40, int(0.85 * every * cell))
     ascent, descent = font_of(size).getmetrics()
     for n in written:
         x, baseline = places[shown[n]]
         assert 0 < x - left - (n + 1) * cell < 8
         middle = baseline - (ascent - descent) / 2
-        assert middle == pytest.approx(top + (n + 1 - every / 2) * cell, abs=1)
+        # The title above the head has 140 pixels.
+        assert middle == pytest.approx(top - 140 + (n + 1 - every / 2) * cell, abs=1)
 
 
 YELLOW = (253, 231, 37)  # weight 1
@@ -223,7 +309,7 @@ def test_each_frame_shows_a_step_on_the_prompt_of_the_names(tmp_path, shown):
         snapshot = lens.snapshot(GivenModel(capture_attention), step)
         assert ("attention/animation" in snapshot.images) == (step == 30)
     path = tmp_path / "timelapse.webp"
-    assert snapshot.images["attention/animation"] == path
+    assert snapshot.images["attention/animation"] == [path]
     frames = frames_of(path)  # the last step is the first frame
     for colour, at_least in ((YELLOW, 1000), (ACCENT, 300)):
         assert [head_with(frame, colour, at_least) for frame in frames] == [3, 0, 1, 2]
@@ -245,8 +331,8 @@ def test_size_of_the_animation(tmp_path, monkeypatch):
         frames = frames_of(path)
         assert len(frames) == expected
         assert np.abs(frames[0] - last).mean() < 2 < np.abs(frames[1] - last).mean()
-    rows = [{"layer": 0, "head": 0, "name": "duplicate_token"}] * 4
+    rows = [{"layer": 0, "head": 0, "name": "duplicate_token", "tokens_back": None}] * 4
     for shape in ((1, 1, 1), (48, 25, 36), (12, 12, 2145)):
         write_animation(path, prompt, [np.zeros(shape, np.uint8)], [5], [rows])
-        assert all(a <= b for a, b in zip(Image.open(path).size, drawing.FRAME, strict=True))
+        assert all(a <= b for a, b in zip(Image.open(path).size, drawing.HEADS, strict=True))
         assert (frames_of(path)[0, 40:100, -12:] > 240).all()  # each name fits

@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import functools
 import hashlib
 import io
 import itertools
@@ -35,10 +36,11 @@ from headlens import (
     snapshot_bytes,
     write_snapshot,
 )
-from headlens.drawing import draw_panel
+from headlens.drawing import heads_image
 from headlens.heads import ALL_NAMES, COLUMNS
+from headlens.heatmap import png_of
 from headlens.history import Row, read_history
-from headlens.lens import MAX_FILES, MAX_THUMBNAILS
+from headlens.lens import MAX_FILES, MAX_IMAGES
 from headlens.page import page
 from headlens.prompts import Prompt
 from headlens.recording import to_codes
@@ -201,7 +203,7 @@ def test_steps_of_snapshots():
 def test_number_of_files_is_limited(snapshots, every, rest, prompts, repeat_length):
     """A short run draws all snapshots. A long run draws snapshots at equal intervals."""
     lens = lens_on(*["x"] * prompts, every=every, repeat_length=repeat_length)
-    files = len(lens.prompts) + 1
+    files = len(lens.prompts) + 2
     max_steps = every * snapshots + int(rest * (every - 1))
     steps = sorted({*range(0, max_steps + 1, every), max_steps})
     lens.max_steps = max_steps
@@ -209,7 +211,7 @@ def test_number_of_files_is_limited(snapshots, every, rest, prompts, repeat_leng
     assert len(drawn) * files <= MAX_FILES
     assert (drawn[0], drawn[-1]) == (0, max_steps)
     assert len({*np.diff(drawn[:-1])}) <= 1
-    if (len(steps) + 1) * files <= MAX_FILES - MAX_THUMBNAILS:
+    if (len(steps) + 1) * files <= MAX_FILES - MAX_IMAGES:
         assert drawn == steps
 
 
@@ -220,10 +222,15 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     slugs = ["1-the-bank", "2-b-x-b", "3-repeated"]
     assert taken(lens, model_at(7), 7, 100, tmp_path / "other", write=False) is None
     assert list(tmp_path.iterdir()) == [folder]
-    assert list(snapshot.images) == [f"attention/heatmap/{slug}" for slug in slugs]
     assert snapshot.pages == {"attention/page": folder / "page.html"}
     pictures = [f"step_00000007_{slug}.png" for slug in slugs]
-    assert [path.name for path in snapshot.images.values()] == pictures
+    # The keys do not depend on the prompts.
+    assert {key: [path.name for path in paths] for key, paths in snapshot.images.items()} == {
+        "attention/heads": pictures,
+        "attention/largest": ["step_00000007.png"],
+    }
+    pictures.append("step_00000007.png")
+    assert snapshot.pages == {"attention/page": folder / "timelapse.html"}
     assert names(folder) == sorted(
         ["statistics.jsonl", "page.html", "step_00000007.npz", *pictures]
     )
@@ -237,19 +244,22 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     assert line.pop("errors") == {}
     for key in ("names", "places", "offsets"):
         assert np.shape(line.pop(key)) == (2, 2)
-    layers = {f"attention_layers/{k}/L0{n}" for k in STATISTICS for n in (0, 1)}
-    assert set(snapshot.metrics) == layers | {f"attention_best/{key}" for key in KINDS}
-    assert snapshot.captions.keys() == snapshot.images.keys()
-    assert all("7" in caption for caption in snapshot.captions.values())  # the step
-    assert "the bank" in snapshot.captions["attention/heatmap/1-the-bank"]
+    shown = {key: {"diagonal": "self"}.get(key, key) for key in STATISTICS}
+    layers = {f"attention_layers/{key}/L0{n}" for key in shown.values() for n in (0, 1)}
+    kinds = {f"attention_{what}/{shown[key]}" for key in KINDS for what in ("best", "names")}
+    assert set(snapshot.metrics) == layers | kinds
+    found = {key: len(captions) for key, captions in snapshot.captions.items()}
+    assert found == {"attention/heads": 3, "attention/largest": 1}
+    assert all("7" in caption for captions in snapshot.captions.values() for caption in captions)
+    assert "the bank" in snapshot.captions["attention/heads"][0]
     for key, values in line.items():  # the same values in all outputs
         assert history["values"][key] == [values[0] + values[1]]
-        head = snapshot.heads[f"attention_heads/{key}/L01H00"]
+        head = snapshot.heads[f"attention_heads/{shown[key]}/L01H00"]
         assert head == pytest.approx(values[1][0], abs=1e-4)
-        mean = snapshot.metrics[f"attention_layers/{key}/L01"]
+        mean = snapshot.metrics[f"attention_layers/{shown[key]}/L01"]
         assert mean == pytest.approx(sum(values[1]) / 2, abs=1e-4)
         if key in KINDS:
-            best = snapshot.metrics[f"attention_best/{key}"]
+            best = snapshot.metrics[f"attention_best/{shown[key]}"]
             assert best == pytest.approx(max(values[0] + values[1]), abs=1e-4)
 
 
@@ -283,8 +293,9 @@ def test_page_and_table_of_a_run(tmp_path, monkeypatch):
     assert (tmp_path / "heads.csv").is_file()
     assert {(row["layer"], row["head"]) for row in table} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     for row in table:
-        assert [*row] == ["heatmap", *COLUMNS]
-    kinds = {row["name"] for row in table} & {*KINDS}
+        shown = ["self" if key == "diagonal" else key for key in COLUMNS]
+        assert [*row] == ["heatmap", *shown]
+    kinds = {row["name"] for row in lens.table} & {*KINDS}
     assert len(lens.most_significant_heads()) == len(kinds) + bool(kinds)
 
 
@@ -294,7 +305,7 @@ def test_a_model_that_has_diverged_has_no_ablation(tmp_path):
     assert lens.most_important_heads() == []
 
 
-def test_panels_enlarge_heads_with_a_name_on_every_prompt(tmp_path):
+def test_only_a_head_with_a_name_on_every_prompt_is_named_in_images_and_counted(tmp_path):
     lens = lens_on("aaaaaa", "bbbbbb", repeat_length=0, every=10)
     previous = torch.eye(6)[[0, 0, 1, 2, 3, 4]]
     only_b = {ord("a"): uniform_attention(6)[0], ord("b"): previous}
@@ -304,15 +315,17 @@ def test_panels_enlarge_heads_with_a_name_on_every_prompt(tmp_path):
             capture(0, torch.stack([of_first[ids[0]], uniform_attention(6)[0]]))
 
         snapshot = taken(lens, GivenModel(capture_attention), step, 30, tmp_path)
-        _, panel = snapshot.images.values()
-        codes = to_codes(torch.stack([previous, uniform_attention(6)[0]]))
+        (caption,) = snapshot.captions["attention/largest"]
+        assert ("previous token" in caption) == (step == 20)
+        assert snapshot.metrics["attention_names/previous_token"] == (step == 20)
+        codes = to_codes(torch.stack([of_first[ord("b")], uniform_attention(6)[0]]))
         codes = codes[None][..., *np.tril_indices(6)].numpy()
-        draw_panel(codes, lens.prompts[1], step, [], {}, tmp_path / "without.png")
-        is_without = panel.read_bytes() == (tmp_path / "without.png").read_bytes()
+        without = png_of(heads_image(codes, lens.prompts[1], step), compress_level=1)
+        is_without = snapshot.images["attention/heads"][1].read_bytes() == without
         assert is_without == (step == 10)
 
 
-def test_a_page_has_only_steps_of_the_same_prompts(tmp_path):
+    assert snapshot.pages == {"attention/page": folder / "page.html"}
     watched(lens_on("the bank", every=10), tmp_path, 20)
     watched(lens_on("the bank", every=10), tmp_path, 30, first_step=21)
     assert steps_of(tmp_path / "page.html") == [0, 10, 20, 30]
@@ -517,11 +530,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         assert_same(found, expected)
         assert run.lens.failures.missing == 5 * (name == "failing")
     folder = tmp_path / "runs" / "with" / "attention"
-    assert len(names(folder, "*.png")) == 5 * 2
-    assert names(folder, "*.html") == []  # run.html has the heads
-    log = rows(folder.parent)
-    assert all("attention_layers/entropy/L01" in row for row in log)
-    assert log[0]["attention_layers/entropy/L00"] == pytest.approx(1, abs=0.01)
+    assert snapshot.pages == {"attention/page": folder / "page.html"}
 
 
 def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
@@ -533,7 +542,7 @@ def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
     fit(run)
     folder = run.directory / "attention"
     log = rows(run.directory)
-    assert [row["step"] for row in log if "attention/heatmap/1-the-bank" in row] == [0, 3, 4]
+    assert snapshot.pages == {"attention/page": folder / "page.html"}
     assert (folder / "heads.csv").exists()
     assert (run.lens.failures.missing, len(run.lens.summary(False)) > 1) == (2, True)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.foreign import WORDS, byte_level_tokenizer, foreign_model
 from helpers.pages import read
+from helpers.runs import wandb_records
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from headlens import LensConfig, read_snapshot
@@ -115,7 +116,13 @@ def test_images_and_pages_are_logged_to_wandb(tmp_path, monkeypatch):
     wandb.finish()
     assert summary["train/global_step"] == 7
     assert summary["attention/page"]["_type"] == "html-file"
-    assert any(str(key).startswith("attention/heatmap/") for key in summary)
+    assert summary["attention/heads"]["_type"] == "images/separated"
+    keys = {"attention/largest", "attention/table", "attention_names/self"}
+    assert {*keys, "attention_histograms/self", "attention_heads/self/L00H01"} <= summary.keys()
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    metrics = [each["metric"] for each in wandb_records(file) if each["type"] == "metric"]
+    hidden = {each["glob_name"] for each in metrics if each["options"].get("hidden")}
+    assert hidden == {"attention_heads/*", "attention_layers/*", "Custom Chart Tables/*"}
     files = [*tmp_path.glob("wandb/offline-run*/files/media/**/*")]
     assert {".html", ".png"} <= {file.suffix for file in files}
     assert read_snapshot(tmp_path / "attention" / "step_00000007.npz").run == "mine"

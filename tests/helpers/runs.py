@@ -5,6 +5,8 @@ import hashlib
 import io
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +29,13 @@ def train_in(folder: Path, *overrides: str) -> Path:
         run = build_run(settings(*TINY, "data.path=text.txt", *overrides))
         fit(run)
     return folder / run.directory
+
+
+def wandb_records(file: Path) -> list[dict]:
+    """Returns the records of an offline run of W&B, run-ID.wandb, also of a killed one."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def copy_run(run: Path) -> Path:

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import math
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 from helpers import REPOSITORY, TIMEOUT
 
 from clearhead.output import console as console_file
-from clearhead.output.console import MAX_LINES, Console
+from clearhead.output.console import Console
 
 
 class Terminal(io.StringIO):
@@ -80,12 +79,51 @@ def test_a_long_run_has_few_lines_in_a_file(capsys, max_steps, log_every):
     shown = Console(True, 0, max_steps)
     for step in steps:
         shown.step(step, 1.0, 1e-3, 100.0)
+    shown.close()
     lines = capsys.readouterr().out.splitlines()
     printed = [int(line.split("/")[0].split()[-1]) for line in lines]
-    assert min(len(steps), MAX_LINES // 2 - 1) <= len(printed) <= MAX_LINES
+    assert min(len(steps), 9) <= len(printed) <= 12
     assert (printed[0], printed[-1]) == (steps[0], max_steps)
-    longest = max(b - a for a, b in itertools.pairwise([0, *printed]))
-    assert longest <= 2 * max(log_every, math.ceil(max_steps / (MAX_LINES - 1)))
+    assert max(b - a for a, b in itertools.pairwise([0, *printed])) <= 0.11 * max_steps + 14
+
+
+@pytest.mark.parametrize("every", [100, 400])
+def test_in_a_file_each_validation_has_one_line_with_the_training_metrics(
+    monkeypatch, capsys, every
+):
+    """Also a validation before the first step. Samples are not printed."""
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    shown = Console(True, 0, 2000)
+    shown.validation(0, {"val/loss": 5.5})
+    for step in range(20, 2001, 20):
+        shown.step(step, 2.125, 1e-3, 1234.0)
+        if step % every == 0:
+            shown.validation(step, {"val/loss": 1.25, "val/accuracy": 0.5})
+            shown.sample({"step": step, "text": "a text"})
+    shown.close()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = {int(step.split("/")[0]): rest for _, step, *rest in lines}
+    assert len(found) == len(lines)
+    validations = [*range(every, 2001, every)]
+    assert [step for step, rest in found.items() if "validation" in rest] == [0, *validations]
+    assert all({"2.1250", "1.2500", "0.50", "1,234"} <= {*found[step]} for step in validations)
+    assert len(found) <= 2 + len(validations) + (5 if every == 400 else 0)
+    monkeypatch.setenv("JPY_PARENT_PID", "1")  # in a notebook
+    shown.sample({"step": 20, "text": "a\ntext"})
+    assert "a text" in capsys.readouterr().out
+
+
+def test_on_a_terminal_validations_and_samples_have_lines(monkeypatch):
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    shown = Console(True, 0, 2000)
+    shown.step(100, 2.125, 1e-3, 1234.0)
+    shown.validation(100, {"val/loss": 1.25})
+    shown.sample({"step": 100, "text": "a\ntext"})
+    shown.close()
+    assert "1.2500" in terminal.getvalue()
+    assert "a text" in terminal.getvalue()
 
 
 def test_progress_of_scripts_is_a_bar_or_lines_now_and_then(monkeypatch, capsys):
@@ -128,6 +166,7 @@ shown = console.Console(True, 0, 2)
 for step in (1, 2):
     shown.step(step, 2.0, 1e-3, 10.0)
     print("a warning", file=sys.stderr)
+shown.close()
 """
 # A redirection in bash -> the number of lines on stdout and on stderr. 9: a pipe without a reader.
 NOT_WRITTEN = {">/dev/full": (0, 2), ">&9": (0, 2), ">&-": (0, 2)}

@@ -162,7 +162,7 @@ def test_a_model_has_one_validation_loss(run, page_of):
 def test_text_with_markup_is_shown_as_text(run, page_of, opened, tmp_path):
     text = f"{HOSTILE}\n{HOSTILE}\u2028\ud800\x00\u202eend"
     samples = [{"step": n, "prompt": HOSTILE, "text": text} for n in (1, 2)]
-    rows = [ROWS[1] | {HOSTILE: HOSTILE, "attention/heatmap/x": "x.png"}]
+    rows = [ROWS[1] | {HOSTILE: HOSTILE, "attention/heads": ["x.png"]}]
     folder = run(rows, samples, f"name: {HOSTILE}\u202e\n", name="<img src=x>&amp;\x1b")
     start = {"step": 0, "command": f"python train.py {shlex.quote(HOSTILE)}", "device": HOSTILE}
     (folder / "starts.jsonl").write_text(json.dumps(start))

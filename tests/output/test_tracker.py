@@ -9,22 +9,23 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from helpers import REPOSITORY
 from helpers.refusals import refused
-from helpers.runs import contents, repeatable_rows, rows, train_in
+from helpers.runs import contents, repeatable_rows, rows, train_in, wandb_records
 
 from clearhead.checkpoint.format import FILES
 from clearhead.checkpoint.listing import find_checkpoint
 from clearhead.config.schema import WandbConfig
 from clearhead.errors import DamagedCheckpointError
+from clearhead.files import atomic_write
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output.report import sample_page
 from clearhead.output.tracker import MAX_SAMPLES, Tracker
@@ -39,7 +40,7 @@ def recorded(tmp_path, monkeypatch):
     """Replaces a W&B run: records its calls."""
     run = Mock(id="x", offline=True, dir=str(tmp_path / "files"), rows={}, summary={})
     run.settings.finish_timeout = 1
-    run.log = lambda row, step, commit: run.rows.update({step: row})
+    run.log = lambda row, step, commit: run.rows.setdefault(step, {}).update(row)
     run.init.return_value = run
     monkeypatch.setattr("wandb.init", run.init)
     return run
@@ -92,16 +93,32 @@ def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
     assert recorded.summary["exit_code"] == 4
 
 
-def test_media_that_cannot_be_read_are_skipped(tmp_path, recorded, capsys):
+def test_media_that_cannot_be_built_are_skipped_alone(tmp_path, recorded, capsys):
+    """A line names the key; all others are logged."""
     tracker = Tracker(OFFLINE, tmp_path, {})
-    missing = {"attention/heatmap/x": tmp_path / "missing.png"}
     number = {"attention_layers/entropy/L00": 0.5}
-    tracker.log({"train/loss": 1.0}, 1, Snapshot(number, {}, {}, missing))
-    tracker.log({"train/loss": 1.0}, 2, Snapshot({}, {}, {"h": [math.nan, 1.0]}))
-    assert tracker.upload([tmp_path / "missing.safetensors"], ["last"], {}) is None
+    histograms = {"nan": np.array([np.nan, 1.0]), "fine": np.array([0.5, 1.0])}
+    charts = {"chart": ([0, 1], {"L00": [0.5, 1.0]})}
+    images = {"attention/heads": [tmp_path / "missing.png"]}
+    tracker.log({"a": 1.0}, 1, Snapshot(number, {}, histograms, images, charts=charts))
     tracker.finish()
-    assert recorded.rows == {1: {"train/loss": 1.0, **number}, 2: {"train/loss": 1.0}}
-    assert len(capsys.readouterr().err.splitlines()) == 3
+    assert recorded.rows[1].keys() == {"a", *number, "fine", "chart"}
+    lines = capsys.readouterr().err.splitlines()
+    assert [[key for key in ("nan", "attention/heads") if key in line] for line in lines] == [
+        ["attention/heads"],
+        ["nan"],
+    ]
+    assert tracker.upload([tmp_path / "missing.safetensors"], ["last"], {}) is None
+
+
+def test_nearly_equal_values_have_a_histogram(tmp_path, recorded, capsys):
+    """Entropies of an untrained model differ by a few units in the last place of fp32."""
+    values = np.nextafter(np.float32(0.9996), np.float32(1), dtype=np.float32)
+    tracker = Tracker(OFFLINE, tmp_path, {})
+    tracker.log({}, 1, Snapshot({}, {}, {"h": np.array([0.9996, values], np.float32)}))
+    tracker.finish()
+    assert sum(recorded.rows[1]["h"].histogram) == 2
+    assert capsys.readouterr().err == ""
 
 
 def test_after_an_error_of_wandb_the_rows_are_on_disk(tmp_path, recorded, capsys):
@@ -140,6 +157,7 @@ ENVIRONMENT = {
 }
 
 
+SHOWN = {key: "self" if key == "diagonal" else key for key in STATISTICS}  # names in keys
 WATCHED = ("name=watched", "lens=default", "lens.every=2")
 
 
@@ -154,16 +172,9 @@ def watched(tmp_path_factory):
             patch.setenv(name, value)
         folder = train_in(tmp_path_factory.mktemp("watched"), *WATCHED, *named)
     (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
-    records = records_in(file)
+    records = wandb_records(file)
     logged = [record["history"]["item"] for record in records if record["type"] == "history"]
     return folder, logged, records, file.parent / "files"
-
-
-def records_in(file: Path) -> list[dict]:
-    """Returns the records of an offline run."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def test_a_run_that_the_user_has_open_is_left_alone(tmp_path, monkeypatch):
@@ -188,7 +199,7 @@ def test_a_run_that_the_user_has_open_is_left_alone(tmp_path, monkeypatch):
     wandb.teardown()
     found = {}
     for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):
-        records = records_in(file)
+        records = wandb_records(file)
         (exit_code,) = [r["exit"].get("exit_code", 0) for r in records if r["type"] == "exit"]
         logged = [record["history"]["item"] for record in records if record["type"] == "history"]
         keys = ("x", "train/loss")
@@ -198,6 +209,28 @@ def test_a_run_that_the_user_has_open_is_left_alone(tmp_path, monkeypatch):
         f"run-{our_id}": ([{"train/loss": 0.5}], 4),
         f"run-{later.id}": ([], 0),
     }
+
+
+def test_a_page_is_in_the_row_of_its_step(tmp_path, monkeypatch):
+    """It is written when metrics.jsonl has this row, which it shows."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tracker, page = Tracker(OFFLINE, tmp_path, {}), tmp_path / "run.html"
+
+    def write_page():
+        atomic_write(page, str(rows(tmp_path)[-1]["step"]).encode())
+        return page
+
+    tracker.log({"train/loss": 1.5}, 0, page=write_page)
+    tracker.log({"train/loss": 1.5}, 1, page=write_page)
+    tracker.log({"train/loss": 1.5}, 2, page=lambda: None)
+    tracker.finish()
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    records = [each["history"]["item"] for each in wandb_records(file) if each["type"] == "history"]
+    assert [row["_step"] for row in records] == [0, 1, 2]
+    assert all(row["train/loss"] == 1.5 for row in records)
+    pages = [file.parent / "files" / row["attention/page.path"] for row in records[:2]]
+    assert [page.read_text() for page in pages] == ["0", "1"]
+    assert "attention/page.path" not in records[2]
 
 
 def test_without_wandb_the_same_files_are_written(watched, tmp_path):
@@ -230,6 +263,13 @@ def test_docs_list_the_recorded_keys(watched):
     assert set(patterns) - {name for _, name in found} <= sometimes
 
 
+def test_other_keys_than_those_of_layers_and_heads_are_few(watched):
+    """The lens limits the keys of layers and heads to 1,900, so that a run has fewer than 2,000."""
+    _, logged, *_ = watched
+    keys = {key.partition(".")[0] for row in logged for key in row}
+    assert len([key for key in keys if not re.match("attention_(layers|heads)/", key)]) < 100
+
+
 def test_docs_list_the_settings_and_variables():
     text = (REPOSITORY / "docs" / "wandb.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| `wandb\.(\w+)` \| (?:`(\w+)`)?", text, re.MULTILINE))
@@ -243,7 +283,7 @@ def test_rows_configuration_and_summary(watched):
     for row, mine in zip(logged, rows(folder), strict=True):
         assert row["_step"] == mine.pop("step")
         for key, value in mine.items():
-            assert isinstance(value, str) or row[key] == pytest.approx(value)
+            assert isinstance(value, list) or row[key] == pytest.approx(value)
     (run,) = (record["run"] for record in records if record["type"] == "run")
     assert (run["project"], run["display_name"]) == ("heads", "a first try")
     assert (run["run_group"], run["tags"]) == ("first tries", ["a", "b"])
@@ -276,7 +316,7 @@ def test_the_x_axis_of_curves_is_the_number_of_tokens(watched):
     curves = [metric for metric in metrics if metric.get("step_metric")]
     assert {metric["step_metric"] for metric in curves} == {"train/tokens"}
     named = {metric.get("name") or metric["glob_name"] for metric in curves}
-    assert {"train/*", "val/*", "val/loss", "attention_best/*"} <= named
+    assert {"train/*", "val/*", "val/loss", "attention_best/*", "attention_names/*"} <= named
     assert not [key for key in named if key.startswith("attention/")]
 
 
@@ -298,7 +338,7 @@ def test_commit_command_and_environment(watched):
 def test_one_chart_per_statistic(watched):
     """The charts have a line for each layer, with the values of metrics.jsonl."""
     folder, logged, _, files = watched
-    for key in STATISTICS:
+    for key in SHOWN.values():
         name = f"Custom Chart Tables/attention_statistics/{key}_table.path"
         table = json.loads((files / logged[4][name]).read_text())
         expected = {
@@ -343,32 +383,38 @@ def test_which_model_is_uploaded(watched, recorded, monkeypatch):
         tracker.finish()
 
 
+def check_same(stored, on_disk):
+    """Checks that a file of W&B is that of the run directory and not a copy."""
+    assert stored.read_bytes() == on_disk.read_bytes()
+    assert os.path.samefile(stored, on_disk)
+    assert not stored.is_symlink()
+
+
 def test_media_are_the_files_on_disk_byte_for_byte(watched):
     """Images, pages, whose content security policy allows no changes, samples, table of heads."""
     folder, logged, records, files = watched
-    files_of = {}
     for row, mine in zip(logged, rows(folder), strict=True):
-        for key, value in mine.items():
-            if isinstance(value, str):
-                files_of.setdefault(row["_step"], []).append(row[f"{key}._type"])
-                stored = files / row[f"{key}.path"]
-                assert stored.read_bytes() == (folder / value).read_bytes()
-                assert os.path.samefile(stored, folder / value)  # not a copy
-                assert not stored.is_symlink()
-    pictures = 4 * ["image-file"]  # one of each prompt
-    for step in (0, 2, 4):
-        animation = ["image-file"] * (step == 4)
-        assert files_of.pop(step) == [*pictures, *animation]
-    assert files_of == {}
+        step = row["_step"]
+        # metrics.jsonl has lists of the paths of images.
+        paths = {key: value for key, value in mine.items() if isinstance(value, list)}
+        images = {"attention/heads": 4, "attention/largest": 1}  # one of each prompt
+        images |= {"attention/animation": 1} if step == 4 else {}
+        expected = images if step in (0, 2, 4) else {}
+        assert {key: len(value) for key, value in paths.items()} == expected
+        for key in paths:
+            is_list = len(paths[key]) > 1
+            assert row[f"{key}._type"] == ("images/separated" if is_list else "image-file")
+            stored = row[f"{key}.filenames"] if is_list else [row[f"{key}.path"]]
+            for path, on_disk in zip(stored, paths[key], strict=True):
+                check_same(files / path, folder / on_disk)
+        if step in (0, 2, 4):
+            captions = [*row["attention/heads.captions"], row["attention/largest.caption"]]
+            assert len(captions) == 5
+            assert all(str(step) in caption for caption in captions)
     # The page at the end, and at least one before: at most one percent of the time is for pages.
     pages = [row for row in logged if "attention/page.path" in row]
     assert (pages[0]["_step"], pages[-1]["_step"]) == (0, 4)
-    last = files / pages[-1]["attention/page.path"]
-    assert last.read_bytes() == (folder / "run.html").read_bytes()
-    for row in logged:
-        captions = [value for key, value in row.items() if key.endswith(".caption")]
-        assert len(captions) == (4 if row["_step"] in (0, 2, 4) else 0)
-        assert all(str(row["_step"]) in caption for caption in captions)
+    check_same(files / pages[-1]["attention/page.path"], folder / "run.html")
 
     samples = [json.loads(line) for line in (folder / "samples.jsonl").open(encoding="utf-8")]
     key = "samples/text.path"
@@ -389,9 +435,12 @@ def test_media_are_the_files_on_disk_byte_for_byte(watched):
     (artifact,) = (one for one in artifacts if "attentiontable" in one["name"])
     paths = [file["local_path"] for file in artifact["manifest"]["contents"]]
     assert len(paths) == 1 + 4
-    assert table["columns"] == names
+    assert table["columns"] == [SHOWN.get(name, name) for name in names]
     shown = [["" if value is None else str(value) for value in row] for row in table["data"]]
-    assert shown == written
+    title = names.index("name")
+    assert [row[:title] + row[title + 1 :] for row in shown] == [
+        row[:title] + row[title + 1 :] for row in written
+    ]
 
 
 def test_the_statistics_of_single_heads_are_logged(watched):
@@ -400,6 +449,6 @@ def test_the_statistics_of_single_heads_are_logged(watched):
     assert [snapshot["step"] for snapshot in snapshots] == [0, 2, 4]
     for snapshot, key, layer in itertools.product(snapshots, STATISTICS, (0, 1)):
         row = logged[snapshot["step"]]
-        heads = [row[f"attention_heads/{key}/L0{layer}H0{head}"] for head in (0, 1)]
+        heads = [row[f"attention_heads/{SHOWN[key]}/L0{layer}H0{head}"] for head in (0, 1)]
         assert heads == pytest.approx(snapshot[key][layer], abs=1e-4)
-        assert sum(row[f"attention_histograms/{key}.values"]) == 4
+        assert sum(row[f"attention_histograms/{SHOWN[key]}.values"]) == 4

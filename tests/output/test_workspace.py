@@ -10,11 +10,11 @@ from helpers.wandb_server import WandbServer
 from headlens import KINDS, STATISTICS
 from scripts import wandb_workspace
 
-HEATMAPS = ["attention/heatmap/1-the-bell", "attention/heatmap/2-repeated"]
+IMAGES = ["attention/largest", "attention/heads"]
 KEY = "k" * 40
 PAGES = ["attention/page"]
-SUMMARY = dict.fromkeys([*HEATMAPS, *PAGES, "train/loss", "val/loss", "val/perplexity"], 1.0)
-SUMMARY |= {f"attention_best/{key}": 0.5 for key in KINDS}
+SUMMARY = dict.fromkeys([*IMAGES, *PAGES, "train/loss", "val/loss", "val/perplexity"], 1.0)
+SUMMARY |= {f"attention_{what}/{key}": 0.5 for key in KINDS for what in ("best", "names")}
 SUMMARY |= {f"attention_layers/{key}/L{n:02d}": 0.5 for key in STATISTICS for n in range(2)}
 
 
@@ -83,33 +83,36 @@ def call(online, in_process, tmp_path):
 def test_the_view_is_created_once_and_then_updated(call, online, capsys):
     from wandb_workspaces.workspaces import Section, Workspace
 
-    with Server(SUMMARY, {"attention/heatmap/3-new": 1.0}) as server:
+    with Server(SUMMARY, {"attention/animation": 1.0}) as server:
         code, address, err = call(server, "project=mine")
         assert (code, err, len(server.views)) == (0, "", 1)
         (first,) = server.views.values()
         online(server)
         view = Workspace.from_url(address.strip())
         assert [view.entity, view.project] == ["me", "mine"]
-        heatmaps, page, heads, statistics, loss, samples = view.sections
-        shown = [panel.media_keys for panel in heatmaps.panels + page.panels + samples.panels]
-        keys = [*HEATMAPS, "attention/heatmap/3-new", *PAGES, "samples/text"]
+        images, page, table, statistics, loss, samples = view.sections
+        shown = [panel.media_keys for panel in images.panels + page.panels + samples.panels]
+        keys = [*IMAGES, "attention/animation", *PAGES, "samples/text"]
         assert shown == [[key] for key in keys]
-        assert [panel.table_name for panel in heads.panels] == ["attention/table"]
+        assert [panel.table_name for panel in table.panels] == ["attention/table"]
         curves = [[metric.name for metric in panel.y] for panel in loss.panels]
         assert curves == [["train/loss", "val/loss"], ["val/perplexity"]]
         layers = [key for key in SUMMARY if key.startswith("attention_layers/")]
-        best = [key for key in SUMMARY if key.startswith("attention_best/")]
+        of_all = [
+            [key for key in SUMMARY if key.startswith(f"attention_{what}/")]
+            for what in ("best", "names")
+        ]
         drawn = [
             [key for key in SUMMARY if re.search(panel.metric_regex, key)]
             for panel in statistics.panels
         ]
         of_layers = [layers[n : n + 2] for n in range(0, len(layers), 2)]
-        assert sorted(drawn) == sorted([best, *of_layers])
+        assert sorted(drawn) == sorted([*of_all, *of_layers])
         axes = {panel.x.name for panel in statistics.panels + loss.panels}
         assert axes == {"train/tokens"}
 
         # The user adds a section and removes the panels of another; the command adds them again.
-        heatmaps.panels = []
+        images.panels = []
         view.sections = [Section(name="my own", panels=loss.panels), *view.sections]
         view.runset_settings.query = "mine"
         view.save()

@@ -161,7 +161,7 @@ def test_with_more_steps_than_the_time_allows_the_time_rules(simulated):
     assert kinds[0] == kinds[1]
     assert rates(both)[:30] == sorted(rates(both)[:30])
     assert rates(both) == pytest.approx(rates(time), abs=0.02 * max(rates(time)))
-    for what in ("val/loss", "attention/heatmap"):  # about as often as with steps
+    for what in ("val/loss", "attention/heads"):  # about as often as with steps
         steps = [row["step"] for row in rows(time.directory) if what in " ".join(row)]
         assert 5 <= len(steps) <= 16
         assert (steps[0], steps[-1]) == (0, time.state.step)

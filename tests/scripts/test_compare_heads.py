@@ -73,6 +73,13 @@ def test_similar_since_is_the_first_step_from_which_a_head_is_similar(
     assert found == {"1": str(STEPS[3]), "2": str(STEPS[1])}
 
 
+def test_snapshots_of_one_run_are_called_by_their_step(in_process, written, tmp_path):
+    written(a_run().snapshots)
+    assert in_process(main, tmp_path, "runs=run0/attention/step_*.npz")[0] == 0
+    names = [f"first step {step}" for step in STEPS]
+    assert [*dict.fromkeys(row["run"] for row in rows_of(tmp_path / "heads.csv"))] == names
+
+
 def test_only_common_prompts_are_compared(in_process, written, tmp_path):
     """The weights of two runs are the same on the second prompt, which is the first of one run."""
     last = a_run().snapshots[-1]
