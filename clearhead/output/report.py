@@ -179,7 +179,7 @@ def facts(rows: list[dict], starts: list[dict], found: dict) -> list[tuple[str, 
                 )
             )
         if "accuracy" in found:
-            value = formatted(found["accuracy"])
+            value = f"{found['accuracy']:.1%}"  # as in the chart
             shown.append(("accuracy", value, "of the tokens that can be predicted"))
         elif 0 <= found["loss"] < 100:
             value = formatted(math.exp(found["loss"]))
