@@ -24,7 +24,7 @@ const COPIES = 14; // width of the names of the two copies of a repeated sequenc
 /** Sets the size of the enlarged heatmap, the same with and without a comparison: if possible whole
  * pixels for each weight. The other heatmaps are below it. */
 export function placePlots() {
-  const [compact, wide] = ["compact", "wide"].map((name) => $("all-heads").classList.contains(name));
+  const [compact, wide] = ["compact", "wide"].map((name) => $("app").classList.contains(name));
   ruler.font = FONT;
   const texts = (longest) => A.labels.map((token) => label(token, longest));
   // Short labels, for example of letters, are in up to three lanes. So none has to be skipped.

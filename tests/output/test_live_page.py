@@ -79,7 +79,7 @@ def shown_step(lens):
 def test_a_page_fills_with_the_first_snapshot_and_follows_the_run(growing, visit):
     lens = visit("run/first/")
     expect(lens.locator("#error")).to_be_visible()
-    expect(lens.locator("#all-heads")).to_be_hidden()
+    expect(lens.locator("#app")).to_be_hidden()
     growing.add(0)
     pages.ready(lens)
     expect(lens.locator("#error")).to_be_hidden()
@@ -127,7 +127,7 @@ def test_a_page_that_followed_a_run_equals_one_that_is_opened_at_its_end(named, 
         page.evaluate(pages.DECODE_ALL)
         page.evaluate("() => window.lens.update()")
         bar = page.locator("#live").inner_text()
-        texts.append([bar, page.locator("#all-heads").inner_text()])
+        texts.append([bar, page.locator("#app").inner_text()])
         texts[-1] += [canvas.tolist() for canvas in pages.pixels(page.locator("canvas:visible"))]
         texts[-1] += page.locator("#compare option").all_inner_texts()
         texts[-1] += page.locator("#marks i").evaluate_all("all => all.map((one) => one.title)")
