@@ -256,7 +256,7 @@ class Failures:
 def best_effort(what: str, debug: bool = False, prefix: str = "") -> Iterator[None]:
     """Prints an error of the enclosed code to stderr instead of raising it.
 
-    For logging and plots, which must not end a run. what: the message, such as "report.html: could
+    For logging and plots, which must not end a run. what: the message, such as "run.html: could
     not be written". debug: raise the error. prefix: for example "rank 1: ".
     """
     try:

@@ -188,11 +188,9 @@ def _draw_corner(
 def _targets(prompt: Prompt, row: Mapping) -> np.ndarray:
     """Returns the key tokens that give a head its name, bool (t, t) for the t tokens that are
     shown; none without such a name. row: of heads.head_table."""
-    name, is_target = row["name"], np.zeros((prompt.shown, prompt.shown), bool)
+    name, none = row["name"], np.zeros((prompt.shown, prompt.shown), bool)
     key = f"offset_{row['tokens_back']}" if name == "offset" else name
-    for query, keys in enumerate(targets_on(prompt).get(key, [])):
-        is_target[query, keys] = True
-    return is_target
+    return targets_on(prompt).get(key, none)
 
 
 def _example(on_targets: np.ndarray) -> tuple[int, int] | None:

@@ -36,7 +36,7 @@ from headlens import formatted, rounded
 RUN_HTML = "run.html"
 MAX_CONFIG = 2**20  # bytes; a larger file is ignored
 ROWS = (*KEYS, "train/tokens", "train/mfu")  # of metrics.jsonl
-# Rows of starts.jsonl, as the page calls them.
+# Keys of starts.jsonl, as the page calls them.
 ENVIRONMENT = {
     "time": "started",
     "device": "device",
@@ -58,8 +58,9 @@ def write_run_page(folder: Path, state: str) -> Path:
     rows = read_rows(folder / "metrics.jsonl", *ROWS)
     training = training_data(folder, rows)
     max_steps = flat(settings_of(folder) or {}).get("trainer.max_steps")
-    when = f"; written {time.strftime('%Y-%m-%d %H:%M')}, while it trained" * (state == "running")
-    training["state"] = progress(state, rows, max_steps) + when
+    # The page stays as it is if the run is killed.
+    now = f"training at {time.strftime('%Y-%m-%d %H:%M')}" if state == "running" else state
+    training["state"] = progress(now, rows, max_steps)
     page = folder_page(
         folder / "attention",
         sanitize(folder.resolve().name),
@@ -179,7 +180,7 @@ def facts(rows: list[dict], starts: list[dict], found: dict) -> list[tuple[str, 
                 )
             )
         if "accuracy" in found:
-            value = formatted(found["accuracy"])
+            value = f"{found['accuracy']:.1%}"  # as in the chart
             shown.append(("accuracy", value, "of the tokens that can be predicted"))
         elif 0 <= found["loss"] < 100:
             value = formatted(math.exp(found["loss"]))
@@ -250,7 +251,8 @@ def command(folder: Path, starts: list[dict]) -> str:
 
 def environment(starts: list[dict]) -> list[tuple[str, str]]:
     """Returns commit, machine and versions of the last start: (name, value)."""
-    start = starts[-1] if starts else {}
+    start = dict(starts[-1]) if starts else {}
+    start["time"] = str(start.get("time", ""))[:16].replace("T", " ")
     shown = []
     if commit := start.get("commit"):
         changed = {False: ", with changes that are not committed"}.get(start.get("clean"), "")

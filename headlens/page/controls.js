@@ -79,7 +79,7 @@ function listenToControls() {
   on("previous-head", "click", () => stepHead(-1));
   on("next-head", "click", () => stepHead(1));
   on("options", "click", () => {
-    const open = $("all-heads").classList.toggle("open");
+    const open = $("app").classList.toggle("open");
     $("options").setAttribute("aria-expanded", open);
     if (open) scrollTo(0, 0); // the controls are at the top
     layOut(true);

@@ -178,7 +178,7 @@ export function toggleHead(index) {
 
 export function showDetail() {
   $("side").scrollTop = 0;
-  if (!$("all-heads").classList.contains("wide")) $("detail").scrollIntoView();
+  if (!$("app").classList.contains("wide")) $("detail").scrollIntoView();
 }
 
 /** Sets the only tab stop of the grid, where arrow keys start. It is never a hidden head. */
@@ -231,19 +231,19 @@ export function layOut(force = false) {
   if (facts === laidOut && !force) return;
   laidOut = facts;
   const compact = tall < 500 && window.parent !== window; // a panel of a dashboard
-  $("all-heads").classList.toggle("compact", compact);
+  $("app").classList.toggle("compact", compact);
   measureBar();
   const [margin, labels, gap] = compact ? [16, 28, 2]
     : [width > 760 ? 40 : 20, width > 480 ? 28 : 22, width > 480 ? 3 : 2];
   let wide = width >= 900;
   const room = wide ? (width - margin - 28) * 0.41 : width - margin;
   let tile = (room - labels) / run.heads - gap;
-  if (!compact || !$("all-heads").classList.contains("open")) bodyTop = $("body").offsetTop;
+  if (!compact || !$("app").classList.contains("open")) bodyTop = $("body").offsetTop;
   const below = tall - bodyTop - (compact ? 26 : 150);
   const low = below / run.layers - gap;
   if (low >= (compact ? 10 : 24)) tile = Math.min(tile, low); // the whole grid on one screen
   if (compact && !state.sort) wide ||= width - margin - run.heads * (tile + gap) - labels >= 240;
-  $("all-heads").classList.toggle("wide", wide);
+  $("app").classList.toggle("wide", wide);
   placeGroups(wide);
   if (state.sort) tile = Math.max(62, Math.min(tile, 92));
   tile = clamp(tile, compact ? 6 : 24, 150); // large enough for a finger; the grid can scroll
@@ -258,7 +258,7 @@ export function layOut(force = false) {
   $("grid").classList.toggle("sorted", Boolean(state.sort));
   // A grid that fits stays next to a long right column; next to a long grid, the right column stays.
   const rows = state.sort ? Math.ceil(run.count / Math.floor(room / (tile + 6))) : run.layers;
-  $("all-heads").classList.toggle("tall", rows * (tile + (state.sort ? 22 : gap)) > below);
+  $("app").classList.toggle("tall", rows * (tile + (state.sort ? 22 : gap)) > below);
   $("grid").style.width = state.sort && wide ? `${room}px` : "";
   measureSide();
 }
@@ -274,7 +274,7 @@ const PAPER = 940; // pixels: height of a page of paper, A4 or Letter, without m
 
 /** Arranges the page for paper: the grid and the enlarged heatmap fit on one page. */
 export function fitPaper(isPrinted) {
-  placeGroups(!isPrinted && $("all-heads").classList.contains("wide"));
+  placeGroups(!isPrinted && $("app").classList.contains("wide"));
   const high = (...ids) => ids.reduce((sum, id) => sum + $(id).offsetHeight, 0);
   const maps = high("grid") + $("map").parentElement.offsetHeight;
   const rest = high("bar", "subject", "how", "names", "what", "finding") + 120; // headings and gaps
@@ -285,7 +285,7 @@ export function fitPaper(isPrinted) {
 /** Measures the bar, and where the left column stays while the page scrolls: below the bar or, if it is
  * longer than the window, with its end at the end of the window. */
 export function measureBar() {
-  const isCompact = $("all-heads").classList.contains("compact"); // then the top stays too
+  const isCompact = $("app").classList.contains("compact"); // then the top stays too
   const top = isCompact ? $("top").offsetHeight : 0;
   const bar = $("bar").offsetHeight + top;
   const stick = Math.min(bar + 10, innerHeight - $("all").offsetHeight - 10);
@@ -299,7 +299,7 @@ export const sideWidth = () => measuredWidth;
 
 /** Measures sideWidth. Returns whether it has changed. */
 export function measureSide() {
-  const width = $("side").clientWidth - ($("all-heads").classList.contains("wide") ? 8 : 0);
+  const width = $("side").clientWidth - ($("app").classList.contains("wide") ? 8 : 0);
   const changed = width !== measuredWidth;
   measuredWidth = width;
   return changed;

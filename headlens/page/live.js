@@ -90,8 +90,7 @@ async function loadData() {
 
 /** Takes up new snapshots, then new losses. Returns false if this has to wait. */
 async function takeHeads(found, hasLosses) {
-  // They show the steps that they started with; without a size nothing can be drawn.
-  if (isPlaying() || shownTab() !== "heads") {
+  if (isPlaying()) { // it shows the steps that it started with
     waitingLosses ||= hasLosses;
     return false;
   }

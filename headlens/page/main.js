@@ -89,7 +89,7 @@ function listen() {
 }
 
 function fail(error) {
-  $("all-heads").hidden = true;
+  $("app").hidden = true;
   $("error").hidden = false;
   $("error").textContent = error.message || String(error);
 }
@@ -113,11 +113,11 @@ async function startHeads({ runs: found, live }) {
   const b = otherSide();
   if (b) needed.push(decode(b.run, b.frame));
   await Promise.all(needed);
-  $("all-heads").hidden = false;
+  $("app").hidden = false;
   readTheme();
   redraw();
   // Without a link and a second run, the page opens with a head. It must not hide the others.
-  const hides = $("all-heads").matches(".compact:not(.wide)");
+  const hides = $("app").matches(".compact:not(.wide)");
   const isEmpty = !location.hash || tabOfLink(location.hash);
   if (isEmpty && !other && !hides) update(openingView());
   else if (selected() !== null) showDetail();

@@ -22,7 +22,7 @@ const COPIES = 14; // width of the names of the two copies of a repeated sequenc
 /** Sets the size of the enlarged heatmap, the same with and without a comparison: if possible whole
  * pixels for each weight. The other heatmaps are below it. */
 export function placePlots() {
-  const [compact, wide] = ["compact", "wide"].map((name) => $("all-heads").classList.contains(name));
+  const [compact, wide] = ["compact", "wide"].map((name) => $("app").classList.contains(name));
   const isShort = A.tokens.filter((token) => token.length > 3).length <= 1; // <|endoftext|>
   const longest = isShort ? 3 : compact ? 7 : 8;
   const labels = A.labels.map((label) => clip(label, longest));

@@ -413,4 +413,4 @@ def test_damaged_pages_and_old_browsers(tmp_path, opened):
         error = lens.locator("#error")
         expect(error, what).to_be_visible()
         assert len(error.inner_text().splitlines()) == 1, what
-        assert not lens.locator("#all-heads").is_visible(), what
+        assert not lens.locator("#app").is_visible(), what
