@@ -32,6 +32,7 @@ from .heads import (
     heads_by_name,
     only_on,
     title_of,
+    title_of_head,
 )
 from .heatmap import fitted, rgb
 from .history import History, Row, atomic_write, copying_step, evenly_spaced, read_history

@@ -25,14 +25,6 @@ export const format = (value, signed = false, kind = "value") =>
 /** Returns a loss, or with `signed` the change of a loss. */
 export const formatLoss = (value, signed = false) => format(value, signed, "loss");
 
-/** Returns the number of decimals of a loss or of its change. */
-export const lossDigits = (value) => decimals(value, "loss");
-
-/** Returns the change of a loss with its standard error, if it is known: "+1.33 ± 0.02". */
-export function formatLossChange(change, error) {
-  const size = error === null ? "" : ` ± ${rounded(error, lossDigits(change))}`;
-  return formatLoss(change, true) + size;
-}
 
 /** Returns a mean on the text with its standard error: "0.62 ± 0.03", "0.617 ± 0.004". */
 export function formatMean(value, error) {

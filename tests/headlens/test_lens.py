@@ -325,7 +325,34 @@ def test_only_a_head_with_a_name_on_every_prompt_is_named_in_images_and_counted(
         assert is_without == (step == 10)
 
 
-    assert snapshot.pages == {"attention/page": folder / "page.html"}
+def test_a_large_model_has_few_keys(tmp_path):
+    """Statistics of single heads have keys only if there are few, those of layers almost always.
+    The file has all of them."""
+
+    def uniform(token_ids, capture, shape):
+        weights = uniform_attention(len(token_ids)).expand(shape[1], -1, -1)
+        for layer in range(shape[0]):
+            capture(layer, weights, weights)
+
+    for shape in ((4, 4), (12, 12), (25, 24), (48, 25), (199, 1), (400, 1)):
+        lens = lens_on("the bank", "of the river", repeat_length=4)
+        model = GivenModel(functools.partial(uniform, shape=shape))
+        snapshot = taken(lens, model, 10, 10, tmp_path / str(shape))
+        groups = (snapshot.metrics, snapshot.heads, snapshot.histograms, snapshot.images)
+        groups += (snapshot.pages, snapshot.tables, snapshot.charts)
+        assert sum(map(len, groups)) < 2000 - 60  # of training, validation and the tables of charts
+        assert bool(snapshot.heads) == (shape in ((4, 4), (12, 12)))
+        has_layers = any(key.startswith("attention_layers/") for key in snapshot.metrics)
+        assert has_layers == (shape[0] < 150)
+        images = [path for paths in snapshot.images.values() for path in paths]
+        cells = [cell for row in snapshot.tables["attention/table"] for cell in row.values()]
+        images += [cell for cell in cells if isinstance(cell, np.ndarray)]
+        assert len(images) == min(50, shape[0] * shape[1] + 3 + 2)  # of heads, of prompts, others
+        (line,) = (tmp_path / str(shape) / "statistics.jsonl").read_text().splitlines()
+        assert np.shape(json.loads(line)["entropy"]) == shape
+
+
+def test_a_page_has_only_steps_of_the_same_prompts(tmp_path):
     watched(lens_on("the bank", every=10), tmp_path, 20)
     watched(lens_on("the bank", every=10), tmp_path, 30, first_step=21)
     assert steps_of(tmp_path / "page.html") == [0, 10, 20, 30]
@@ -530,7 +557,12 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         assert_same(found, expected)
         assert run.lens.failures.missing == 5 * (name == "failing")
     folder = tmp_path / "runs" / "with" / "attention"
-    assert snapshot.pages == {"attention/page": folder / "page.html"}
+    assert len(names(folder, "*.png")) == 5 * 3
+    assert names(folder, "*.html") == []  # run.html has the heads
+    log = rows(folder.parent)
+    assert all("attention_layers/entropy/L01" in row for row in log)
+    assert log[0]["attention_layers/entropy/L00"] == pytest.approx(1, abs=0.01)
+    assert log[0]["attention/largest"] == ["attention/step_00000000.png"]
 
 
 def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
@@ -542,7 +574,7 @@ def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
     fit(run)
     folder = run.directory / "attention"
     log = rows(run.directory)
-    assert snapshot.pages == {"attention/page": folder / "page.html"}
+    assert [row["step"] for row in log if "attention/heads" in row] == [0, 3, 4]
     assert (folder / "heads.csv").exists()
     assert (run.lens.failures.missing, len(run.lens.summary(False)) > 1) == (2, True)
 
