@@ -43,7 +43,7 @@ export function drawFinding() {
   const prompt = prompts[index];
   const query = prompt < 0 ? null : sharpestQuery(index, prompt);
   if (query !== null && (prompt !== state.prompt || query !== selectedQuery())) {
-    const button = make("button", { textContent: "show" });
+    const button = make("button", { textContent: "show the example" });
     button.addEventListener("click", () => update({ prompt, query }));
     parts.push(" ", button);
   }
