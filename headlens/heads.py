@@ -106,9 +106,9 @@ KINDS = {
         "the token itself",
         "itself",
         telling=0,
-        removal="A self head moves little from one token to another: it passes on the token itself,"
-        " in a form that later layers can use. So this change says how much they need this form. It"
-        " can be as much as they need heads that copy.",
+        removal="A self head mostly passes on the token itself, in a form for later layers. So this"
+        " change says more about this form than about attention to other tokens, and can be as"
+        " large as without heads that copy.",
     ),
     # A text has few different separators: heads of random models reach 0.36.
     "separator": Kind(

@@ -6,7 +6,7 @@ import {
   A, B, enlarged, errorOf, headName, here, indexInB, indexName, hovered, isMean, meanIsShown,
   overText, run, selected, selectedHeads, selectedQuery, sideName, state, uniformOf, update, valueAt,
 } from "./state.js";
-import { nameOf } from "./names.js";
+import { nameAt } from "./names.js";
 import { firstKey, paint } from "./maps.js";
 import { cellOf } from "./cells.js";
 import { drawMarks, placePlots, plots } from "./plots.js";
@@ -164,7 +164,7 @@ function drawValues(index) {
     const error = hasErrors ? errorOf(A, key, index) : null;
     list.children[n].lastChild.textContent = inB < 0 ? withUniform(key, a, false, error)
       : `${format(a)} → ${withUniform(key, valueAt(B, key, inB))}`;
-    list.children[n].classList.toggle("strong", nameOf(here, index)?.key === key);
+    list.children[n].classList.toggle("strong", nameAt(here, index)?.key === key);
     list.children[n].hidden = valueAt(A, key, index) === null && uniformOf(A, key) === null;
   });
 }

@@ -7,7 +7,7 @@ import {
 } from "./state.js";
 import { colours, readTheme, viridis } from "./colours.js";
 import { paint, scaleEnd } from "./maps.js";
-import { nameOf, whereText } from "./names.js";
+import { nameAt, whereText } from "./names.js";
 import { colourTicks } from "./plots.js";
 
 const MARGIN_OF_FIGURE = 16;
@@ -170,7 +170,7 @@ function headFigure(index) {
   body += write(left + size / 2, below, "key token", { size: 12, anchor: "middle" }) +
     upright(MARGIN_OF_FIGURE + 8, top + size / 2, "query token", { size: 12, anchor: "middle" });
   const width = Math.max(size, BAR + 20) + left + MARGIN_OF_FIGURE;
-  const name = what === "a" && index < run.count ? nameOf(A, index) : null;
+  const name = what === "a" && index < run.count ? nameAt(A, index) : null;
   const subject = indexName(index) + (name ? ` ${name.title}${whereText(name)}` : "");
   return figureOf(what, subject, body, width, below + 16,
     { x: left, largest: [scaleEnd(index, what)] });

@@ -3,7 +3,7 @@
 
 import { $, make, sentence } from "./dom.js";
 import { here, placeOfHead, run, selected, selectedQuery, state, update } from "./state.js";
-import { nameOf, setColour, statusOf } from "./names.js";
+import { nameAt, setColour, statusOf } from "./names.js";
 
 /** Returns what a frame says about its heads, {findings, rows, prompts, clearest}. */
 const factsOf = (frame) => run.frames[frame].facts.heads;
@@ -32,7 +32,7 @@ export function choosePrompt(prompt) {
 /** Shows what the enlarged head does at the shown step, with a button to the row of the example. */
 export function drawFinding() {
   const index = selected();
-  const name = index === null ? null : nameOf(here, index);
+  const name = index === null ? null : nameAt(here, index);
   $("detail-name").replaceChildren(...(name ? [`· ${name.title} `,
     make("small", { textContent: name.where })] : []));
   $("detail-name").className = name ? `kind-${name.key}` : "";
@@ -43,7 +43,7 @@ export function drawFinding() {
   const prompt = prompts[index];
   const query = prompt < 0 ? null : sharpestQuery(index, prompt);
   if (query !== null && (prompt !== state.prompt || query !== selectedQuery())) {
-    const button = make("button", { textContent: "show" });
+    const button = make("button", { textContent: "show the example" });
     button.addEventListener("click", () => update({ prompt, query }));
     parts.push(" ", button);
   }

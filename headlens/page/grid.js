@@ -6,7 +6,7 @@ import {
   A, B, REMOVED, gridShows, headName, hoverHead, hovered, placeOfHead, run, selected, selectedHeads,
   shownValue, state, statisticOf, uniformOf, update,
 } from "./state.js";
-import { fillTag, shown, shownName, statusOf, whereText } from "./names.js";
+import { fillTag, onShownSide, shownName, statusOf, whereText } from "./names.js";
 import { sharpestQuery } from "./finding.js";
 import { paint } from "./maps.js";
 
@@ -132,14 +132,15 @@ export function showHovered() {
   const { index } = hovered;
   const text = index === null ? "" : headValues(index);
   if (text) tiles[index].button.title = text;
-  $("hovered").textContent = index === selected() || !text ? "" : shown(statusOf, index) ?? "";
+  $("hovered").textContent = index === selected() || !text ? ""
+    : onShownSide(statusOf, index) ?? "";
 }
 
 /** Returns the name and all statistics of a head. */
 function headValues(index) {
   const values = run.statistics.filter((statistic) => !statistic.empty).map(({ key, title }) =>
     `${title} ${withUniform(key, shownValue(key, index), B && state.show === "difference")}`);
-  return [shown(statusOf, index) ?? headName(index), ...values].join("\n");
+  return [onShownSide(statusOf, index) ?? headName(index), ...values].join("\n");
 }
 
 /** Returns a value as text, with its standard error if it is known, and with the value for uniform

@@ -11,7 +11,7 @@ const headsAt = (of) => of.run.frames[of.frame].heads;
 
 /** Returns the name of a head, as kindOf, with its own title, {where, hollow}: where the name holds, and
  * whether it does not hold on the text; null without a name that the page shows. */
-export function nameOf(of, index) {
+export function nameAt(of, index) {
   const { names, titles, wheres, hollow } = headsAt(of);
   return titles[index] ? { ...kindOf(of.run.names[names[index]].key), title: titles[index],
     where: wheres[index], hollow: hollow[index] } : null;
@@ -27,14 +27,14 @@ export const whereText = ({ where }) => (where ? `, ${where}` : "");
 const shownSide = () => (!B || state.show === "difference" ? here : state.show === "b" ? B : A);
 
 /** Returns what this function returns for a head on the side that the grid shows, or null. */
-export function shown(find, index) {
+export function onShownSide(find, index) {
   const of = shownSide();
   const place = of === B ? indexInB(index) : index;
   return place < 0 ? null : find(of, place);
 }
 
 /** Returns the name of a head on the side that the grid shows, or null. */
-export const shownName = (index) => shown(nameOf, index);
+export const shownName = (index) => onShownSide(nameAt, index);
 
 /** Shows a name as a letter on its colour; hollow, if the name does not hold on the text. */
 export function fillTag(tag, name) {

@@ -25,7 +25,7 @@ const measuredSides = () => [run, other].flatMap((of) => {
   return sides.find(isMeasured) ?? sides.slice(0, 1);
 });
 const prefix = (of) => (B ? [bold(sideName(of)), " · "] : []);
-const note = (textContent) => make("p", { className: "note", textContent });
+const noteOf = (textContent) => make("p", { className: "note", textContent });
 
 /** Shows the loss without the enlarged head, and without all heads of its name. */
 export function drawRemoved() {
@@ -37,7 +37,7 @@ export function drawRemoved() {
       if (!isMeasured(of)) return [make("p", {}, ...prefix(of), ...elsewhere(of))];
       const { findings, groups, notes } = of.run.removed;
       const said = make("p", {}, ...prefix(of), ...sentence(findings[placeIn(of)]));
-      return groups.length ? [said] : [said, note(notes[0])];
+      return groups.length ? [said] : [said, noteOf(notes[0])];
     }));
 }
 
@@ -58,8 +58,8 @@ function groupTable({ columns, groups, notes }) {
     make("th", { scope: "col", textContent, className: n ? "number" : "" }));
   return [make("table", {}, make("thead", {}, make("tr", {}, ...head)),
     make("tbody", {}, ...groups.flatMap(groupRows))),
-  ...(groups.some((group) => group.is_noise) ? [note("grey: not clearly different from 0")] : []),
-  note(notes[0])];
+  ...(groups.some((group) => group.is_noise) ? [noteOf("grey: not clearly different from 0")] : []),
+  noteOf(notes[0])];
 }
 
 /** Shows the loss without all heads of each name. */
@@ -78,5 +78,5 @@ export function drawGroups() {
       ...(isMeasured(of) ? groupTable(of.run.removed)
         : [make("p", {}, ...prefix(of), ...elsewhere(of))]),
     ]),
-    note(sides[0].run.removed.notes[1]), ...(run.removed ? [sort] : []));
+    noteOf(sides[0].run.removed.notes[1]), ...(run.removed ? [sort] : []));
 }

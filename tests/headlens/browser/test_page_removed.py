@@ -65,9 +65,11 @@ def test_changes_within_the_noise_are_grey(shown):
         for name, change in (("induction", 0.5), ("diagonal", 0.1), ("separator", -0.5))
     ]
     lens = shown(with_removal(*groups))
-    read = """all => all.map((row) => [row.querySelector("[class*='kind-']").className,
-      getComputedStyle(row.querySelector("td")).color])"""
-    found = lens.locator("#groups tr:has([class*='kind-'])").evaluate_all(read)
+    # In one call, because the page draws the table again when all steps are decoded.
+    read = """() => [...document.querySelectorAll("#groups tr:has([class*='kind-'])")].map((row) =>
+      [row.querySelector("[class*='kind-']").className,
+        getComputedStyle(row.querySelector("td")).color])"""
+    found = lens.evaluate(read)
     colours = {name.split("kind-")[1]: colour for name, colour in found}
     grey = colours.pop("diagonal")
     assert set(colours) == {"induction", "separator"}
