@@ -26,8 +26,9 @@ from ..heatmap import VIRIDIS
 from ..history import Row, copying_step, evenly_spaced, json_values
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
+from ..story import story
 
-VERSION = 5
+VERSION = 6
 MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
 TRAINER_CURVES = {"loss": "training loss", "eval_loss": "validation loss"}
 START, END = '<script type="application/json" id="data">', "</script>"
@@ -86,6 +87,7 @@ def run_data(
         "stage": copying_step(last.prompts, history),
         "frames": list(frames),
         "ablation": last.ablation,
+        "story": _packed_json(story(last, [frame["step"] for frame in frames], history, curves)),
     }
 
 

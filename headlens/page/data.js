@@ -2,7 +2,7 @@
 
 import { joinBytes } from "./text.js";
 
-const VERSION = 5; // of the data, see headlens/page/__init__.py
+const VERSION = 6; // of the data, see headlens/page/__init__.py
 const DECODED_BYTES = 200e6; // limit for the decoded frames in memory
 
 /** Returns the checked runs of the JSON text of a page. Throws an Error with a user message. */
@@ -70,6 +70,7 @@ export async function prepare(run) {
     Object.assign(run, { steps, errors, losses, nameSteps: found.name_steps, namesAt: found.names,
       placesAt: found.places, sinceAt: found.since, offsetsAt: found.offsets });
     (await inflateJson(run.targets)).forEach((targets, n) => { run.prompts[n].targets = targets; });
+    run.story = run.story ? await inflateJson(run.story) : null;
     run.windows = run.text ? (await inflateJson(run.text)).map(joinBytes) : null;
     for (const statistic of run.statistics) {
       statistic.values = Object.hasOwn(values, statistic.key) ? values[statistic.key] : [];

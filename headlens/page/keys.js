@@ -10,7 +10,7 @@ import { goStep, togglePlay } from "./player.js";
 import { toggleCompare } from "./controls.js";
 import { choosePrompt } from "./finding.js";
 import { openHelp } from "./help.js";
-import { endTour, goTour } from "./tour.js";
+import { moveStoryQuery, showStory } from "./story.js";
 
 function moveCell(right, down) {
   if (selected() === null) return; // no heatmap
@@ -22,7 +22,7 @@ function moveCell(right, down) {
 
 function closeTop() {
   if (!$("link").hidden) $("link").hidden = true;
-  else if (state.tour) endTour();
+  else if (selected() === null) showStory();
   else select(null);
 }
 
@@ -50,14 +50,15 @@ export function onKey(event) {
   if (typing && key !== "Escape") return;
   // These elements handle the space key themselves. On the enlarged head it would do nothing.
   if (key === " " && target.matches('button:not([aria-pressed="true"]), input')) return;
-  const inTour = state.tour && !target.matches("#text, .head") && !event.shiftKey;
   if (key in ARROWS) {
     if (target.matches("input")) return;
-    if (target.id === "text" && ARROWS[key][0] && !event.shiftKey) {
+    if (state.view === "story") {
+      if (target.id !== "story-tokens") return;
+      moveStoryQuery(...ARROWS[key]);
+    } else if (target.id === "text" && ARROWS[key][0] && !event.shiftKey) {
       Object.assign(hovered, { query: null, key: null });
       update({ query: clamp(selectedQuery() + ARROWS[key][0], 0, A.T - 1) });
-    } else if (inTour && ARROWS[key][0]) goTour(Math.max(1, state.tour + ARROWS[key][0]));
-    else if (event.shiftKey) moveCell(...ARROWS[key]);
+    } else if (event.shiftKey) moveCell(...ARROWS[key]);
     else moveHead(...ARROWS[key]);
     event.preventDefault();
   } else if (Object.hasOwn(SHORTCUTS, key)) {

@@ -2,12 +2,11 @@
 
 import { $, showMessage } from "./dom.js";
 import {
-  DEFAULTS, other, hovered, placeOfHead, run, selected, state, statisticOf, update,
+  DEFAULTS, hasStory, other, hovered, placeOfHead, run, selected, state, statisticOf, update,
 } from "./state.js";
 import { kindOf } from "./names.js";
 import { readTheme } from "./colours.js";
 import { isPlaying, pause } from "./player.js";
-import { explainTour, goTour, tourLength } from "./tour.js";
 
 const same = (...values) => Object.fromEntries(values.map((value) => [value, value]));
 // Parts of a link with few values: [part, name in the state, {text in the link: value}]. A part
@@ -22,20 +21,21 @@ const CHOICES = [
   ["show", "show", same("a", "b")],
 ];
 
+// A link with other parts opens all heads.
+const STORY = ["view", "theme", "prompt", "step", "query"];
+
 function linkText() {
   const parts = new URLSearchParams();
   for (const [part, name, values] of CHOICES) {
     const text = Object.keys(values).find((one) => values[one] === state[name]);
-    if (text && state[name] !== DEFAULTS[name] && (part === "theme" || !state.tour)) parts.set(part, text);
-  }
-  if (state.tour) { // the stop sets the view
-    parts.set("tour", state.tour);
-    return "#" + parts;
+    if (text && state[name] !== DEFAULTS[name]) parts.set(part, text);
   }
   if (state.prompt) parts.set("prompt", state.prompt);
   const { step } = run.frames[state.frame];
   if (step !== run.frames.at(-1).step) parts.set("step", step);
-  // Without a link, the page opens with a head; a link to all heads says so.
+  if (state.view === "story" && state.query !== null) parts.set("query", state.query);
+  if (state.view === "story") return parts.size ? `#${parts}` : "#view=story";
+  // A link to a head or to no head opens all heads.
   const place = (index) => Object.values(placeOfHead(index)).join(".");
   parts.set("head", selected() === null ? "none" : place(selected()));
   if (state.name) parts.set("name", state.name);
@@ -62,7 +62,6 @@ export function readLink(text) {
   };
   found.prompt = whole("prompt", run.prompts.length) ?? 0;
   found.query = whole("query", run.prompts[found.prompt].length);
-  found.tour = whole("tour", tourLength() + 1) ?? 0;
   const step = run.frames.findIndex((frame) => String(frame.step) === parts.get("step"));
   if (step >= 0) found.frame = step;
   const places = (name) => (parts.get(name) ?? "").split(",").map((place) => {
@@ -79,6 +78,8 @@ export function readLink(text) {
   const [, filter, value] = (parts.get("filter") ?? "").match(/^(.*):(-?[\d.e-]+)$/s) ?? [];
   const canFilter = run.statistics.some((one) => one.key === filter && !one.empty);
   if (canFilter && Number.isFinite(+value)) Object.assign(found, { filter, threshold: +value });
+  const isStory = [...parts.keys()].every((part) => STORY.includes(part));
+  found.view = hasStory() && isStory && parts.get("view") !== "all" ? "story" : "all";
   const compare = parts.get("compare") ?? (other ? "run" : "off");
   if ([...$("compare").options].some((option) => option.value === compare)) found.compare = compare;
   return found;
@@ -99,18 +100,13 @@ export function keepLink() {
   }, 250);
 }
 
-/** Returns whether a link is to a stop that the tour does not have, and says so. */
-export const isBeyondTour = (text) =>
-  explainTour(Number(new URLSearchParams(text.replace(/^.*#/, "")).get("tour")));
-
 /** Shows the view that a link describes. */
 export function restore(text) {
   pause();
-  if (isBeyondTour(text)) return update({ tour: 0 });
   Object.assign(hovered, { query: null, key: null });
   Object.assign(state, readLink(text));
   readTheme();
-  return state.tour ? goTour(state.tour) : update();
+  return update();
 }
 
 export async function copyLink() {

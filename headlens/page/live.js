@@ -78,7 +78,7 @@ async function loadData() {
 
 /** Takes up new snapshots, then new losses. Returns false if this has to wait. */
 async function takeUp(found) {
-  if (state.tour || isPlaying()) return false; // they show the steps that they started with
+  if (isPlaying()) return false; // it shows the steps that it started with
   if (found.snapshots && found.snapshots !== shownSnapshots) {
     const before = shownSnapshots;
     const text = await loadData();
@@ -124,7 +124,7 @@ async function takeSnapshots(fresh, { curves, state: now }) {
       return false; // a run that was resumed has just removed this step
     }
   }
-  if (state.tour || isPlaying()) return false;
+  if (isPlaying()) return false;
   const frame = place();
   setRuns(fresh, other);
   shownCurves = JSON.stringify(curves);

@@ -14,12 +14,12 @@ import { prepareMaps } from "./cells.js";
 import { buildDetail, drawDetail } from "./detail.js";
 import { drawContexts } from "./contexts.js";
 import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";
-import { isBeyondTour, keepLink, readLink, restore } from "./link.js";
+import { keepLink, readLink, restore } from "./link.js";
 import { buildChoices, buildControls, showControls } from "./controls.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
 import { buildLegend, buildSubject, drawLegend } from "./legend.js";
 import { drawFinding, openingView } from "./finding.js";
-import { buildTour, drawTour, goTour } from "./tour.js";
+import { buildStory, drawStory, openStory } from "./story.js";
 import { drawGroups, drawRemoved } from "./removed.js";
 import { buildHelp } from "./help.js";
 import { buildExport } from "./export.js";
@@ -28,6 +28,7 @@ import { firstRun, followRun, isLive } from "./live.js";
 
 function drawAll() {
   const begin = performance.now();
+  if (drawStory()) return keepLink();
   const top = () => (hovered.query === null ? 0 : $("map").getBoundingClientRect().top);
   const before = top();
   prepareMaps();
@@ -37,7 +38,6 @@ function drawAll() {
   timing.grid = performance.now() - begin;
   drawLegend();
   drawFinding();
-  drawTour();
   drawRemoved();
   drawDetail();
   drawContexts();
@@ -69,7 +69,7 @@ function listen() {
   for (const [event, isPrinted] of [["beforeprint", true], ["afterprint", false]]) {
     addEventListener(event, () => {
       setPrinted(isPrinted);
-      fitPaper(isPrinted);
+      if (state.view === "all") fitPaper(isPrinted);
       readTheme(isPrinted);
       redraw();
     });
@@ -104,7 +104,7 @@ async function start() {
   buildTimeline();
   buildHelp();
   buildExport();
-  buildTour();
+  buildStory();
   buildControls();
   Object.assign(state, readLink(location.hash));
   const needed = [decode(run, state.frame)];
@@ -116,9 +116,8 @@ async function start() {
   redraw();
   // Without a link and a second run, the page opens with a head. It must not hide the others.
   const hides = $("app").matches(".compact:not(.wide)");
-  const isEmpty = !location.hash || isBeyondTour(location.hash);
-  if (isEmpty && !other && !hides) update(openingView());
-  else if (state.tour) goTour(state.tour);
+  if (state.view === "story") openStory(location.hash === "");
+  else if (!location.hash && !other && !hides) update(openingView());
   else if (selected() !== null) showDetail();
   if (selected() !== null) setTabStop(selected());
   listen();
@@ -134,7 +133,7 @@ function buildAgain() {
   buildSubject();
   buildCharts();
   buildTimeline();
-  buildTour();
+  buildStory();
   buildChoices();
 }
 

@@ -6,7 +6,6 @@ import { A, comparable, enlarged, state } from "./state.js";
 import { colours, height, viridis } from "./colours.js";
 import { scaleEnd } from "./maps.js";
 import { sideWidth } from "./grid.js";
-import { tourOutline } from "./tour.js";
 
 // The enlarged heatmap and, in a comparison, two smaller ones. `what` is "a", "b", "difference" or,
 // if the heatmap is hidden, undefined.
@@ -121,7 +120,6 @@ export function drawMarks(plot, query, key, isPointer) {
   }
 
   drawCopies(context, plot);
-  drawOutline(context, plot);
   const box = (x, y, w, h, colour, line) => {
     context.strokeStyle = colour;
     context.lineWidth = line;
@@ -160,21 +158,6 @@ function drawCopies(context, { left, size, cell, labels }) {
     context.fillText(text, 0, 0);
     context.restore();
   }
-  context.restore();
-}
-
-/** Outlines the line of cells that the tour explains. */
-function drawOutline(context, { left, cell }) {
-  const outline = tourOutline();
-  if (!outline) return;
-  const [from, to] = [outline.from, outline.to].map((cells) => cells.map((n) => (n + 0.5) * cell));
-  context.save();
-  context.strokeStyle = "#ff5fa2";
-  context.lineWidth = 2;
-  context.translate(left + from[0], from[1]);
-  context.rotate(Math.PI / 4);
-  const far = Math.SQRT2 * (to[0] - from[0]);
-  context.strokeRect(-cell, -1.3 * cell - 1, far + 2 * cell, 2.6 * cell + 2);
   context.restore();
 }
 
