@@ -15,10 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .heads import ALL_NAMES, KINDS, head_table, title_of, title_of_head
+from .heads import ALL_NAMES, KINDS, head_table, title_of
 from .history import Row, copying_step, evenly_spaced, loss_of_copy
 from .prompts import BYTES_OF_TOKEN, Prompt
+from .rounding import formatted_loss
 from .snapshot_data import SnapshotData, from_codes, triangle_to_square
+from .statistics import STATISTICS
 
 MAX_CARDS = 3
 MAX_DRAWN = 8  # heads of a card: the clearest
@@ -108,14 +110,19 @@ def unit_of(prompt: Prompt) -> str:
 
 
 def percent(part: float) -> str:
-    """Returns a probability for people: "51 %", "less than 1 %"."""
+    """Returns a probability for people: "51 %", "<1 %"."""
     if not math.isfinite(part):
         return "unknown"
-    return "less than 1 %" if 0 < part < 0.01 else f"{100 * part:.0f} %"
+    return "<1\u00a0%" if 0 < part < 0.005 else f"{100 * part:.0f}\u00a0%"
 
 
 def number_word(count: int) -> str:
     return NUMBERS[count] if count < len(NUMBERS) else f"{count:,}"
+
+
+def heads_word(count: int) -> str:
+    """Returns a number of heads in words: "one head", "four heads"."""
+    return f"{number_word(count)} head{'s' * (count != 1)}"
 
 
 def _sentence(text: str) -> str:
@@ -180,12 +187,16 @@ class _Story:
         first = [*ORDER[self.layout], *LAST]
 
         def place(group: Group) -> tuple:
-            # On a text, a name that holds on repeated sequences alone says little.
-            elsewhere = all(row["holds_on"] == "prompts" for row in group.rows)
-            is_late = self.layout == "text" and elsewhere
-            return is_late or KINDS[group.name].is_simple, first.index(group.name)
+            return self._says_little(group), first.index(group.name)
 
         return sorted(groups, key=place)
+
+    def _says_little(self, group: Group) -> bool:
+        """Whether heads do not do on this prompt what their name says, or the name is simple."""
+        on = STATISTICS[group.name].on if group.name in STATISTICS else ""
+        elsewhere = all(row["holds_on"] == "prompts" for row in group.rows) and on == "repeated"
+        not_here = elsewhere if self.layout == "text" else on == "texts"
+        return not_here or KINDS[group.name].is_simple
 
     def clearness(self) -> float:
         """Returns how clearly the heads of the first card do on this prompt what their name says."""
@@ -237,16 +248,10 @@ class _Story:
         return "The prompt is longer; its beginning is shown." if self.prompt.truncated else ""
 
     def _key_to_picture(self) -> str:
-        unit = self.unit
-        if self.layout == "lines":
-            return (
-                f"Green and a high bar: the model expects the right {unit} there; red: it does not."
-                f" Point at a {unit} to see what it attends to."
-            )
-        return (
-            f"Green: the model expected this {unit}; red: a surprise."
-            f" Point at a {unit} to see what the heads attend to from there."
-        )
+        green = f"Green: the model expected this {self.unit}; red: it did not."
+        can_switch = any(self._without(group.name) for group in self.cards)
+        switch = " Switch heads off to see what they are for." * can_switch
+        return f"{green} Point at a {self.unit} to see what it attends to.{switch}"
 
     def _query(self) -> int:
         """Returns the query token at which the picture stops: in the second half of the text, where
@@ -254,12 +259,16 @@ class _Story:
         shown = self._shown()
         if self.layout == "lines":
             return self.prompt.period + 1
-        most = np.zeros(shown)
+        most, taken = np.zeros(shown), np.zeros((shown, shown), bool)
         for place, group in enumerate(self.cards):
             weights = self._weights(group.heads)[:shown, :shown].copy()
             np.fill_diagonal(weights, 0)
             weights[:, 0] = 0
-            most += np.sqrt(weights.max(1)) / (1 + place)
+            weights[taken] /= 4  # two cards should not show the same token
+            if group.name != "previous_token":
+                weights[np.arange(1, shown), np.arange(shown - 1)] /= 4
+            taken[np.arange(shown), weights.argmax(1)] = True
+            most += np.sqrt(weights.max(1)) / (1 + place / 2)
         spaces = np.array([not token.strip() for token in self.prompt.tokens[:shown]])
         most[spaces] /= 2
         first = min(shown - 2, shown // 2)
@@ -268,27 +277,28 @@ class _Story:
     def _card(self, group: Group) -> dict:
         kind, count = KINDS[group.name], len(group.heads)
         since = f" · since step {group.since:,}" if len(self.history) > 1 and group.since is not None else ""
-        title = title_of_head(group.rows[0]) if count == 1 else title_of(group.name)
-        without = self._without(group.name)
+        title = title_of(group.name, group.rows[0]["tokens_back"] if count == 1 else None)
+        without, them = self._without(group.name), "it" if count == 1 else "them"
         card = {
             "name": group.name,
             "heads": group.heads[:MAX_DRAWN],
-            "title": f"{count} {'head' if count == 1 else 'heads'} {self._verb(group)}",
+            "title": _sentence(f"{heads_word(count)} {self._verb(group)}"),
             "note": title + since,
             "meaning": kind.meaning,
             "lines": self._lines(group),
+            "from": self._first_query(group.name),
             "effect": "",
             "without": None,
         }
         if without:
             right = self._mean_probability(without["losses"])
-            card["effect"] = f"switched off: right {self.unit} {percent(right)}"
+            card["effect"] = f"without {them}: {percent(right)} right"
             card["without"] = {
                 "headline": self._headline_without(group, right),
                 "line": self._line(self.rows[-1].step, right),
             }
         elif found := self._measured(group.name):
-            card["effect"] = f"without: loss {found['loss_change']:+.2f}".replace("-", "\u2212")
+            card["effect"] = f"without {them}: loss {formatted_loss(found['loss_change'], signed=True)}"
         return card
 
     def _measured(self, name: str) -> dict | None:
@@ -309,9 +319,16 @@ class _Story:
             "meaning": "A head gets a name when it attends to certain tokens clearly more than "
             "equal weights on all tokens would.",
             "lines": f"lines: attention of {place}",
+            "from": 1,
             "effect": "",
             "without": None,
         }
+
+    def _first_query(self, name: str) -> int:
+        """Returns the first query token whose attention is drawn. Heads that look for an earlier
+        occurrence find none in the first copy of a repeated sequence."""
+        is_repeated = name in STATISTICS and STATISTICS[name].on == "repeated"
+        return self.prompt.period + 1 if is_repeated and self.prompt.period else 1
 
     def _verb(self, group: Group) -> str:
         kind = KINDS[group.name]
@@ -374,9 +391,8 @@ class _Story:
                 group = next(group for group in named if group.name == "induction")
                 many = group.is_there[n] > 1
                 looks = f"begin{'' if many else 's'} to look for the same {unit}"
-                heads = f"{number_word(group.is_there[n])} head{'s' * many}"
-                return _sentence(f"{heads} {looks}.")
-            if named and not KINDS[named[0].name].is_simple:
+                return _sentence(f"{heads_word(group.is_there[n])} {looks}.")
+            if named and not self._says_little(named[0]):
                 clause = self._clause(named[0], n)
                 still = "It still guesses, but" if self._is_guessing(right) else f"It knows some {unit}s:"
                 return f"{still} {clause}."
@@ -393,8 +409,7 @@ class _Story:
 
     def _clause(self, group: Group, n: int, begins: bool = False) -> str:
         """Returns "two heads look one letter back", or "two heads begin to look one letter back"."""
-        many = group.is_there[n] > 1
-        heads = f"{number_word(group.is_there[n])} head{'s' * many}"
+        many, heads = group.is_there[n] > 1, heads_word(group.is_there[n])
         kind = KINDS[group.name]
         if begins:
             back = group.rows[0]["tokens_back"]

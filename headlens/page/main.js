@@ -117,7 +117,7 @@ async function start() {
   // Without a link and a second run, the page opens with a head. It must not hide the others.
   const hides = $("app").matches(".compact:not(.wide)");
   if (state.view === "story") openStory(location.hash === "");
-  else if (!location.hash && !other && !hides) update(openingView());
+  else if (/^(#view=all)?$/.test(location.hash) && !other && !hides) update(openingView());
   else if (selected() !== null) showDetail();
   if (selected() !== null) setTabStop(selected());
   listen();

@@ -14,6 +14,7 @@ import { placeOf } from "./losses.js";
 const EASE = 0.16; // seconds in which most of a change is done
 const FAINT = 0.03; // weights that are not drawn
 const MOST_LETTER = 30; // pixels of the letters of the repeated sequence, at most
+const JOINED = /[\u0600-\u08ff]|\p{M}/u; // Arabic, marks
 const WALK = 20; // query tokens over which a passage is read while it plays
 
 let story; // the shown story: of state.prompt
@@ -128,8 +129,8 @@ function buildTokens() {
   box.ariaLabel = `prompt; ${from}`;
   tokenNodes = Array.from({ length: story.shown }, (_, n) => {
     const isStart = isLines && n === 0;
-    const text = isLines ? label(prompt.labels[n]) : prompt.texts[n].text ?? prompt.texts[n];
-    const node = make("span", { textContent: isStart ? "○" : text });
+    const node = make("span", { textContent: isStart ? "○" : isLines ? label(prompt.labels[n])
+      : (prompt.texts[n].text ?? prompt.texts[n]).replaceAll("\n", "⏎\n") });
     node.title = isStart ? `the startMoving of the text, ${label(prompt.labels[0])}` : "";
     node.dataset.token = n;
     return node;
@@ -141,6 +142,8 @@ function buildTokens() {
     });
     box.replaceChildren(...rows);
   } else box.replaceChildren(...tokenNodes);
+  // Space between letters would divide those that are joined.
+  box.classList.toggle("spaced", story.unit === "letter" && !JOINED.test(prompt.text));
   storyCards = story.cards.map(makeCard);
   $("story-cards").replaceChildren(...storyCards.map(({ node }) => node));
   buildTime();
@@ -185,18 +188,20 @@ function buildTime() {
   $("story-curve").lastElementChild.setAttribute("d", story.heights.length < 2 ? ""
     : `M${story.heights.map(([x, y]) => `${(1000 * x).toFixed(1)} ${y.toFixed(1)}`).join("L")}`);
   $("story-now").lastElementChild.textContent = story.heights.length < 2 ? "" : story.curve.title;
-  let free = -1; // labels do not overlap
   const births = frameCount() > 1 ? [...story.births].sort((a, b) => a.step - b.step) : [];
-  $("story-births").replaceChildren(...births.map(({ step, name, text }) => {
-    const [place, width] = [placeOf(step), $("story-track").clientWidth || 600];
+  const width = $("story-track").clientWidth;
+  let waiting = []; // texts for which there was no room next to their dots
+  $("story-births").replaceChildren(...births.map(({ step, name, text }, n) => {
     const node = make("i", { title: `step ${step.toLocaleString("en")}: ${text}` });
-    node.style.left = `${100 * place}%`;
+    node.style.left = `${100 * placeOf(step)}%`;
     node.dataset.step = step;
     setColour(node, name);
-    const size = 7 * text.length + 14;
-    if (place * width >= free && place * width + size < width) {
-      node.append(make("span", { textContent: text }));
-      free = place * width + size;
+    waiting.push(text);
+    const room = (n + 1 < births.length ? placeOf(births[n + 1].step) : 1) - placeOf(step);
+    const words = waiting.join(" · ");
+    if (room * width > 7 * words.length + 20) {
+      node.append(make("span", { textContent: words }));
+      waiting = [];
     }
     return node;
   }));
@@ -218,12 +223,20 @@ export function drawStory() {
   const width = $("story-picture").clientWidth;
   const key = [state.prompt, width, frameCount(), run.frames.at(-1).step].join();
   if (key !== builtFor) buildTokens();
-  if (key !== builtFor && story.layout === "lines") fitRows(width);
+  if (key !== builtFor) (story.layout === "lines" ? fitRows : fitPassage)(width);
   builtFor = key;
   showTexts();
   measureTokens();
   startMoving();
   return true;
+}
+
+/** Gives the passage letters that are as large as there is room. */
+function fitPassage(width) {
+  const length = Math.max(1, $("story-tokens").textContent.length);
+  const room = Math.sqrt((width * Math.min(250, innerHeight * 0.3)) / (1.15 * length));
+  const letter = clamp(room, 18, clamp(width / 18, 22, 46));
+  $("story-tokens").style.setProperty("--letter", `${letter}px`);
 }
 
 /** Gives the two rows columns that fit, and hides the tokens that do not. */
@@ -249,7 +262,8 @@ function showTexts() {
   const off = cardOff();
   const card = storyCards[activeCard()];
   $("story-headline").textContent = off ? off.without.headline : frame.headline;
-  const lines = story.layout === "lines" ? ` · ${card.data.lines}` : "";
+  const hasLines = story.layout === "lines" && activeCard() !== state.off;
+  const lines = hasLines ? ` · ${card.data.lines}` : "";
   $("story-line").textContent = (off ? off.without.line : frame.line) + lines;
   $("story-prompt").value = state.prompt;
   storyCards.forEach(({ data, node }, number) => {
@@ -272,7 +286,7 @@ function showTexts() {
 
 const activeCard = () => pointedCard ?? 0;
 
-const percentText = (p) => (p > 0 && p < 0.01 ? "<1 %" : `${Math.round(100 * p)} %`);
+const percentText = (p) => (p > 0 && p < 0.005 ? "<1\u00a0%" : `${Math.round(100 * p)}\u00a0%`);
 
 /** Returns what the model predicts, at the shown step or without the heads of a card. */
 function shownPredictions() {
@@ -309,8 +323,9 @@ function showReading() {
   $("story-next").hidden = story.layout === "lines" || !found;
   if ($("story-next").hidden) return;
   const truth = tokens[query + 1];
+  const before = visible(plainText(tokens.slice(Math.max(0, query - 14), query + 1)), 40);
   $("story-next").replaceChildren(
-    make("p", {}, `next ${story.unit} after `, token(labels[query]), ", by the model"),
+    make("p", {}, "after ", make("bdi", { textContent: `“${query > 14 ? "…" : ""}${before}”` }), " the model expects"),
     make("ol", {}, ...found.tokens[query].map((of, n) => {
       const p = found.probabilities[query][n];
       const text = found.texts[of];
@@ -375,7 +390,7 @@ function storyTarget() {
   return {
     at,
     chance: to ? from.map((p, n) => between(p, to[n], at - low)) : from,
-    query: tokenNodes.map((_, n) => (query === null ? 1 : n === query ? 1.0001 : story.layout === "lines" ? 0.03 : 0)),
+    query: tokenNodes.map((_, n) => (query === null ? 1 : Number(n === query))),
     card: storyCards.map((_, number) => (number === state.off ? 0
       : pointedCard !== null ? (number === pointedCard ? 1 : 0.06)
         : story.layout === "text" || (query !== null && pointedToken !== null) ? 1 : number === 0 ? 1 : 0)),
@@ -435,22 +450,22 @@ function paintStory() {
     if (p !== null) span.style.setProperty("--p", p.toFixed(3));
   });
   storyCards.forEach((card, number) => {
-    const colour = getComputedStyle(card.node).getPropertyValue("--drawn");
-    card.colour = getComputedStyle(card.canvas).color || colour;
+    card.colour = getComputedStyle(card.canvas).color;
     const [from, to, part] = weightsNow(card);
     if (!from) return;
     const value = (at) => from[at] + (to[at] - from[at]) * part;
     paintThumbnail(card, value);
-    if (drawn.card[number] > 0.02) paintLines(context, card.colour, value, drawn.card[number]);
+    if (drawn.card[number] > 0.02) paintLines(context, card, value, drawn.card[number]);
   });
   context.globalAlpha = 1;
   paintHandle();
 }
 
-function paintLines(context, colour, value, strength) {
+function paintLines(context, { colour, data: { from } }, value, strength) {
   const isLines = story.layout === "lines";
   const found = [];
-  for (let query = isLines ? 1 : 0; query < tokenNodes.length; query++) {
+  const first = !isLines ? 0 : shownQuery() === null ? from : 1;
+  for (let query = first; query < tokenNodes.length; query++) {
     const lit = drawn.query[query] * strength;
     if (lit < 0.02 || !tokenBoxes[query]) continue;
     for (let key = 0; key <= query; key++) {
@@ -464,10 +479,13 @@ function paintLines(context, colour, value, strength) {
   for (const [weight, query, key, lit] of found) {
     const [a, b] = [tokenBoxes[query], tokenBoxes[key]];
     if (!isLines) {
-      context.globalAlpha = Math.min(0.42, 0.5 * weight) * Math.min(1, lit);
+      const wide = Math.max(6, b.right - b.left);
+      context.globalAlpha = Math.min(0.24, 0.4 * weight) * Math.min(1, lit);
       context.beginPath();
-      context.roundRect(b.left - 1, b.top, b.right - b.left + 2, b.bottom - b.top, 5);
+      context.roundRect(b.x - wide / 2, b.top, wide, b.bottom - b.top, 5);
       context.fill();
+      context.globalAlpha = Math.min(1, 1.5 * weight) * Math.min(1, lit);
+      context.fillRect(b.x - wide / 2 + 2, b.bottom - 3, wide - 4, 3);
     }
     context.globalAlpha = Math.min(1, lit) * Math.min(1, 0.06 + weight ** 0.9);
     context.lineWidth = 0.7 + 2.6 * Math.sqrt(weight);
