@@ -111,7 +111,7 @@ def output_projections(model: nn.Module) -> list[nn.Module] | None:
     ]
     config = getattr(model, "config", None)
     known = (getattr(config, key, None) for key in ("num_layers", "num_hidden_layers"))
-    return found if len(found) == next((n for n in known if n), 0) else None
+    return found if found and len(found) == next((n for n in known if n), 0) else None
 
 
 @contextlib.contextmanager

@@ -187,16 +187,20 @@ class _Story:
         first = [*ORDER[self.layout], *LAST]
 
         def place(group: Group) -> tuple:
-            return self._says_little(group), first.index(group.name)
+            is_simple = KINDS[group.name].is_simple
+            return self._is_elsewhere(group), is_simple, first.index(group.name)
 
         return sorted(groups, key=place)
 
-    def _says_little(self, group: Group) -> bool:
-        """Whether heads do not do on this prompt what their name says, or the name is simple."""
+    def _is_elsewhere(self, group: Group) -> bool:
+        """Whether heads do not do on this prompt what their name says."""
         on = STATISTICS[group.name].on if group.name in STATISTICS else ""
-        elsewhere = all(row["holds_on"] == "prompts" for row in group.rows) and on == "repeated"
-        not_here = elsewhere if self.layout == "text" else on == "texts"
-        return not_here or KINDS[group.name].is_simple
+        if self.prompt.period:
+            return on == "texts"
+        return on == "repeated" and all(row["holds_on"] in ("prompts", None) for row in group.rows)
+
+    def _says_little(self, group: Group) -> bool:
+        return self._is_elsewhere(group) or KINDS[group.name].is_simple
 
     def clearness(self) -> float:
         """Returns how clearly the heads of the first card do on this prompt what their name says."""
