@@ -22,7 +22,7 @@ const CHOICES = [
 ];
 
 // A link with other parts opens all heads.
-const STORY = ["view", "theme", "prompt", "step", "query"];
+const STORY = ["view", "theme", "prompt", "step", "query", "off"];
 
 function linkText() {
   const parts = new URLSearchParams();
@@ -34,6 +34,7 @@ function linkText() {
   const { step } = run.frames[state.frame];
   if (step !== run.frames.at(-1).step) parts.set("step", step);
   if (state.view === "story" && state.query !== null) parts.set("query", state.query);
+  if (state.view === "story" && state.off) parts.set("off", state.off);
   if (state.view === "story") return parts.size ? `#${parts}` : "#view=story";
   // A link to a head or to no head opens all heads.
   const place = (index) => Object.values(placeOfHead(index)).join(".");
@@ -80,6 +81,9 @@ export function readLink(text) {
   if (canFilter && Number.isFinite(+value)) Object.assign(found, { filter, threshold: +value });
   const isStory = [...parts.keys()].every((part) => STORY.includes(part));
   found.view = hasStory() && isStory && parts.get("view") !== "all" ? "story" : "all";
+  const canSwitch = run.story?.prompts[found.prompt]?.cards
+    .some(({ name, without }) => without && name === parts.get("off"));
+  if (found.view === "story" && canSwitch) found.off = parts.get("off");
   const compare = parts.get("compare") ?? (other ? "run" : "off");
   if ([...$("compare").options].some((option) => option.value === compare)) found.compare = compare;
   return found;

@@ -19,11 +19,12 @@ import { buildChoices, buildControls, showControls } from "./controls.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
 import { buildLegend, buildSubject, drawLegend } from "./legend.js";
 import { drawFinding, openingView } from "./finding.js";
-import { buildStory, drawStory, openStory } from "./story.js";
+import { buildStory, drawStory, openingStory } from "./story.js";
 import { drawGroups, drawRemoved } from "./removed.js";
 import { buildHelp } from "./help.js";
 import { buildExport } from "./export.js";
 import { onKey } from "./keys.js";
+import { togglePlay } from "./player.js";
 import { firstRun, followRun, isLive } from "./live.js";
 
 function drawAll() {
@@ -75,7 +76,7 @@ function listen() {
     });
   }
   new ResizeObserver(() => {
-    if (!measureSide()) return;
+    if (state.view === "story" || !measureSide()) return;
     drawDetail();
     drawCharts();
   }).observe($("side"));
@@ -107,6 +108,7 @@ async function start() {
   buildStory();
   buildControls();
   Object.assign(state, readLink(location.hash));
+  const plays = state.view === "story" && location.hash === "" && openingStory();
   const needed = [decode(run, state.frame)];
   const b = otherSide();
   if (b) needed.push(decode(b.run, b.frame));
@@ -116,8 +118,9 @@ async function start() {
   redraw();
   // Without a link and a second run, the page opens with a head. It must not hide the others.
   const hides = $("app").matches(".compact:not(.wide)");
-  if (state.view === "story") openStory(location.hash === "");
-  else if (/^(#view=all)?$/.test(location.hash) && !other && !hides) update(openingView());
+  const isEmpty = state.view === "all" && /^(#view=all)?$/.test(location.hash);
+  if (plays) togglePlay();
+  else if (isEmpty && !other && !hides) update(openingView());
   else if (selected() !== null) showDetail();
   if (selected() !== null) setTabStop(selected());
   listen();

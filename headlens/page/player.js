@@ -23,7 +23,7 @@ export function togglePlay() {
     playing = true;
     const over = state.frame === run.frames.length - 1;
     // All heads with all names, as they get them.
-    update({ ...(over ? { frame: 0 } : {}), name: "", off: null });
+    update({ ...(over ? { frame: 0 } : {}), name: "", off: "" });
     if (state.view === "story" && !still.matches) glide();
     else playTimer = setTimeout(tick, 1000 / Number($("speed").value));
   }

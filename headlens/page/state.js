@@ -24,7 +24,7 @@ export const DEFAULTS = {
   show: "difference", // shown in the grid during a comparison: "a", "b" or "difference"
   theme: "auto", // "light", "dark"
   view: "all", // "story": the first screen; "all": all heads
-  off: null, // on the first screen, the number of the card that is switched off
+  off: "", // on the first screen, the name of the heads that are switched off
 };
 export const state = { ...DEFAULTS };
 export const hovered = { index: null, at: null, query: null, key: null }; // at the pointer

@@ -29,7 +29,8 @@ let isMoving = false;
 let drawnTime = 0; // time of the last drawing
 
 const frameCount = () => run.frames.length;
-const cardOff = () => (state.off === null ? null : story.cards[state.off]);
+const cardOff = () => story.cards.find(({ name }) => state.off && name === state.off) ?? null;
+const isOff = ({ data }) => state.off !== "" && data.name === state.off;
 
 // ------------------------------------------------------------------------------------------- building
 
@@ -47,7 +48,7 @@ export function buildStory() {
   $("story-prompt").hidden = choices.length < 2;
   $("story-prompt").onchange = (event) => {
     pause();
-    update({ prompt: Number(event.target.value), query: null, off: null });
+    update({ prompt: Number(event.target.value), query: null, off: "" });
   };
   $("show-all").textContent = run.count === 1 ? "the head ›" : `all ${run.count} heads ›`;
   $("show-all").onclick = () => openAllHeads();
@@ -55,7 +56,7 @@ export function buildStory() {
   $("story-step").max = frameCount() - 1;
   $("story-step").oninput = (event) => {
     pause();
-    update({ frame: Number(event.target.value), off: null });
+    update({ frame: Number(event.target.value), off: "" });
   };
   $("story-time").hidden = frameCount() === 1;
   const tokens = $("story-tokens");
@@ -68,18 +69,19 @@ export function buildStory() {
   };
 }
 
-/** Shows the first screen with the opening prompt. plays: it plays once. */
-export function openStory(plays) {
-  if (location.hash === "" || !run.story.prompts[state.prompt]) state.prompt = run.story.opening;
-  const moves = plays && frameCount() > 1 && !still.matches;
-  update(moves ? { frame: 0 } : {}).then(() => moves && !isPlaying() && togglePlay());
+/** Sets the state for a page that opens without a link: its prompt and, if it plays, the first step.
+ * Returns whether it plays. */
+export function openingStory() {
+  state.prompt = run.story.opening;
+  const plays = frameCount() > 1 && !still.matches;
+  if (plays) state.frame = 0;
+  return plays;
 }
 
 export function showStory() {
   if (!hasStory()) return;
   pause();
-  const prompt = run.story.prompts[state.prompt] ? state.prompt : run.story.opening;
-  update({ view: "story", compare: "off", prompt }).then(() => scrollTo(0, 0));
+  update({ view: "story", compare: "off" }).then(() => scrollTo(0, 0));
 }
 
 /** Opens the screen of all heads, with one of them enlarged. */
@@ -117,6 +119,8 @@ function shownQuery() {
   return Math.min(story.query, first + Math.floor((story.query - first + 1) * playedPart() * 1.15));
 }
 
+const textOfToken = ({ texts }, n) => texts[n].text ?? texts[n];
+
 /** Writes the tokens and the cards of the shown prompt. */
 function buildTokens() {
   const prompt = run.prompts[state.prompt];
@@ -130,7 +134,7 @@ function buildTokens() {
   tokenNodes = Array.from({ length: story.shown }, (_, n) => {
     const isStart = isLines && n === 0;
     const node = make("span", { textContent: isStart ? "○" : isLines ? label(prompt.labels[n])
-      : (prompt.texts[n].text ?? prompt.texts[n]).replaceAll("\n", "⏎\n") });
+      : visible(textOfToken(prompt, n), 400).replaceAll("⏎", "⏎\n") });
     node.title = isStart ? `the startMoving of the text, ${label(prompt.labels[0])}` : "";
     node.dataset.token = n;
     return node;
@@ -163,9 +167,9 @@ function makeCard(data, number) {
     turn.setAttribute("role", "switch");
     turn.onclick = () => {
       pause();
-      const isOff = state.off === number;
+      const turnsOn = state.off === data.name;
       pointedCard = null;
-      update({ off: isOff ? null : number, frame: isOff ? state.frame : frameCount() - 1 });
+      update({ off: turnsOn ? "" : data.name, frame: turnsOn ? state.frame : frameCount() - 1 });
     };
     node.append(turn);
   }
@@ -219,7 +223,8 @@ export function drawStory() {
     if (before) layOut(true); // it was hidden, so its sizes were not known
     return false;
   }
-  story = run.story.prompts[state.prompt] ?? run.story.prompts[run.story.opening];
+  if (!run.story.prompts[state.prompt]) state.prompt = run.story.opening; // a prompt of a few tokens
+  story = run.story.prompts[state.prompt];
   const width = $("story-picture").clientWidth;
   const key = [state.prompt, width, frameCount(), run.frames.at(-1).step].join();
   if (key !== builtFor) buildTokens();
@@ -262,16 +267,16 @@ function showTexts() {
   const off = cardOff();
   const card = storyCards[activeCard()];
   $("story-headline").textContent = off ? off.without.headline : frame.headline;
-  const hasLines = story.layout === "lines" && activeCard() !== state.off;
+  const hasLines = story.layout === "lines" && !isOff(card);
   const lines = hasLines ? ` · ${card.data.lines}` : "";
   $("story-line").textContent = (off ? off.without.line : frame.line) + lines;
   $("story-prompt").value = state.prompt;
-  storyCards.forEach(({ data, node }, number) => {
-    const isOff = state.off === number;
-    node.classList.toggle("off", isOff);
-    node.classList.toggle("active", story.layout === "lines" && number === activeCard() && !isOff);
-    node.classList.toggle("early", !isOff && !frame.named[number] && frameCount() > 1);
-    node.querySelector(".switch")?.setAttribute("aria-checked", String(!isOff));
+  storyCards.forEach((card, number) => {
+    const { data, node } = card;
+    node.classList.toggle("off", isOff(card));
+    node.classList.toggle("active", story.layout === "lines" && number === activeCard() && !isOff(card));
+    node.classList.toggle("early", !frame.named[number] && frameCount() > 1);
+    node.querySelector(".switch")?.setAttribute("aria-checked", String(!isOff(card)));
     node.dataset.name = data.name;
   });
   $("story-play").textContent = isPlaying() ? "❚❚" : "▶";
@@ -290,8 +295,8 @@ const percentText = (p) => (p > 0 && p < 0.005 ? "<1\u00a0%" : `${Math.round(100
 
 /** Returns what the model predicts, at the shown step or without the heads of a card. */
 function shownPredictions() {
-  const { facts } = run.frames[state.off === null ? state.frame : frameCount() - 1];
-  const found = state.off === null ? facts?.predictions : facts?.without?.[cardOff().name];
+  const { facts } = run.frames[cardOff() ? frameCount() - 1 : state.frame];
+  const found = cardOff() ? facts?.without?.[state.off] : facts?.predictions;
   return found ? { texts: found.tokens, ...found.of_prompts[state.prompt] } : null;
 }
 
@@ -304,7 +309,7 @@ function showReading() {
   const parts = [];
   if (query !== null && (pointedToken !== null || state.query !== null)) {
     parts.push(token(labels[query]), " looks at ");
-    const seenBy = storyCards.filter((_, number) => state.off !== number).map(({ data }) => {
+    const seenBy = storyCards.filter((card) => !isOff(card)).map(({ data }) => {
       const row = Array.from({ length: query + 1 }, (_, key) => cardWeight(data, state.frame, query, key));
       const key = row.indexOf(Math.max(...row));
       const at = make("b", {}, token(labels[key]), ` ${percentText(row[key])}`);
@@ -323,7 +328,9 @@ function showReading() {
   $("story-next").hidden = story.layout === "lines" || !found;
   if ($("story-next").hidden) return;
   const truth = tokens[query + 1];
-  const before = visible(plainText(tokens.slice(Math.max(0, query - 14), query + 1)), 40);
+  const first = Math.max(0, query - 14);
+  const before = visible(Array.from({ length: query - first + 1 }, (_, n) =>
+    textOfToken(run.prompts[state.prompt], first + n)).join(""), 400);
   $("story-next").replaceChildren(
     make("p", {}, "after ", make("bdi", { textContent: `“${query > 14 ? "…" : ""}${before}”` }), " the model expects"),
     make("ol", {}, ...found.tokens[query].map((of, n) => {
@@ -373,7 +380,7 @@ function measureTokens() {
 function tokenChances(frame) {
   const { period } = run.prompts[state.prompt];
   const facts = run.frames[frame].facts;
-  const found = state.off === null ? facts?.predictions : facts?.without?.[cardOff().name];
+  const found = cardOff() ? facts?.without?.[state.off] : facts?.predictions;
   const losses = found?.of_prompts[state.prompt].losses;
   return tokenNodes.map((_, n) => (losses?.[n - 1] === undefined || losses[n - 1] === null
     || (period && n < period + 2) ? null : Math.exp(-losses[n - 1])));
@@ -383,7 +390,7 @@ const between = (a, b, part) => (a === null || b === null ? b : a + (b - a) * pa
 
 /** Returns what should be drawn now. */
 function storyTarget() {
-  const at = state.off === null ? shownPosition() : frameCount() - 1;
+  const at = cardOff() ? frameCount() - 1 : shownPosition();
   const [low, high] = [Math.floor(at), Math.ceil(at)];
   const [from, to] = [tokenChances(low), low === high ? null : tokenChances(high)];
   const query = shownQuery();
@@ -391,7 +398,7 @@ function storyTarget() {
     at,
     chance: to ? from.map((p, n) => between(p, to[n], at - low)) : from,
     query: tokenNodes.map((_, n) => (query === null ? 1 : Number(n === query))),
-    card: storyCards.map((_, number) => (number === state.off ? 0
+    card: storyCards.map((card, number) => (isOff(card) ? 0
       : pointedCard !== null ? (number === pointedCard ? 1 : 0.06)
         : story.layout === "text" || (query !== null && pointedToken !== null) ? 1 : number === 0 ? 1 : 0)),
   };
