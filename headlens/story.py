@@ -45,10 +45,6 @@ class Group:
     heads: list[int]  # their indices
     is_there: list[int]  # at each frame, how many of them have the name
 
-    @property
-    def since(self) -> int | None:
-        return min((row["since_step"] for row in self.rows if row["since_step"] is not None), default=None)
-
 
 def story(
     last: SnapshotData,
@@ -105,7 +101,9 @@ def unit_of(prompt: Prompt) -> str:
         return "token"
     if any(is_byte):
         return "byte"
-    has_no_case = [unicodedata.category(c) == "Lo" and unicodedata.bidirectional(c) == "L" for c in texts]
+    has_no_case = [
+        unicodedata.category(c) == "Lo" and unicodedata.bidirectional(c) == "L" for c in texts
+    ]
     return "character" if any(has_no_case) else "letter"
 
 
@@ -203,7 +201,7 @@ class _Story:
         return self._is_elsewhere(group) or KINDS[group.name].is_simple
 
     def clearness(self) -> float:
-        """Returns how clearly the heads of the first card do on this prompt what their name says."""
+        """Returns how clearly the heads of the first card do here what their name says."""
         if not self.cards or self.cards[0].name == "positional":
             return 0.0
         group, uniform = self.cards[0], self.prompt.uniform[self.cards[0].name]
@@ -279,31 +277,31 @@ class _Story:
         return first + int(most[first : shown - 1].argmax())
 
     def _card(self, group: Group) -> dict:
-        kind, count = KINDS[group.name], len(group.heads)
-        since = f" · since step {group.since:,}" if len(self.history) > 1 and group.since is not None else ""
-        title = title_of(group.name, group.rows[0]["tokens_back"] if count == 1 else None)
-        without, them = self._without(group.name), "it" if count == 1 else "them"
-        card = {
+        count, them = len(group.heads), "it" if len(group.heads) == 1 else "them"
+        note = title_of(group.name, group.rows[0]["tokens_back"] if count == 1 else None)
+        since = [row["since_step"] for row in group.rows if row["since_step"] is not None]
+        if len(self.history) > 1 and since:
+            note += f" · since step {min(since):,}"
+        effect, switched = "", None
+        if without := self._without(group.name):
+            right = self._mean_probability(without["losses"])
+            effect = f"without {them}: {percent(right)} right"
+            line = self._line(self.rows[-1].step, right)
+            switched = {"headline": self._headline_without(group, right), "line": line}
+        elif found := self._measured(group.name):
+            change = formatted_loss(found["loss_change"], signed=True)
+            effect = f"without {them}: loss {change}"
+        return {
             "name": group.name,
             "heads": group.heads[:MAX_DRAWN],
-            "title": _sentence(f"{heads_word(count)} {self._verb(group)}"),
-            "note": title + since,
-            "meaning": kind.meaning,
+            "title": _sentence(f"{heads_word(count)} {self._verb(group, count)}"),
+            "note": note,
+            "meaning": KINDS[group.name].meaning,
             "lines": self._lines(group),
             "from": self._first_query(group.name),
-            "effect": "",
-            "without": None,
+            "effect": effect,
+            "without": switched,
         }
-        if without:
-            right = self._mean_probability(without["losses"])
-            card["effect"] = f"without {them}: {percent(right)} right"
-            card["without"] = {
-                "headline": self._headline_without(group, right),
-                "line": self._line(self.rows[-1].step, right),
-            }
-        elif found := self._measured(group.name):
-            card["effect"] = f"without {them}: loss {formatted_loss(found['loss_change'], signed=True)}"
-        return card
 
     def _measured(self, name: str) -> dict | None:
         """Returns the result of ablation.py for all heads of a name."""
@@ -334,13 +332,6 @@ class _Story:
         is_repeated = name in STATISTICS and STATISTICS[name].on == "repeated"
         return self.prompt.period + 1 if is_repeated and self.prompt.period else 1
 
-    def _verb(self, group: Group) -> str:
-        kind = KINDS[group.name]
-        back = group.rows[0]["tokens_back"] if group.name == "offset" else None
-        distances = {row["tokens_back"] for row in group.rows}
-        far = number_word(back) if back and len(distances) == 1 else "some"
-        return kind.verbs[len(group.heads) > 1].format(unit=self.unit, back=far)
-
     def _lines(self, group: Group) -> str:
         """Returns what the lines are: "each line is attention of the 4 heads of layer 1"."""
         count = len(group.heads)
@@ -350,7 +341,9 @@ class _Story:
             return f"lines: attention of L{rows[0]['layer']} H{rows[0]['head']}"
         if count > MAX_DRAWN:
             return f"lines: mean attention of the {MAX_DRAWN} clearest of {count} heads"
-        where = f"layer {layers[0]}" if len(layers) == 1 else "layers " + ", ".join(map(str, layers))
+        where = (
+            f"layer {layers[0]}" if len(layers) == 1 else "layers " + ", ".join(map(str, layers))
+        )
         return f"lines: mean attention of the {count} heads in {where}"
 
     def _frame(self, n: int) -> dict:
@@ -381,64 +374,76 @@ class _Story:
         return not math.isfinite(right) or right < max(3 * least, 0.1)
 
     def _headline(self, n: int) -> str:
+        """Returns the sentence of a frame."""
         if self._has_diverged(n):
             return DIVERGED
+        return self._headline_of_copies(n) if self.layout == "lines" else self._headline_of_text(n)
+
+    def _headline_of_copies(self, n: int) -> str:
         unit, right = self.unit, self.right[n]
+        named = {group.name: group for group in self.cards if group.is_there[n]}
+        if right > 0.9:
+            learned = f"It has learned to copy: look where this {unit} stood before, "
+            return learned + "and say what came next."
+        if "induction" in named:
+            count = named["induction"].is_there[n]
+            begins = "begins" if count == 1 else "begin"
+            return _sentence(f"{heads_word(count)} {begins} to look for the same {unit}.")
+        telling = [group for group in named.values() if not self._says_little(group)]
+        if telling:
+            knows = f"It knows some {unit}s:"
+            first = "It still guesses, but" if self._is_guessing(right) else knows
+            return f"{first} {self._does(telling[0], telling[0].is_there[n])}."
+        if self._is_guessing(right):
+            return f"It reads random {unit}s and has to guess."
+        return f"It begins to use what it has read: some {unit}s are no longer a guess."
+
+    def _headline_of_text(self, n: int) -> str:
+        unit, is_last = self.unit, n == len(self.rows) - 1
         named = [group for group in self.cards if group.is_there[n]]
         new = [group for group in named if n and not any(group.is_there[:n])]
-        is_last = n == len(self.rows) - 1
-        begins = [group for group in new if not KINDS[group.name].is_simple]
-        if self.layout == "lines":
-            if right > 0.9:
-                return f"It has learned to copy: look where this {unit} stood before, and say what came next."
-            if any(group.name == "induction" for group in named):
-                group = next(group for group in named if group.name == "induction")
-                many = group.is_there[n] > 1
-                looks = f"begin{'' if many else 's'} to look for the same {unit}"
-                return _sentence(f"{heads_word(group.is_there[n])} {looks}.")
-            if named and not self._says_little(named[0]):
-                clause = self._clause(named[0], n)
-                still = "It still guesses, but" if self._is_guessing(right) else f"It knows some {unit}s:"
-                return f"{still} {clause}."
-            if self._is_guessing(right):
-                return f"It reads random {unit}s and has to guess."
-            return f"It begins to use what it has read: some {unit}s are no longer a guess."
-        if begins and not is_last:
-            return f"{_sentence(self._clause(begins[0], n, begins=True))}."
+        if (telling := [g for g in new if not KINDS[g.name].is_simple]) and not is_last:
+            group = telling[0]
+            begins = self._does(group, group.is_there[n], begins=True)
+            return _sentence(f"{begins}.")
         if named:
-            return f"It reads {unit} by {unit}, and {self._clause(named[0], n)}."
-        if not self._is_guessing(right):
+            return f"It reads {unit} by {unit}, and {self._does(named[0], named[0].is_there[n])}."
+        if not self._is_guessing(self.right[n]):
             return f"It has learned which {unit}s are likely. No head has found its job yet."
         return f"It reads {unit} by {unit} and has to guess."
 
-    def _clause(self, group: Group, n: int, begins: bool = False) -> str:
-        """Returns "two heads look one letter back", or "two heads begin to look one letter back"."""
-        many, heads = group.is_there[n] > 1, heads_word(group.is_there[n])
-        kind = KINDS[group.name]
+    def _does(self, group: Group, count: int, begins: bool = False) -> str:
+        """Returns what a number of heads do: "two heads look one letter back"; with `begins`: "two
+        heads begin to look one letter back"."""
         if begins:
-            back = group.rows[0]["tokens_back"]
-            verb = kind.verbs[1].format(unit=self.unit, back=number_word(back) if back else "some")
-            return f"{heads} begin{'' if many else 's'} to {verb}"
-        if group.name == "previous_token" and self.layout == "text":
-            never = "never let go" if many else "never lets go"
-            return f"{heads} {never} of the {self.unit} before"
-        shown = Group(group.name, group.rows, group.heads[: group.is_there[n]], group.is_there)
-        return f"{heads} {self._verb(shown)}"
+            verb = f"begin{'s' * (count == 1)} to {self._verb(group, 2)}"
+        elif group.name == "previous_token" and self.layout == "text":
+            never = "never lets go" if count == 1 else "never let go"
+            verb = f"{never} of the {self.unit} before"
+        else:
+            verb = self._verb(group, count)
+        return f"{heads_word(count)} {verb}"
+
+    def _verb(self, group: Group, count: int) -> str:
+        """Returns the verb phrase of a name, of one head or of several heads."""
+        distances = {row["tokens_back"] for row in group.rows}
+        back = distances.pop() if len(distances) == 1 else None
+        far = number_word(back) if back else "some"
+        return KINDS[group.name].verbs[count > 1].format(unit=self.unit, back=far)
 
     def _headline_without(self, group: Group, right: float) -> str:
-        before, many = self.right[-1], len(group.heads) > 1
-        which = f"the copying head{'s' * many}"
-        if group.name != "induction":
-            all_of_them = f"{number_word(len(group.heads))} heads that" if many else "head that"
-            which = f"the {all_of_them} {self._verb(group)}"
-        floor = self.chance or 0.0
+        """Returns the sentence of the last step without the heads of a group."""
+        count, before, floor = len(group.heads), self.right[-1], self.chance or 0.0
+        which = "head that" if count == 1 else f"{number_word(count)} heads that"
+        which = f"the {which} {self._verb(group, count)}"
+        if group.name == "induction":
+            which = "the copying head" if count == 1 else "the copying heads"
         kept = (right - floor) / (before - floor) if before > floor else 1.0
         if kept < 0.15 and not self._is_guessing(before):
-            return f"Switch {which} off, and it is guessing again." if group.name == "induction" else (
-                f"Switch off {which}, and it is guessing again."
-            )
+            return f"Switch off {which}, and it is guessing again."
         if kept < 0.9:
-            return f"Switch off {which}: the right {self.unit} gets {percent(right)}, not {percent(before)}."
+            result = f"the right {self.unit} gets {percent(right)}, not {percent(before)}"
+            return f"Switch off {which}: {result}."
         return f"Switch off {which}, and little changes here: the others can do without."
 
     # ---------------------------------------------------------------------------------- time line
@@ -463,7 +468,9 @@ class _Story:
         for row in self.history:
             if len(row.losses) > self.number and len(losses := row.losses[self.number]):
                 period = self.prompt.period
-                found.append([row.step, float(loss_of_copy(losses, period) if period else losses.mean())])
+                found.append(
+                    [row.step, float(loss_of_copy(losses, period) if period else losses.mean())]
+                )
         points = [[step, round(loss, 4)] for step, loss in found if math.isfinite(loss)]
         return {"title": title, "points": evenly_spaced(points, MAX_POINTS)}
 
@@ -471,6 +478,9 @@ class _Story:
         """Yields when the first head of each card got its name, {step, name, text}."""
         for group in self.cards:
             number = ALL_NAMES.index(group.name)
-            first = next((row for row in self.history if (row.names.ravel()[group.heads] == number).any()), None)
+            first = next(
+                (row for row in self.history if (row.names.ravel()[group.heads] == number).any()),
+                None,
+            )
             if first and len(self.history) > 1:
                 yield {"step": first.step, "name": group.name, "text": title_of(group.name)}

@@ -86,10 +86,10 @@ export function showStory() {
 
 /** Opens the screen of all heads, with one of them enlarged. */
 function openAllHeads(index) {
+  const frame = isPlaying() ? frameCount() - 1 : state.frame; // not a step in the middle of the play
   pause();
-  const query = shownQuery();
-  const head = index === undefined ? {} : placeOfHead(index);
-  update({ view: "all", more: [], ...(state.layer === null || index !== undefined ? { query } : {}), ...head });
+  const head = index === undefined ? {} : { ...placeOfHead(index), query: shownQuery(), more: [] };
+  update({ view: "all", frame, ...head });
   scrollTo(0, 0);
 }
 

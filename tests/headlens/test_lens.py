@@ -396,13 +396,15 @@ def test_text_cannot_end_its_html_element(hostile_page, tmp_path):
     assert run["prompts"][0]["tokens"] == [HOSTILE, "</SCRIPT >"]
 
 
-def test_policy_allows_only_the_script_and_style_of_the_page(hostile_page):
+def test_policy_allows_only_the_script_and_styles_of_the_page(hostile_page):
     policy = re.search(r'Content-Security-Policy"\s+content="([^"]*)"', hostile_page)[1]
 
     def sha256(tag):
-        (text,) = re.findall(rf"<{tag}(?: type=.module.)?>(.*?)</{tag}>", hostile_page, re.DOTALL)
-        assert not re.search(r"https?://(?!www\.w3\.org)", text)
-        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        texts = re.findall(rf"<{tag}(?: type=.module.)?>(.*?)</{tag}>", hostile_page, re.DOTALL)
+        assert texts
+        assert not re.search(r"https?://(?!www\.w3\.org)", "".join(texts))
+        digests = [hashlib.sha256(text.encode()).digest() for text in texts]
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
     assert dict(rule.strip().split(" ", 1) for rule in policy.split(";")) == {
         "default-src": "'none'",

@@ -22,7 +22,9 @@ from headlens.story import MAX_CARDS, MAX_CHARACTERS, story, unit_of
 
 ALL_STEPS = (0, 20, 40, 60, 80, 100, 120)
 NAMES = ("diagonal", "previous_token", "induction", "segment_start")
-PLANTED = dict(zip([(0, 0), (0, 2), (1, 1), (1, 2)], zip(NAMES, (40, 40, 80, 100), strict=True), strict=True))
+PLANTED = dict(
+    zip([(0, 0), (0, 2), (1, 1), (1, 2)], zip(NAMES, (40, 40, 80, 100), strict=True), strict=True)
+)
 
 
 def told(run, snapshots=None, **changes):
@@ -64,7 +66,10 @@ def test_cards_are_the_most_telling_names_on_each_prompt():
     assert (of_text["layout"], of_copies["layout"]) == ("text", "lines")
     names = [[card["name"] for card in one["cards"]] for one in (of_text, of_copies)]
     # On random letters, segment_start is undefined. Induction holds on the repeated sequence alone.
-    assert names == [["segment_start", "previous_token", "diagonal"], ["induction", "previous_token", "diagonal"]]
+    assert names == [
+        ["segment_start", "previous_token", "diagonal"],
+        ["induction", "previous_token", "diagonal"],
+    ]
     assert [card["heads"] for card in of_copies["cards"]] == [[4], [2], [0]]
     assert [birth["step"] for birth in of_copies["births"]] == [80, 40, 40]
     assert "80" in of_copies["cards"][0]["note"]
@@ -101,7 +106,8 @@ def test_headlines_change_when_names_appear_and_when_copying_is_learned():
     before = of_copies["frames"][-1]
     after = story(run.snapshots[-1], steps, rows, {})["prompts"][1]["frames"][-1]
     assert before["headline"] != after["headline"]
-    assert "100" in before["line"] and "5" in after["line"]
+    assert "100" in before["line"]
+    assert "5" in after["line"]
 
 
 def test_a_diverged_step_says_so():
@@ -130,7 +136,10 @@ def test_it_goes_slowly_where_predictions_change():
 
 def test_curve_is_the_loss_that_the_layout_is_about():
     run = a_run()
-    curves = {"training loss": [(0, 3.0), (120, 1.0)], "validation loss": [(0, 3.1), (60, np.nan), (120, 1.1)]}
+    curves = {
+        "training loss": [(0, 3.0), (120, 1.0)],
+        "validation loss": [(0, 3.1), (60, np.nan), (120, 1.1)],
+    }
     last, steps, rows = run.snapshots[-1], list(ALL_STEPS), list(run.rows.values())
     of_text, of_copies = (one["curve"] for one in story(last, steps, rows, curves)["prompts"])
     assert [list(point) for point in of_text["points"]] == [[0, 3.1], [120, 1.1]]
@@ -190,7 +199,10 @@ def losses_without(model, projections, group):
         for hook in hooks:
             hook.remove()
         logits = [output[0] if isinstance(output, tuple) else output.logits for output in outputs]
-        return [F.cross_entropy(x[0, :-1], one[0, 1:], reduction="none") for x, one in zip(logits, ids, strict=True)]
+        return [
+            F.cross_entropy(x[0, :-1], one[0, 1:], reduction="none")
+            for x, one in zip(logits, ids, strict=True)
+        ]
 
     def collect(layer, context):
         contexts[layer].append(context[0])
@@ -219,7 +231,8 @@ def test_predictions_without_heads_are_those_of_a_forward_pass(kind):
     model.train()
     run = functools.partial(capture, model)
     found = record_without(run, model, PROMPTS, GROUPS, text_of)
-    assert model.training and list(found) == list(GROUPS)
+    assert model.training
+    assert list(found) == list(GROUPS)
     model.eval()
     for name, group in GROUPS.items():
         for number, wanted in enumerate(losses_without(model, projections, group)):
@@ -257,7 +270,8 @@ def test_the_lens_records_the_last_step_without_each_name(tmp_path, ablation):
     lens.snapshot(model, 1)
     without = lens.last.details.get("without", {})
     named = {row["name"] for row in lens.table} - {"", "uniform"}
-    assert named and set(without) == (named if ablation == "auto" else set())
+    assert named
+    assert set(without) == (named if ablation == "auto" else set())
 
 
 def test_effect_of_a_switched_off_card():
@@ -266,7 +280,8 @@ def test_effect_of_a_switched_off_card():
     one = told(run)["prompts"][1]
     card = one["cards"][0]
     # Without the heads, all 20 tokens have the same probability.
-    assert "5" in card["effect"] and "5" in card["without"]["line"]
+    assert "5" in card["effect"]
+    assert "5" in card["without"]["line"]
     assert card["without"]["headline"] not in [frame["headline"] for frame in one["frames"]]
     details = {key: value for key, value in last.details.items() if key != "without"}
     assert told(run, details=details)["prompts"][1]["cards"][0]["without"] is None

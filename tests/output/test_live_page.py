@@ -185,17 +185,15 @@ def test_steps_of_a_resumed_run_are_replaced(growing, visit):
     assert lens.evaluate(is_first)
 
 
-def test_the_tour_ends_before_new_steps_are_shown(growing, visit):
+def test_the_story_ends_before_new_steps_are_shown(growing, visit):
     growing.add(0, 1, 2)
     lens = visit("run/first/")
     pages.ready(lens)
-    lens.locator("#show-tour").click()
-    expect(lens.locator("#tour")).to_be_visible()
+    play = lens.locator("#story-play")
+    expect(play).to_have_attribute("aria-label", "pause")
     growing.add(3, 4)
-    expect(lens.locator("#live")).to_contain_text("step 4")
-    lens.locator("#tour-next").click()
     shows_steps(lens, 0, 1, 2)
-    lens.locator("#tour-end").click()
+    expect(play).to_have_attribute("aria-label", "play")
     shows_steps(lens, 0, 1, 2, 3, 4)
 
 

@@ -221,7 +221,7 @@ def test_page_says_if_no_head_copies(shown):
 
 
 def test_head_that_has_its_name_on_the_text_only_is_shown_there(shown):
-    """On a prompt that is a text, and the tour points to the tokens of the text."""
+    """On a prompt that is a text."""
     run = a_text_run()
     history = json.loads(pages.unpacked(run.data["history"]))
     names, place = [name["key"] for name in run.data["names"]], 3 * 1 + 2
@@ -235,15 +235,6 @@ def test_head_that_has_its_name_on_the_text_only_is_shown_there(shown):
     )
     lens.locator("#names [data-name='induction']").click()
     assert [pages.state(lens, key) for key in ("layer", "head", "prompt")] == [1, 2, 0]
-    lens.locator("#show-tour").click()
-    pointed = []
-    while lens.locator("#tour").is_visible():
-        if (pages.state(lens, "layer"), pages.state(lens, "head")) == (1, 2):
-            pointed.append(lens.locator(".pointed").get_attribute("id"))
-            assert pages.state(lens, "prompt") == 0
-        lens.locator("#tour-next").click()
-    assert "contexts" in pointed
-    assert "finding" not in pointed
 
 
 def test_sentence_has_the_value_on_the_text_with_its_error(shown):

@@ -1,5 +1,5 @@
-"""The first screen of the page in Chromium: it plays once, its heads can be switched off, a token shows
-what it attends to, and all heads are one click away."""
+"""The first screen of the page in Chromium: it plays once, its heads can be switched off, a token
+shows what it attends to, and all heads are one click away."""
 
 import math
 import re
@@ -30,6 +30,10 @@ DRAWN = """node => {
   for (let n = 3; n < data.length; n += 4) count += data[n] > 40;
   return count;
 }"""
+
+
+INSIDE = """node => [...node.querySelectorAll("[data-token]")].every((span) =>
+  !span.offsetWidth || span.getBoundingClientRect().right <= innerWidth)"""
 
 
 def told(run, number):
@@ -120,7 +124,8 @@ def test_heads_can_be_switched_off(stills):
     lens, card = stills(), told(a_story(), 1)["cards"][0]
     switch = lens.get_by_role("switch").first
     drawn = lens.locator("#story-lines").evaluate(DRAWN)
-    assert drawn > 500 and chance(lens, PERIOD + 2) > 0.9
+    assert drawn > 500
+    assert chance(lens, PERIOD + 2) > 0.9
     before = headline(lens).inner_text()
     lens.locator("#story-step").fill("0")
     switch.click()
@@ -181,7 +186,10 @@ def test_a_text_shows_the_next_tokens_and_grey_what_it_has_not_read(stills):
     expected = lens.locator("#story-next li")
     assert expected.count() == 5
     token(lens, one["query"]).hover()
-    assert token(lens, one["query"] + 1).evaluate("node => node.className").split() == ["known", "after"]
+    assert token(lens, one["query"] + 1).evaluate("node => node.className").split() == [
+        "known",
+        "after",
+    ]
     token(lens, 2).click()
     assert pages.state(lens, "query") == 2
     assert lens.locator("#story-tokens .after").count() == len(SOME.tokens) - 3
@@ -214,7 +222,9 @@ def test_pages_of_two_runs_and_of_short_prompts_open_all_heads(shown):
     lens = shown(a_run(), second_run(), fragment="#view=story")
     expect(lens.locator("#grid")).to_be_visible()
     expect(lens.locator("#show-story")).to_be_hidden()
-    few = story_run({}, STEPS[-1:], repeated=prompt("2-few", ["<bos>", "a"]), text=prompt("1-few", ["a", "b"]))
+    few = story_run(
+        {}, STEPS[-1:], repeated=prompt("2-few", ["<bos>", "a"]), text=prompt("1-few", ["a", "b"])
+    )
     lens = shown(few, fragment="#view=story")
     expect(lens.locator("#grid")).to_be_visible()
 
@@ -270,8 +280,7 @@ def test_nothing_overflows_in_any_window(stills, name):
             expect(headline(lens)).not_to_be_empty()
             over = lens.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert over <= 0, (name, number, width)
-            inside = lens.locator("#story-tokens").evaluate("""node => [...node.querySelectorAll("[data-token]")]
-              .every((span) => !span.offsetWidth || span.getBoundingClientRect().right <= innerWidth)""")
+            inside = lens.locator("#story-tokens").evaluate(INSIDE)
             assert inside, (name, number, width)
     assert lens.locator("#story-time").is_visible() == (name != "one step")
 
