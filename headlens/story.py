@@ -145,8 +145,8 @@ class _Story:
         self.right = [self._right(row) for row in rows]
         symbols = self.prompt.num_symbols
         self.chance = 1 / symbols if self.prompt.period and symbols else None
-        self.groups = self._groups()
-        self.cards = self.groups[:MAX_CARDS]
+        self.cards = self._groups()[:MAX_CARDS]
+        self.cards_json = [self._card(group) for group in self.cards] or [self._nameless()]
 
     # ------------------------------------------------------------------------------ what is known
 
@@ -212,7 +212,7 @@ class _Story:
     def _weights(self, heads: Sequence[int]) -> np.ndarray:
         """Returns the mean weights of heads at the last step, (t, t)."""
         codes = self.last.codes[self.number]
-        codes = codes.reshape(-1, codes.shape[-1])[list(heads[:MAX_DRAWN])]
+        codes = codes.reshape(-1, codes.shape[-1])[list(heads)]
         return triangle_to_square(from_codes(codes).mean(0))
 
     # ------------------------------------------------------------------------------------- result
@@ -225,7 +225,7 @@ class _Story:
             "note": self._note(),
             "query": self._query(),
             "key_to_picture": self._key_to_picture(),
-            "cards": [self._card(group) for group in self.cards] or [self._nameless()],
+            "cards": self.cards_json,
             "frames": [self._frame(n) for n in range(len(self.rows))],
             "pace": self._pace(),
             "curve": self._curve(),
@@ -256,24 +256,24 @@ class _Story:
         return f"{green} Point at a {self.unit} to see what it attends to.{switch}"
 
     def _query(self) -> int:
-        """Returns the query token at which the picture stops: in the second half of the text, where
+        """Returns the query token at which the picture stops: near the end of the text, where
         the heads of the cards attend most to single other tokens that are not the first."""
         shown = self._shown()
         if self.layout == "lines":
             return self.prompt.period + 1
         most, taken = np.zeros(shown), np.zeros((shown, shown), bool)
-        for place, group in enumerate(self.cards):
-            weights = self._weights(group.heads)[:shown, :shown].copy()
+        for place, card in enumerate(self.cards_json):
+            weights = self._weights(card["heads"])[:shown, :shown].copy()
             np.fill_diagonal(weights, 0)
             weights[:, 0] = 0
             weights[taken] /= 4  # two cards should not show the same token
-            if group.name != "previous_token":
+            if card["name"] != "previous_token":
                 weights[np.arange(1, shown), np.arange(shown - 1)] /= 4
             taken[np.arange(shown), weights.argmax(1)] = True
             most += np.sqrt(weights.max(1)) / (1 + place / 2)
         spaces = np.array([not token.strip() for token in self.prompt.tokens[:shown]])
         most[spaces] /= 2
-        first = min(shown - 2, shown // 2)
+        first = min(shown - 2, shown * 3 // 5)
         return first + int(most[first : shown - 1].argmax())
 
     def _card(self, group: Group) -> dict:

@@ -2,8 +2,8 @@
  * that says what happens, and cards of heads that can be switched off. headlens/story.py decides what
  * is shown and what it is called; this file draws it. */
 
-import { clamp, label, plainText, plural, visible } from "./text.js";
-import { $, fillSelect, line, make, prepareCanvas } from "./dom.js";
+import { clamp, label, plainText, visible } from "./text.js";
+import { $, fillSelect, isPrinted, make, prepareCanvas } from "./dom.js";
 import { hasStory, placeOfHead, run, state, update } from "./state.js";
 import { setColour } from "./names.js";
 import { layOut } from "./grid.js";
@@ -25,6 +25,7 @@ let storyCards = []; // {data, node, canvas, colour, lit}
 let pointedToken = null; // the token under the pointer
 let pointedCard = null;
 let drawn = null; // what is drawn: {at, query: [0 to 1 per token], card: [per card], chance: [per token]}
+let readQuery = null; // the query token that the sentence and the list are about
 let isMoving = false;
 let drawnTime = 0; // time of the last drawing
 
@@ -291,7 +292,7 @@ function showTexts() {
 
 const activeCard = () => pointedCard ?? 0;
 
-const percentText = (p) => (p > 0 && p < 0.005 ? "<1\u00a0%" : `${Math.round(100 * p)}\u00a0%`);
+const percentText = (p) => (p === null ? "–" : p > 0 && p < 0.005 ? "<1\u00a0%" : `${Math.round(100 * p)}\u00a0%`);
 
 /** Returns what the model predicts, at the shown step or without the heads of a card. */
 function shownPredictions() {
@@ -302,7 +303,7 @@ function shownPredictions() {
 
 /** Shows what the query token attends to and what the model expects after it. */
 function showReading() {
-  const query = shownQuery();
+  const query = readQuery = shownQuery();
   const { labels, tokens } = run.prompts[state.prompt];
   const found = shownPredictions();
   const token = (text) => make("bdi", { textContent: label(text, 16) });
@@ -405,7 +406,7 @@ function storyTarget() {
 }
 
 function startMoving() {
-  const jumps = still.matches || drawn === null || matchMedia("print").matches;
+  const jumps = still.matches || drawn === null || isPrinted;
   if (jumps) {
     drawn = storyTarget();
     paintStory();
@@ -428,7 +429,7 @@ function moveOn(time) {
   const next = { at: isPlaying() ? end.at : near(drawn.at, end.at), chance: eased(drawn.chance, end.chance),
     query: eased(drawn.query, end.query), card: eased(drawn.card, end.card) };
   const rests = !isPlaying() && JSON.stringify(next) === JSON.stringify(end);
-  if (isPlaying()) showReading();
+  if (isPlaying() && shownQuery() !== readQuery) showReading();
   drawn = next;
   paintStory();
   if (rests) return;
