@@ -123,6 +123,13 @@ def heads_word(count: int) -> str:
     return f"{number_word(count)} head{'s' * (count != 1)}"
 
 
+def _marked(before: str, clause: str = "", after: str = "", name: str = "") -> dict:
+    """Returns a sentence with a clause in the colour of the heads of a name."""
+    if not before:
+        clause = _sentence(clause)
+    return {"headline": before + clause + after, "marked": clause, "about": name}
+
+
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -287,7 +294,7 @@ class _Story:
             right = self._mean_probability(without["losses"])
             effect = f"without {them}: {percent(right)} right"
             line = self._line(self.rows[-1].step, right)
-            switched = {"headline": self._headline_without(group, right), "line": line}
+            switched = self._headline_without(group, right) | {"line": line}
         elif found := self._measured(group.name):
             change = formatted_loss(found["loss_change"], signed=True)
             effect = f"without {them}: loss {change}"
@@ -347,8 +354,7 @@ class _Story:
         return f"lines: mean attention of the {count} heads in {where}"
 
     def _frame(self, n: int) -> dict:
-        return {
-            "headline": self._headline(n),
+        return self._headline(n) | {
             "line": self._line(self.rows[n].step, self.right[n]),
             "named": [group.is_there[n] for group in self.cards] or [1],
         }
@@ -373,48 +379,49 @@ class _Story:
         least = self.chance or (self.right[0] if self.rows[0].step == 0 else 0.05)
         return not math.isfinite(right) or right < max(3 * least, 0.1)
 
-    def _headline(self, n: int) -> str:
+    def _headline(self, n: int) -> dict:
         """Returns the sentence of a frame."""
         if self._has_diverged(n):
-            return DIVERGED
+            return _marked(DIVERGED)
         return self._headline_of_copies(n) if self.layout == "lines" else self._headline_of_text(n)
 
-    def _headline_of_copies(self, n: int) -> str:
+    def _headline_of_copies(self, n: int) -> dict:
         unit, right = self.unit, self.right[n]
         named = {group.name: group for group in self.cards if group.is_there[n]}
         if right > 0.9:
-            learned = f"It has learned to copy: look where this {unit} stood before, "
-            return learned + "and say what came next."
+            learned = f"look where this {unit} stood before, and say what came next."
+            return _marked("It has learned to ", "copy", f": {learned}", "induction")
         if "induction" in named:
             count = named["induction"].is_there[n]
-            begins = "begins" if count == 1 else "begin"
-            return _sentence(f"{heads_word(count)} {begins} to look for the same {unit}.")
+            begins = f" begin{'s' * (count == 1)} to look for the same {unit}."
+            return _marked("", heads_word(count), begins, "induction")
         telling = [group for group in named.values() if not self._says_little(group)]
         if telling:
-            knows = f"It knows some {unit}s:"
-            first = "It still guesses, but" if self._is_guessing(right) else knows
-            return f"{first} {self._does(telling[0], telling[0].is_there[n])}."
+            guesses = self._is_guessing(right)
+            first = "It still guesses, but " if guesses else f"It knows some {unit}s: "
+            return _marked(first, self._does(telling[0], n), ".", telling[0].name)
         if self._is_guessing(right):
-            return f"It reads random {unit}s and has to guess."
-        return f"It begins to use what it has read: some {unit}s are no longer a guess."
+            return _marked(f"It reads random {unit}s and has to guess.")
+        return _marked(f"It begins to use what it has read: some {unit}s are no longer a guess.")
 
-    def _headline_of_text(self, n: int) -> str:
-        unit, is_last = self.unit, n == len(self.rows) - 1
+    def _headline_of_text(self, n: int) -> dict:
+        reads, is_last = f"It reads {self.unit} by {self.unit}", n == len(self.rows) - 1
         named = [group for group in self.cards if group.is_there[n]]
         new = [group for group in named if n and not any(group.is_there[:n])]
-        if (telling := [g for g in new if not KINDS[g.name].is_simple]) and not is_last:
-            group = telling[0]
-            begins = self._does(group, group.is_there[n], begins=True)
-            return _sentence(f"{begins}.")
+        telling = [group for group in new if not KINDS[group.name].is_simple]
+        if telling and not is_last:
+            return _marked("", self._does(telling[0], n, begins=True), ".", telling[0].name)
         if named:
-            return f"It reads {unit} by {unit}, and {self._does(named[0], named[0].is_there[n])}."
+            return _marked(f"{reads}, and ", self._does(named[0], n), ".", named[0].name)
         if not self._is_guessing(self.right[n]):
-            return f"It has learned which {unit}s are likely. No head has found its job yet."
-        return f"It reads {unit} by {unit} and has to guess."
+            likely = f"It has learned which {self.unit}s are likely."
+            return _marked(f"{likely} No head has found its job yet.")
+        return _marked(f"{reads} and has to guess.")
 
-    def _does(self, group: Group, count: int, begins: bool = False) -> str:
-        """Returns what a number of heads do: "two heads look one letter back"; with `begins`: "two
-        heads begin to look one letter back"."""
+    def _does(self, group: Group, n: int, begins: bool = False) -> str:
+        """Returns what the heads with the name do at a frame: "two heads look one letter back".
+        begins: "two heads begin to look one letter back"."""
+        count = group.is_there[n]
         if begins:
             verb = f"begin{'s' * (count == 1)} to {self._verb(group, 2)}"
         elif group.name == "previous_token" and self.layout == "text":
@@ -426,25 +433,24 @@ class _Story:
 
     def _verb(self, group: Group, count: int) -> str:
         """Returns the verb phrase of a name, of one head or of several heads."""
-        distances = {row["tokens_back"] for row in group.rows}
-        back = distances.pop() if len(distances) == 1 else None
-        far = number_word(back) if back else "some"
+        distances = sorted({row["tokens_back"] for row in group.rows if row["tokens_back"]})
+        far = " and ".join(map(number_word, distances)) if len(distances) < 3 else "some"
         return KINDS[group.name].verbs[count > 1].format(unit=self.unit, back=far)
 
-    def _headline_without(self, group: Group, right: float) -> str:
+    def _headline_without(self, group: Group, right: float) -> dict:
         """Returns the sentence of the last step without the heads of a group."""
         count, before, floor = len(group.heads), self.right[-1], self.chance or 0.0
         which = "head that" if count == 1 else f"{number_word(count)} heads that"
-        which = f"the {which} {self._verb(group, count)}"
+        which = f"{which} {self._verb(group, count)}"
         if group.name == "induction":
-            which = "the copying head" if count == 1 else "the copying heads"
+            which = "copying head" if count == 1 else "copying heads"
         kept = (right - floor) / (before - floor) if before > floor else 1.0
+        result = ", little changes here."
         if kept < 0.15 and not self._is_guessing(before):
-            return f"Switch off {which}, and it is guessing again."
-        if kept < 0.9:
-            result = f"the right {self.unit} gets {percent(right)}, not {percent(before)}"
-            return f"Switch off {which}: {result}."
-        return f"Switch off {which}, and little changes here: the others can do without."
+            result = ", it is guessing again."
+        elif kept < 0.9:
+            result = f", the right {self.unit} gets {percent(right)}, not {percent(before)}."
+        return _marked("Without the ", which, result, group.name)
 
     # ---------------------------------------------------------------------------------- time line
 

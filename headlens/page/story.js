@@ -64,9 +64,10 @@ export function buildStory() {
   tokens.onpointermove = (event) => pointAt(event.target.dataset?.token);
   tokens.onpointerleave = () => pointAt(undefined);
   tokens.onclick = (event) => {
-    if (event.target.dataset.token === undefined) return;
+    const token = event.target.dataset.token;
+    if (token === undefined) return;
     pause();
-    update({ query: Number(event.target.dataset.token) });
+    update({ query: state.query === Number(token) ? null : Number(token) });
   };
 }
 
@@ -82,7 +83,7 @@ export function openingStory() {
 export function showStory() {
   if (!hasStory()) return;
   pause();
-  update({ view: "story", compare: "off" }).then(() => scrollTo(0, 0));
+  update({ view: "story", compare: "off", query: null }).then(() => scrollTo(0, 0));
 }
 
 /** Opens the screen of all heads, with one of them enlarged. */
@@ -189,7 +190,8 @@ function makeCard(data, number) {
 function buildTime() {
   const { points } = story.curve;
   const most = Math.max(...points.map(([, loss]) => loss));
-  story.heights = points.map(([step, loss]) => [frameCount() > 1 ? placeOf(step) : 0, 100 - 94 * (loss / most || 0)]);
+  story.heights = points.map(([step, loss]) =>
+    [frameCount() > 1 ? placeOf(step) : 0, 100 - 94 * (loss / most || 0)]);
   $("story-curve").lastElementChild.setAttribute("d", story.heights.length < 2 ? ""
     : `M${story.heights.map(([x, y]) => `${(1000 * x).toFixed(1)} ${y.toFixed(1)}`).join("L")}`);
   $("story-now").lastElementChild.textContent = story.heights.length < 2 ? "" : story.curve.title;
@@ -257,17 +259,27 @@ function fitRows(width) {
   const box = $("story-tokens");
   box.classList.toggle("tall", isTall);
   box.style.setProperty("--column", `${column}px`);
-  box.style.setProperty("--letter", `${isTall ? 14 : Math.min(MOST_LETTER, (column * 0.86) / (0.62 * longest))}px`);
+  const letter = isTall ? 14 : Math.min(MOST_LETTER, (column * 0.86) / (0.62 * longest));
+  box.style.setProperty("--letter", `${letter}px`);
   tokenNodes.forEach((span, n) => { span.hidden = (n > period ? n - period : n) >= count; });
   story.cut = count > period ? ""
     : `There is room for the first ${count - 1} of ${period} ${story.unit}s of each copy.`;
+}
+
+/** Shows a sentence with a clause in the colour of the heads that it is about. */
+function showHeadline({ headline, marked, about }) {
+  if ($("story-headline").textContent === headline) return;
+  const at = headline.indexOf(marked);
+  const clause = make("b", { textContent: marked });
+  setColour(clause, about);
+  $("story-headline").replaceChildren(headline.slice(0, at), clause, headline.slice(at + marked.length));
 }
 
 function showTexts() {
   const frame = story.frames[state.frame];
   const off = cardOff();
   const card = storyCards[activeCard()];
-  $("story-headline").textContent = off ? off.without.headline : frame.headline;
+  showHeadline(off ? off.without : frame);
   const hasLines = story.layout === "lines" && !isOff(card);
   const lines = hasLines ? ` · ${card.data.lines}` : "";
   $("story-line").textContent = (off ? off.without.line : frame.line) + lines;
@@ -292,7 +304,9 @@ function showTexts() {
 
 const activeCard = () => pointedCard ?? 0;
 
-const percentText = (p) => (p === null ? "–" : p > 0 && p < 0.005 ? "<1\u00a0%" : `${Math.round(100 * p)}\u00a0%`);
+/** Returns a probability or a weight for people, as `percent` in headlens/story.py. */
+const percentText = (p) => (p === null ? "–"
+  : p > 0 && p < 0.005 ? "<1\u00a0%" : `${Math.round(100 * p)}\u00a0%`);
 
 /** Returns what the model predicts, at the shown step or without the heads of a card. */
 function shownPredictions() {
@@ -333,11 +347,13 @@ function showReading() {
   const before = visible(Array.from({ length: query - first + 1 }, (_, n) =>
     textOfToken(run.prompts[state.prompt], first + n)).join(""), 400);
   $("story-next").replaceChildren(
-    make("p", {}, "after ", make("bdi", { textContent: `“${query > 14 ? "…" : ""}${before}”` }), " the model expects"),
+    make("p", {}, "after ", make("bdi", { textContent: `“${first ? "…" : ""}${before}”` }),
+      " the model expects"),
     make("ol", {}, ...found.tokens[query].map((of, n) => {
       const p = found.probabilities[query][n];
-      const text = found.texts[of];
-      const item = make("li", { className: text === truth ? "right" : "" }, token(text === truth ? labels[query + 1] : text),
+      const isRight = found.texts[of] === truth;
+      const item = make("li", { className: isRight ? "right" : "" },
+        token(isRight ? labels[query + 1] : found.texts[of]),
         make("span", { textContent: percentText(p) }));
       item.style.setProperty("--p", p ?? 0);
       return item;
@@ -516,7 +532,8 @@ function attentionLine(context, a, b, isSelf) {
     const spread = isSelf ? 9 : 0;
     const top = a.top - 3;
     context.moveTo(a.x + spread / 3, top);
-    context.bezierCurveTo(a.x + spread, top - high * 1.33, b.x - spread, top - high * 1.33, b.x - spread / 3, top);
+    const peak = top - high * 1.33;
+    context.bezierCurveTo(a.x + spread, peak, b.x - spread, peak, b.x - spread / 3, top);
   }
   context.stroke();
 }
