@@ -32,6 +32,7 @@ ORDER = {
     "text": ("segment_start", "induction", "separator", "duplicate_token", "offset"),
 }
 LAST = ("previous_token", "separator", "segment_start", "diagonal", "first_token", "positional")
+AFTER_PUNCTUATION = ("looks at tokens after punctuation", "look at tokens after punctuation")
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 DIVERGED = "This model has diverged: its losses are not numbers."
 
@@ -167,7 +168,8 @@ class _Story:
     def _mean_probability(self, losses: Sequence[float | None] | np.ndarray) -> float:
         found = np.exp(-np.array(losses, np.float64))
         period = self.prompt.period
-        return float((found[period + 1 : 2 * period] if period else found).mean())
+        counted = found[period + 1 : 2 * period] if period else found
+        return float(counted.mean()) if len(counted) else math.nan
 
     def _without(self, name: str) -> dict | None:
         """Returns the predictions on this prompt without the heads of a name, if they are known."""
@@ -435,7 +437,10 @@ class _Story:
         """Returns the verb phrase of a name, of one head or of several heads."""
         distances = sorted({row["tokens_back"] for row in group.rows if row["tokens_back"]})
         far = " and ".join(map(number_word, distances)) if len(distances) < 3 else "some"
-        return KINDS[group.name].verbs[count > 1].format(unit=self.unit, back=far)
+        # A token may be a whole word: then its first token says nothing.
+        is_words = group.name == "segment_start" and self.unit == "token"
+        verbs = AFTER_PUNCTUATION if is_words else KINDS[group.name].verbs
+        return verbs[count > 1].format(unit=self.unit, back=far)
 
     def _headline_without(self, group: Group, right: float) -> dict:
         """Returns the sentence of the last step without the heads of a group."""

@@ -56,7 +56,6 @@ export function firstRun() {
 
 /** Takes up new data from now on. build: builds what depends on the data of the run. */
 export function followRun(build) {
-  $("bar").prepend($("live"));
   rebuild = build;
 }
 

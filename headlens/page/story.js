@@ -29,6 +29,13 @@ let readQuery = null; // the query token that the sentence and the list are abou
 let isMoving = false;
 let drawnTime = 0; // time of the last drawing
 
+// What tokens and prompts are called.
+const tokenText = ({ texts }, n) => visible(texts[n].text, 400);
+const tokenLabel = ({ labels }, n) => label(labels[n], 16);
+const predictedLabel = (text) => label(text, 16);
+const promptName = ({ tokens, name, period }) =>
+  (period ? "repeated sequence" : visible(plainText(tokens), 50) || name);
+
 const frameCount = () => run.frames.length;
 const cardOff = () => story.cards.find(({ name }) => state.off && name === state.off) ?? null;
 const isOff = ({ data }) => state.off !== "" && data.name === state.off;
@@ -41,10 +48,8 @@ export function buildStory() {
   $("show-story").onclick = showStory;
   if (!hasStory()) return;
   builtFor = "";
-  const choices = run.prompts.map(({ tokens, name, period }, n) => {
-    const text = period ? "repeated sequence" : visible(plainText(tokens), 50) || name;
-    return [n, `\u2068${text}\u2069`, !run.story.prompts[n]];
-  });
+  const choices = run.prompts.map((prompt, n) =>
+    [n, `\u2068${promptName(prompt)}\u2069`, !run.story.prompts[n]]);
   fillSelect($("story-prompt"), choices);
   $("story-prompt").hidden = choices.length < 2;
   $("story-prompt").onchange = (event) => {
@@ -121,8 +126,6 @@ function shownQuery() {
   return Math.min(story.query, first + Math.floor((story.query - first + 1) * playedPart() * 1.15));
 }
 
-const textOfToken = ({ texts }, n) => texts[n].text ?? texts[n];
-
 /** Writes the tokens and the cards of the shown prompt. */
 function buildTokens() {
   const prompt = run.prompts[state.prompt];
@@ -135,9 +138,9 @@ function buildTokens() {
   box.ariaLabel = `prompt; ${from}`;
   tokenNodes = Array.from({ length: story.shown }, (_, n) => {
     const isStart = isLines && n === 0;
-    const node = make("span", { textContent: isStart ? "○" : isLines ? label(prompt.labels[n])
-      : visible(textOfToken(prompt, n), 400).replaceAll("⏎", "⏎\n") });
-    node.title = isStart ? `the startMoving of the text, ${label(prompt.labels[0])}` : "";
+    const node = make("span", { textContent: isStart ? "○" : isLines ? tokenLabel(prompt, n)
+      : tokenText(prompt, n).replaceAll("⏎", "⏎\n") });
+    node.title = isStart ? `the start of the text, ${tokenLabel(prompt, 0)}` : "";
     node.dataset.token = n;
     return node;
   });
@@ -161,7 +164,7 @@ function makeCard(data, number) {
   const open = make("button", { className: "thumbnail", title: "open these heads among all heads",
     ariaLabel: `${data.title}: open among all heads` }, canvas);
   open.onclick = () => openAllHeads(data.heads[0]);
-  const texts = make("div", {}, make("h2", { textContent: data.title, title: data.meaning }),
+  const texts = make("div", {}, make("h3", { textContent: data.title, title: data.meaning }),
     make("p", { textContent: data.note }), make("p", { textContent: data.effect, className: "effect" }));
   const node = make("article", {}, open, texts);
   if (data.without) {
@@ -318,23 +321,23 @@ function shownPredictions() {
 /** Shows what the query token attends to and what the model expects after it. */
 function showReading() {
   const query = readQuery = shownQuery();
-  const { labels, tokens } = run.prompts[state.prompt];
+  const prompt = run.prompts[state.prompt];
   const found = shownPredictions();
-  const token = (text) => make("bdi", { textContent: label(text, 16) });
+  const token = (textContent) => make("bdi", { textContent });
   const parts = [];
   if (query !== null && (pointedToken !== null || state.query !== null)) {
-    parts.push(token(labels[query]), " looks at ");
+    parts.push(token(tokenLabel(prompt, query)), " looks at ");
     const seenBy = storyCards.filter((card) => !isOff(card)).map(({ data }) => {
       const row = Array.from({ length: query + 1 }, (_, key) => cardWeight(data, state.frame, query, key));
       const key = row.indexOf(Math.max(...row));
-      const at = make("b", {}, token(labels[key]), ` ${percentText(row[key])}`);
+      const at = make("b", {}, token(tokenLabel(prompt, key)), ` ${percentText(row[key])}`);
       setColour(at, data.name);
       return at;
     });
     parts.push(...seenBy.flatMap((node, n) => (n ? [" · ", node] : [node])));
     if (story.layout === "lines" && found) {
       const [best] = found.tokens[query];
-      parts.push(". Next it expects ", make("b", {}, token(found.texts[best]),
+      parts.push(". Next it expects ", make("b", {}, token(predictedLabel(found.texts[best])),
         ` ${percentText(found.probabilities[query][0])}`));
     }
     parts.push(".");
@@ -342,18 +345,16 @@ function showReading() {
   $("story-reading").replaceChildren(...parts);
   $("story-next").hidden = story.layout === "lines" || !found;
   if ($("story-next").hidden) return;
-  const truth = tokens[query + 1];
   const first = Math.max(0, query - 14);
-  const before = visible(Array.from({ length: query - first + 1 }, (_, n) =>
-    textOfToken(run.prompts[state.prompt], first + n)).join(""), 400);
+  const before = Array.from({ length: query - first + 1 }, (_, n) => tokenText(prompt, first + n)).join("");
   $("story-next").replaceChildren(
     make("p", {}, "after ", make("bdi", { textContent: `“${first ? "…" : ""}${before}”` }),
       " the model expects"),
     make("ol", {}, ...found.tokens[query].map((of, n) => {
       const p = found.probabilities[query][n];
-      const isRight = found.texts[of] === truth;
+      const isRight = found.texts[of] === prompt.tokens[query + 1];
       const item = make("li", { className: isRight ? "right" : "" },
-        token(isRight ? labels[query + 1] : found.texts[of]),
+        token(isRight ? tokenLabel(prompt, query + 1) : predictedLabel(found.texts[of])),
         make("span", { textContent: percentText(p) }));
       item.style.setProperty("--p", p ?? 0);
       return item;
