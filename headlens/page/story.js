@@ -345,7 +345,8 @@ function showReading() {
   $("story-reading").replaceChildren(...parts);
   $("story-next").hidden = story.layout === "lines" || !found;
   if ($("story-next").hidden) return;
-  const first = Math.max(0, query - 14);
+  let first = Math.max(0, query - 14); // or where a word begins
+  while (first && first < query - 4 && tokenText(prompt, first - 1).trim()) first++;
   const before = Array.from({ length: query - first + 1 }, (_, n) => tokenText(prompt, first + n)).join("");
   $("story-next").replaceChildren(
     make("p", {}, "after ", make("bdi", { textContent: `“${first ? "…" : ""}${before}”` }),

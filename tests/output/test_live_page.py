@@ -36,15 +36,16 @@ def live(tmp_path):
 
 @pytest.fixture
 def visit(window, live):
-    """visit("run/first/") -> a page of the server. Fails when a script failed or was refused."""
+    """visit("run/first/") -> a page of the server, with all heads. Fails when a script failed or was
+    refused. view: the link."""
     opened, wrong = [], []
 
-    def visit_page(path, **options):
+    def visit_page(path, view="#view=all", **options):
         page = window(**options).new_page()
         opened.append(page)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text))
-        page.goto(f"{live.address}{path}")
+        page.goto(f"{live.address}{path}{'' if '#' in path else view}")
         return page
 
     yield visit_page
@@ -187,7 +188,7 @@ def test_steps_of_a_resumed_run_are_replaced(growing, visit):
 
 def test_the_story_ends_before_new_steps_are_shown(growing, visit):
     growing.add(0, 1, 2)
-    lens = visit("run/first/")
+    lens = visit("run/first/", view="")
     pages.ready(lens)
     play = lens.locator("#story-play")
     expect(play).to_have_attribute("aria-label", "pause")
@@ -202,7 +203,7 @@ def test_a_stopped_server_and_a_removed_run_are_named(tmp_path, growing, window)
     page = window().new_page()
     lost = page.locator("#live b")
     with live_command(tmp_path / "runs", next(ports)) as address:
-        page.goto(f"{address}run/first/")
+        page.goto(f"{address}run/first/#view=all")
         pages.ready(page)
         expect(lost).to_be_hidden()
     expect(lost).to_have_text("not connected")
