@@ -40,7 +40,8 @@ function glide() {
     const missing = [state.frame, Math.min(state.frame + 1, last)]
       .find((frame) => !run.frames[frame].bytes);
     if (missing === undefined) {
-      part = Math.min(1, part + Math.max(0, now - before) / 1000 / STORY_SECONDS);
+      const passed = clamp(now - before, 0, 100); // a hidden tab draws nothing
+      part = Math.min(1, part + passed / 1000 / STORY_SECONDS);
       const frame = part === 1 ? last : pace.findLastIndex((at) => at <= part);
       const length = pace[frame + 1] - pace[frame];
       position = frame === last ? last : frame + (part - pace[frame]) / length;
@@ -72,5 +73,5 @@ export function pause() {
 
 export function goStep(by) {
   pause();
-  update({ frame: clamp(state.frame + by, 0, run.frames.length - 1) });
+  update({ frame: clamp(state.frame + by, 0, run.frames.length - 1), off: "" });
 }

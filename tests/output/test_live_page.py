@@ -36,8 +36,8 @@ def live(tmp_path):
 
 @pytest.fixture
 def visit(window, live):
-    """visit("run/first/") -> a page of the server, with all heads. Fails when a script failed or was
-    refused. view: the link."""
+    """visit("run/first/") -> a page of the server. Fails when a script failed or was refused. view:
+    the link to all heads, or ""."""
     opened, wrong = [], []
 
     def visit_page(path, view="#view=all", **options):
