@@ -10,13 +10,16 @@ The HTML file links its style sheet and its script in the usual way:
 
 so a browser can also load the folder from a local web server. `assemble` replaces each link with
 the content of its file, without indentation and without comments that fill whole lines. A script is
-joined with all modules that it imports.
+joined with all modules that it imports. __DIGITS__ in a script becomes the table of rounding.py.
 """
 
 import base64
 import hashlib
+import json
 import re
 from pathlib import Path
+
+from .rounding import DIGITS
 
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
 SCRIPT = re.compile(r'<script type="module" src="([\w.-]+)"></script>')
@@ -38,6 +41,7 @@ def assemble_html(page: Path) -> str:
 
     def script(found: re.Match) -> str:
         text = UNNEEDED.sub("", join_modules(folder / found[1])).lstrip()
+        text = text.replace("__DIGITS__", json.dumps(DIGITS))
         return f'<script type="module">\n{text}</script>'
 
     html = re.sub(r"^ +", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)

@@ -34,7 +34,7 @@ from .heatmap import (
     tile,
 )
 from .history import atomic_write, evenly_spaced
-from .prompts import BYTES_OF_TOKEN, Prompt, plain_text
+from .prompts import Prompt, clipped, plain_text
 from .rounding import formatted
 from .snapshot_data import SnapshotData
 from .statistics import STATISTICS
@@ -294,7 +294,8 @@ def _labels(prompt: Prompt, size: int, largest: int) -> list[tuple[DrawnText, fl
     every = math.ceil(largest / 2 / LINE / cell)
     height = max(1, min(largest, int(LINE * every * cell)))
     texts = {
-        n: drawn(label(prompt.labels[n]), height) for n in range(every - 1, prompt.shown, every)
+        n: drawn(clipped(prompt.labels[n], 12), height)
+        for n in range(every - 1, prompt.shown, every)
     }
     # Also a text of several rows ends with its row: below are weights.
     return [(text, (n + 1) * cell + 3, (n + 1 - every / 2) * cell) for n, text in texts.items()]
@@ -314,14 +315,6 @@ def _draw_colour_bar(image: Image.Image, corner: tuple[int, int]) -> None:
 
 
 # --------------------------------------------------------------------------------------- texts
-
-
-def label(token: str) -> str:
-    """Returns the label of a token: truncated, with visible white space."""
-    shown = token.strip() or repr(token)[1:-1].replace(" ", "␣")
-    shown = shown.replace("><0x", " ") if BYTES_OF_TOKEN.fullmatch(shown) else shown  # <0xE3 81>
-    shown = "".join(c if c.isprintable() else "·" for c in shown)
-    return shown if len(shown) <= 12 else shown[:11] + "…"
 
 
 def title_of(prompt: Prompt, fits: int) -> str:

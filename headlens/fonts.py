@@ -26,7 +26,7 @@ STACK = (
 )
 # DejaVu Sans has all of these. Looking for other characters needs matplotlib, which takes a quarter
 # of a second to import.
-LATIN = re.compile("[ -~\xa0-\u024f‘’“”…–—␣⁴]*")
+LATIN = re.compile("[ -~\xa0-\u024f‘’“”…–—␣⏎⇥∅⁴]*")
 
 
 @functools.cache

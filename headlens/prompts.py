@@ -1,4 +1,4 @@
-"""Prompts of the lens: short texts, and the repeated sequence, with the text of each token.
+"""Prompts of the lens: short texts, and the repeated sequence, with texts and labels of tokens.
 
 Shapes: T tokens, P period of the repeated sequence.
 """
@@ -14,8 +14,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 MAX_SHOWN = 256  # maximum number of tokens on pages and images; statistics use all tokens
+LABEL = 24  # maximum number of characters of a label
 PARTS = "¹²³⁴"  # a character has at most four bytes
 BYTES_OF_TOKEN = re.compile(r"(<0x[0-9A-F]{2}>)+")
+BYTES_OF_LABEL = re.compile(r"␣*<0x[0-9A-F ]+>␣*")
+# What labels and texts have in place of characters that cannot be seen.
+CONTROLS = {"\n": "⏎", "\r": "␍", "\t": "⇥"}
+UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # others of these categories: "·"
+JOINERS = "\u200c\u200d"  # needed between letters, and between the parts of an emoji
+SPACES = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c not in "\n\r\t")
+SIGNS = {"␣": "space", "⏎": "line break", "␍": "carriage return", "⇥": "tab", "∅": "empty token"}
 
 
 @dataclass
@@ -34,8 +42,14 @@ class Prompt:
 
     @functools.cached_property
     def labels(self) -> list[str]:
-        """The tokens for axes: see labels_of."""
+        """The tokens as labels: see labels_of."""
         return labels_of(self.tokens)
+
+    @property
+    def title(self) -> str:
+        """The prompt in one line, for lists and captions."""
+        text = visible(" ".join(plain_text(self.tokens[: self.shown]).split()))
+        return "repeated sequence" if self.period else clipped(text, 200) or self.name
 
     @property
     def shown(self) -> int:
@@ -100,10 +114,60 @@ def token_texts(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -
     return texts
 
 
+def texts_of(tokens: Sequence[str]) -> list[str]:
+    """Returns the text of each token in running text, one after another, without a gap. The first
+    of the tokens that share a character has it, the others have "". Control characters are visible,
+    so that they cannot affect other text."""
+    return [visible(text) for text, _ in _joined(tokens)]
+
+
 def labels_of(tokens: Sequence[str]) -> list[str]:
-    """Returns the tokens with characters in place of their bytes. Each of the tokens that share a
-    character has it, with the number of the part: 語¹, 語², 語³. Bytes of no character stay."""
-    labels, first = [*tokens], 0
+    """Returns each token as a label, for axes, lists and sentences: at most LABEL characters, with
+    visible white space. Each of the tokens that share a character has it, with the number of the
+    part: 語¹, 語², 語³. Bytes of no character are <0xE3 81>."""
+    return [_label(label) for _, label in _joined(tokens)]
+
+
+def signs_of(tokens: Sequence[str]) -> str:
+    """Returns an explanation of the signs in labels of tokens, "" if there are none."""
+    joined = [*dict.fromkeys(_joined(tokens))]
+    labels = [_label(label) for _, label in joined]
+    used = set("".join(label.rstrip("…") for label in labels))
+    meanings = [f"{sign} {what}" for sign, what in SIGNS.items() if sign in used]
+    if part := next((label for label in labels if BYTES_OF_LABEL.fullmatch(label)), None):
+        meanings.append(f"{part} part of a character, in bytes")
+    if part := next((label for text, label in joined if text != label), None):
+        meanings.append(f"{_label(part)} part of a character that has several tokens")
+    return " · ".join(meanings)
+
+
+def clipped(text: str, longest: int) -> str:
+    """Returns a text of at most `longest` characters."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def visible(text: str) -> str:
+    """Returns a text with signs in place of characters that cannot be seen: one for each."""
+    return "".join(
+        CONTROLS.get(c, "·" if unicodedata.category(c) in UNSEEN and c not in JOINERS else c)
+        for c in text
+    )
+
+
+def _label(token: str) -> str:
+    inner = token.strip(SPACES)
+    before = len(token) - len(token.lstrip(SPACES)) if inner else len(token)
+    spaces = "␣" * before, "␣" * (len(token) - before - len(inner))
+    if BYTES_OF_TOKEN.fullmatch(inner):
+        inner = inner.replace("><0x", " ")
+    shown = visible(inner.join(spaces))
+    return clipped(shown, LABEL) if shown.strip(JOINERS) else "·" if shown else "∅"
+
+
+def _joined(tokens: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns (text, label) of each token, with characters in place of their bytes: of a character
+    that several tokens share, the first has the text, and the labels of all have its number."""
+    joined, first = [(token, token) for token in tokens], 0
     while first < len(tokens):
         owners: list[int] = []  # the token of each byte
         decoder, found, text, n = codecs.getincrementaldecoder("utf-8")(), "", "", first
@@ -115,17 +179,19 @@ def labels_of(tokens: Sequence[str]) -> list[str]:
                     text = found if n - first > 1 else ""  # one token is a text such as <0x41>
                     break
         if text:
-            labels[first:n] = [""] * (n - first)
+            joined[first:n] = [("", "")] * (n - first)
         at = 0
         for character in text:
             parts = sorted({*owners[at : at + len(character.encode())]})
             for part, owner in enumerate(parts):
-                labels[owner] += character + (PARTS[part] if len(parts) > 1 else "")
+                known, label = joined[owner]
+                known += "" if part else character
+                joined[owner] = known, label + character + (PARTS[part] if parts[1:] else "")
             at += len(character.encode())
         for each in range(first, n if text else first):
-            labels[each] = _with_marks_first(labels[each])
+            joined[each] = joined[each][0], _with_marks_first(joined[each][1])
         first = n if text else first + 1
-    return labels
+    return joined
 
 
 def _with_marks_first(label: str) -> str:

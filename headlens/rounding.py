@@ -3,14 +3,13 @@
     rounded(0.0031, 2)  ->  "<0.01"        formatted(12.34)         ->  "12.3"
     rounded(0.0031, 2, signed=True)  ->  "0"    formatted_loss(0.00481)  ->  "0.0048"
 
-- A statistic, a weight or an accuracy has two decimals; from 10 on one, from 100 on none.
-- A loss of the lens, or the change of a loss, has two decimals; below 0.1 four.
+- The number of decimals is in DIGITS, by kind of number and size. The page applies the same table.
 - A value that these decimals would round to 0 is "<0.01" ("<0.0001"), and a change is "0". Only an
   exact 0 is "0". So there is no "-0.00".
 - The minus is U+2212, as wide as the plus.
 
 The losses of a run in the console, in the report and in comparisons keep four decimals, because
-runs are compared by them. page/text.js has the same rule, and tests compare the two.
+runs are compared by them.
 """
 
 import math
@@ -20,6 +19,22 @@ from decimal import ROUND_HALF_UP, Context, Decimal
 EXACT = Context(prec=400, rounding=ROUND_HALF_UP)  # digits, also of the largest float
 MINUS = "\u2212"
 UNKNOWN = "\u2013"  # of a value that is undefined
+
+# {kind of number: [(from this size on, decimals)]}, the largest first.
+DIGITS: dict[str, list[tuple[float, int]]] = {
+    "value": [(100, 0), (10, 1), (0, 2)],  # a statistic or an accuracy
+    "loss": [(0.1, 2), (0, 4)],  # also a change of a loss
+    "error": [(0.01, 2), (0, 3)],  # the standard error of a mean, and this mean
+    "chance": [(0.1, 2), (0.01, 3), (0, 4)],  # the probability of a token
+    # A weight w of a heatmap is one of an interval of weights with the same byte, round(255
+    # sqrt(w)), of length 2 sqrt(w) / 255. The unit of the last digit is not smaller than this.
+    "weight": [((127.5 * 10**-n) ** 2, n - 1) for n in (3, 4, 5)] + [(0, 5)],
+}
+
+
+def decimals(value: float, kind: str) -> int:
+    """Returns the number of decimals of a value. kind: a key of DIGITS."""
+    return next((count for size, count in DIGITS[kind] if abs(value) >= size), 0)
 
 
 def rounded(value: float, digits: int, signed: bool = False) -> str:
@@ -36,27 +51,30 @@ def rounded(value: float, digits: int, signed: bool = False) -> str:
     return f">{MINUS}{unit:f}" if value < 0 else f"<{unit:f}"
 
 
-def formatted(value: float | None, signed: bool = False) -> str:
-    """Returns a value of a statistic, a weight or an accuracy; a dash if it is undefined."""
-    if value is None:
-        return UNKNOWN
-    size = abs(value)
-    return rounded(value, 0 if size >= 100 else 1 if size >= 10 else 2, signed)
-
-
-def loss_digits(value: float) -> int:
-    """Returns the number of decimals of a loss or of its change."""
-    return 4 if abs(value) < 0.1 else 2
+def formatted(value: float | None, signed: bool = False, kind: str = "value") -> str:
+    """Returns a number as text; a dash if it is undefined. kind: a key of DIGITS."""
+    return UNKNOWN if value is None else rounded(value, decimals(value, kind), signed)
 
 
 def formatted_loss(value: float | None, signed: bool = False) -> str:
     """Returns a loss, or with `signed` the change of a loss; a dash if it is undefined."""
-    if value is None:
-        return UNKNOWN
-    return rounded(value, loss_digits(value), signed)
+    return formatted(value, signed, "loss")
 
 
 def formatted_change(change: float, error: float | None) -> str:
     """Returns the change of a loss with its standard error, if it is known: "+1.33 ± 0.02"."""
     text = formatted_loss(change, signed=True)
-    return text if error is None else f"{text} ± {rounded(error, loss_digits(change))}"
+    return text if error is None else f"{text} ± {rounded(error, decimals(change, 'loss'))}"
+
+
+def formatted_mean(value: float, error: float | None) -> str:
+    """Returns a mean on a text with its standard error: "0.62 ± 0.03", "0.617 ± 0.004"."""
+    if error is None:
+        return formatted(value)
+    digits = decimals(error, "error")
+    return f"{rounded(value, digits)} ± {rounded(error, digits)}"
+
+
+def formatted_weight(weight: float) -> str:
+    """Returns the weight of a byte of a heatmap. That of the byte 0 is not 0, but small."""
+    return formatted(weight or 1e-9, kind="weight")

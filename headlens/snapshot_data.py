@@ -47,6 +47,7 @@ class Contexts:
     codes: np.ndarray  # their weights as bytes, uint8 (L, H, 2, CONTEXTS)
     # The fraction of query tokens that have a target, for each statistic with targets but `offset`.
     coverage: dict[str, float]
+    pairs: dict | None = None  # that each head connects, see connected.Words.pairs
 
     def explained(self, head: Mapping) -> float:
         """Returns the fraction of the attention of a head that its name explains: the weight on the
@@ -104,7 +105,7 @@ def snapshot_bytes(data: SnapshotData) -> bytes:
         "ablation": data.ablation,
     }
     if contexts := data.contexts:
-        keys = ("text_name", "tokens", "coverage")
+        keys = ("text_name", "tokens", "coverage", "pairs")
         values["contexts"] = {key: getattr(contexts, key) for key in keys}
     arrays: dict[str, Any] = {"json": np.frombuffer(json.dumps(values).encode(), np.uint8)}
     for key, of_prompts in (("weights", data.codes), ("norms", data.norms)):
@@ -142,7 +143,7 @@ def read_snapshot(path: str | Path) -> SnapshotData:
             if found := values.get("contexts"):
                 cells = arrays["cells"], arrays["cell_weights"]
                 known = found["text_name"], found["tokens"]
-                contexts = Contexts(*known, *cells, found["coverage"])
+                contexts = Contexts(*known, *cells, found["coverage"], found.get("pairs"))
         for prompt, of_prompt in zip(prompts, codes, strict=True):
             triangle = prompt.shown * (prompt.shown + 1) // 2
             if (of_prompt.dtype, of_prompt.shape) != (np.uint8, (*row.names.shape, triangle)):

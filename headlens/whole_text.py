@@ -6,6 +6,7 @@ windows of the user's own text (`TextRecorder`), with standard errors.
 A cell is a key token k of a query token q in a window. A head *moves* the residual stream at q by
 A[q, k] |W_O v[k]|, attention weight times the norm of the value vector after the output projection.
 The first token and the query token itself do not count here: many heads rest their attention there.
+A head *connects* q with the k that it moves most, if its weight is at least LINKED.
 
 Shapes: N windows, T tokens, H heads, L layers, M = len(statistics.MEASURED).
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .capturing import Captured, LayerAttention, Visit
+from .connected import Words
 from .prompts import token_texts
 from .snapshot_data import CONTEXTS, Contexts
 from .statistics import (
@@ -34,6 +36,7 @@ from .tokens import LensTokenizer
 MAX_TOKENS = 256  # of a window
 MAX_WINDOWS = 32
 CELLS_AT_ONCE = 2**19  # of one head: 8 windows of 256 tokens
+LINKED = 0.2  # attention weight
 STRETCH = 16  # query tokens, of which the one that the head moves most can be shown
 
 
@@ -81,6 +84,10 @@ class Text:
         return [(p.start, HeadStatistics(self.token_ids[p], self.tokens[p])) for p in parts]
 
     @functools.cached_property
+    def words(self) -> Words:
+        return Words(self.tokens)
+
+    @functools.cached_property
     def counts(self) -> np.ndarray:
         """The number of query tokens of which each statistic is a mean, (N, M)."""
         return np.concatenate([windows.counts() for _, windows in self.batches()])
@@ -113,6 +120,8 @@ class TextRecorder:
         self.sums: list[list[Tensor]] = []  # for each batch and layer (b, M, H)
         # For each batch and layer (b, H, S, 4): move, query, key and weight of each stretch.
         self.moves: list[list[Tensor]] = []
+        # For each batch and layer int16 (b, H, T): the key token of each query token, or -1.
+        self.linked: list[list[Tensor]] = []
         # For each random query and layer (H, 2): key and weight.
         self.at_random: dict[tuple[int, int], list[Tensor]] = {}
 
@@ -121,6 +130,7 @@ class TextRecorder:
         for first, windows in self.text.batches():
             self.sums.append([])
             self.moves.append([])
+            self.linked.append([])
             capture(windows.token_ids, self._visitor(first, windows))
         sums = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in self.sums]
         self.means, self.errors = ratio_of_sums(np.concatenate(sums), self.text.counts)
@@ -139,6 +149,8 @@ class TextRecorder:
             move, key = _largest_moves(weights, attention.value_norms)  # (b, H, T) each
             weight = weights.gather(-1, key[..., None])[..., 0]  # (b, H, T)
             self.moves[-1].append(_of_stretches(move, key, weight))
+            is_linked = (weight >= LINKED) & (move > 0)
+            self.linked[-1].append(torch.where(is_linked, key, -1).to(torch.int16))
             for window, query in here:
                 found = [of[window - first, :, query] for of in (key, weight)]
                 self.at_random.setdefault((window, query), []).append(torch.stack(found, -1))
@@ -147,7 +159,8 @@ class TextRecorder:
 
     @functools.cached_property
     def contexts(self) -> Contexts:
-        """The cells where each head moves most, and those of some query tokens at random."""
+        """The cells where each head moves most, those of some query tokens at random, and the pairs
+        of words or tokens that each head connects most often."""
         moves = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in self.moves]
         found = np.concatenate(moves)  # (N, H, L, S, 4)
         windows, num_heads, num_layers, stretches, _ = found.shape
@@ -166,7 +179,9 @@ class TextRecorder:
             cells[:, :, 1, n, 2] = of_heads[..., 0]
             weights[:, :, 1, n] = of_heads[..., 1]
         codes = (np.sqrt(np.nan_to_num(weights)) * 255).round().astype(np.uint8)
-        return Contexts(self.text.name, self.text.tokens, cells, codes, self.text.coverage)
+        linked = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in self.linked]
+        pairs = self.text.words.pairs(np.concatenate(linked).transpose(2, 1, 0, 3))
+        return Contexts(self.text.name, self.text.tokens, cells, codes, self.text.coverage, pairs)
 
     def _most_different(self, moves: np.ndarray, window: np.ndarray) -> list[int]:
         """Returns the indices of the largest moves, (n, 4), of one head, of which no two have the

@@ -21,9 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from ..assemble import assemble_html, content_security_policy
+from ..connected import Lines
 from ..heads import ALL_NAMES, KINDS, NAMES, first_rows, targets_on, title_of
 from ..heatmap import VIRIDIS
 from ..history import Row, copying_step, evenly_spaced, json_values
+from ..prompts import Prompt, labels_of, signs_of, texts_of, visible
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
 from ..story import story
@@ -52,14 +54,18 @@ def run_data(
     layers, heads = last.row.names.shape
     coverage = last.contexts.coverage if last.contexts else {}
     return {
-        "name": last.run,
+        "name": visible(last.run),
         "layers": layers,
         "heads": heads,
         "prompts": [
             {
                 "name": prompt.name,
                 "text": prompt.text,
+                "title": prompt.title,
                 "tokens": prompt.tokens[: prompt.shown],
+                "texts": texts_of(prompt.tokens[: prompt.shown]),
+                "labels": labels_of(prompt.tokens[: prompt.shown]),
+                "signs": signs_of(prompt.tokens[: prompt.shown]),
                 "truncated": prompt.truncated,
                 "period": prompt.period,
                 "uniform": prompt.uniform,
@@ -81,7 +87,7 @@ def run_data(
         "names": [{"key": name, "title": title_of(name)} | _shown(name) for name in ALL_NAMES],
         "targets": _packed_json([targets_on(prompt) for prompt in last.prompts]),
         "text_name": last.contexts.text_name if last.contexts else "",
-        "text": _packed_json(last.contexts.tokens) if last.contexts else None,
+        "text": _text(last.contexts.tokens) if last.contexts else None,
         "history": _history(history, {frame["step"] for frame in frames}),
         "curves": {name: _finite(points) for name, points in (curves or {}).items()},
         "stage": copying_step(last.prompts, history),
@@ -99,15 +105,60 @@ def _finite(points: Sequence) -> list:
 def frame_data(snapshot: SnapshotData) -> dict:
     """Returns the attention and predictions of one step."""
     details = snapshot.details
+    if predictions := details.get("predictions"):
+        details = details | {"predictions": _predictions(predictions, snapshot.prompts)}
+    if without := details.get("without"):
+        shown = {name: _predictions(found, snapshot.prompts) for name, found in without.items()}
+        details = details | {"without": shown}
     if contexts := snapshot.contexts:
+        ranges = _lines(tuple(map(tuple, contexts.tokens))).ranges
         found = np.concatenate([contexts.cells, contexts.codes[..., None]], axis=-1)
-        details = details | {"contexts": found.reshape(-1, *found.shape[2:]).tolist()}
+        cells = [
+            [[[*cell, *ranges(*cell[:3])] for cell in kind if cell[0] >= 0] for kind in of_head]
+            for of_head in found.reshape(-1, *found.shape[2:]).tolist()
+        ]
+        details = details | {"contexts": cells, "pairs": contexts.pairs}
     data = {
         "step": snapshot.step,
         "weights": _packed(_bytes(snapshot.codes)),
         "details": _packed_json(details),
     }
     return data | ({"norms": _packed(_bytes(snapshot.norms))} if snapshot.norms else {})
+
+
+@functools.lru_cache(2)
+def _lines(windows: tuple[tuple[str, ...], ...]) -> Lines:
+    """Returns the lines of a text, which all steps of a run share."""
+    return Lines(windows)
+
+
+def _text(windows: Sequence[Sequence[str]]) -> str:
+    """Returns the windows of a text, packed."""
+    texts, labels = [texts_of(window) for window in windows], [labels_of(w) for w in windows]
+    signs = signs_of([token for window in windows for token in window])
+    return _packed_json({"texts": texts, "labels": labels, "signs": signs})
+
+
+def _predictions(found: dict, prompts: Sequence[Prompt]) -> dict:
+    """Returns the predictions of a snapshot with labels and, at each position, the place of the
+    true next token among the most likely ones, or -1. found: see recording.py."""
+    texts = found["tokens"]
+
+    def with_hits(of_prompt: dict, tokens: Sequence[str]) -> dict:
+        hits = [
+            next((n for n, token in enumerate(likely) if texts[token] == following), -1)
+            for likely, following in zip(of_prompt["tokens"], [*tokens[1:], None], strict=False)
+        ]
+        # Never 0: it has four decimals in the snapshot.
+        chances = [[p or 1e-5 for p in likely] for likely in of_prompt["probabilities"]]
+        layers = [with_hits(layer, tokens) for layer in of_prompt.get("layers", ())]
+        return of_prompt | {"hits": hits, "probabilities": chances, "layers": layers}
+
+    of_prompts = zip(found["of_prompts"], prompts, strict=True)
+    return {
+        "labels": [labels_of([text])[0] for text in texts],
+        "of_prompts": [with_hits(found, p.tokens[: p.shown]) for found, p in of_prompts],
+    }
 
 
 def _shown(name: str) -> dict:

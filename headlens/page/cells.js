@@ -1,7 +1,6 @@
 /* What a heatmap shows: attention weights or value-weighted attention, of one head or the mean of
  * several heads. */
 
-import { intervalOf } from "./text.js";
 import { A, B, comparable, indexInB, meanIsShown, run, selectedHeads, state } from "./state.js";
 import { WEIGHTS } from "./colours.js";
 
@@ -95,27 +94,21 @@ function writeMeans(sides, valued) {
   });
 }
 
-/** Returns a value and the length of the interval of values that have the same code. */
-function fromCode(code, top) {
-  return { value: WEIGHTS[code] * top, interval: intervalOf(WEIGHTS[code]) * top };
-}
-
-/** Returns {value, interval} of a cell of a head of A or of the mean, in A or B, from the recorded
+/** Returns {value, isWeight} of a cell of a head of A or of the mean, in A or B, from the recorded
  * codes; null if B does not have the head. In the value-weighted map also its {weight, norm}. */
 export function cellOf(of, index, query, key) {
   if (index === run.count) {
     const parts = selectedHeads().map((head) => cellOf(of, head, query, key));
     if (parts.includes(null)) return null;
-    const mean = (name) => parts.reduce((sum, part) => sum + part[name], 0) / parts.length;
-    return { value: mean("value"), interval: mean("interval") };
+    const value = parts.reduce((sum, part) => sum + part.value, 0) / parts.length;
+    return { value, isWeight: !of.valued };
   }
   if (of === B && !comparable(index)) return null;
   const place = of === A ? index : indexInB(index);
   const at = of.rawStart + place * of.triangle + (query * (query + 1)) / 2 + key;
-  const weight = fromCode(of.raw[at], 1);
+  const weight = { value: WEIGHTS[of.raw[at]], isWeight: true };
   if (!of.valued) return weight;
-  const norm = fromCode(of.norms[of.normStart + place * of.T + key], largestNorm(of, place));
-  // The two errors are independent.
-  const interval = Math.hypot(weight.value * norm.interval, norm.value * weight.interval);
-  return { value: weight.value * norm.value, interval, weight, norm };
+  const code = of.norms[of.normStart + place * of.T + key];
+  const norm = { value: WEIGHTS[code] * largestNorm(of, place) };
+  return { value: weight.value * norm.value, weight, norm };
 }

@@ -1,60 +1,38 @@
-/* Where a head does what it does: cells of windows of the text, each as a line around its query token
- * and its key token. headlens/whole_text.py chooses the cells. */
+/* Where a head does what it does: lines of the text around a query token and its key token, and the
+ * pairs of words or tokens that it connects most often. Python chooses all of them
+ * (headlens/whole_text.py, headlens/connected.py). */
 
-import { explainSigns, formatWeight, label, visible } from "./text.js";
+import { formatWeight, plural } from "./text.js";
 import { $, bold, make } from "./dom.js";
 import { A, B, here, indexInB, selected, sideName, state, textName, valueAt } from "./state.js";
 import { ATTENTION, WEIGHTS, colours, height, shade } from "./colours.js";
 
-// Least number of characters on a line: before the first token, on each side of omitted tokens, and
-// after the query token. More characters between the two tokens are omitted.
-const [BEFORE, BESIDE, AFTER, BETWEEN] = [14, 10, 10, 24];
-
 /** Returns the side whose contexts are shown: that of the grid. */
 const sideOfContexts = () => (!B || state.show === "difference" ? here : state.show === "b" ? B : A);
 
-/** Returns how many tokens from a position on, in a direction, have at least a number of characters. */
-function count(tokens, from, by, characters) {
-  let length = 0;
-  let n = from;
-  for (; n >= 0 && n < tokens.length && length < characters; n += by) length += tokens[n].text.length;
-  return Math.abs(n - from);
-}
-
-/** Returns the ranges of tokens of a line, [first, end]: omitted tokens are between two ranges. */
-function rangesOf(tokens, query, key) {
-  const first = key - count(tokens, key - 1, -1, BEFORE);
-  const end = query + 1 + count(tokens, query + 1, 1, AFTER);
-  const between = tokens.slice(key + 1, query).reduce((sum, { text }) => sum + text.length, 0);
-  const left = key + 1 + count(tokens, key + 1, 1, BESIDE);
-  const right = query - count(tokens, query - 1, -1, BESIDE);
-  return between <= BETWEEN || left >= right ? [[first, end]] : [[first, left], [right, end]];
-}
-
-/** Returns a token as part of a line. */
-const textOf = ({ text }) => (text.trim() ? visible(text) : text && label(text));
-
-function lineOfCell(tokens, [, query, key, code]) {
+function lineOfCell({ texts, labels }, [, query, key, code, ...ends]) {
   const weight = formatWeight(WEIGHTS[code]);
-  const ranges = rangesOf(tokens, query, key);
   const marked = (n) => {
     const isKey = n === key;
-    const node = make(isKey ? "mark" : "u", { textContent: label(tokens[n].label, 24),
-      title: `${isKey ? "key" : "query"} token, position ${n}` });
+    const node = make(isKey ? "mark" : "u", { textContent: texts[n].trim() ? texts[n] : labels[n],
+      title: `${isKey ? "key" : "query"} token ${labels[n]}, position ${n}` });
     if (isKey) shade(node, ATTENTION, height(WEIGHTS[code]));
     return node;
   };
+  const line = make("bdi", {}, "…\u00a0");
   const after = make("span", { className: "after" });
-  const line = make("bdi", {}, ranges[0][0] > 0 ? "…" : "");
-  ranges.forEach(([first, end], part) => {
-    if (part) line.append(/^\s/.test(tokens[first].text) ? " …" : " … ");
-    for (let n = first; n < end; n++) {
-      if (n === query || n === key) line.append(marked(n));
-      else (n > query ? after : line).append(textOf(tokens[n]));
+  const textOf = (first, end) => texts.slice(first, end).join("");
+  for (let part = 0; part < ends.length; part += 2) {
+    if (part) line.append(" … ");
+    let from = ends[part];
+    for (const n of [key, query]) {
+      if (n < from || n >= ends[part + 1]) continue;
+      line.append(textOf(from, n), marked(n));
+      from = n + 1;
     }
-  });
-  after.append(ranges.at(-1)[1] < tokens.length ? "…" : "");
-  line.append(after);
+    (from > query ? after : line).append(textOf(from, ends[part + 1]));
+  }
+  line.append(after, "\u00a0…");
   return make("li", {}, make("span", { className: "number", textContent: weight }), line);
 }
 
@@ -64,6 +42,24 @@ function listOf(title, about, cells, windows) {
     make("ol", {}, ...(lines.length ? lines : [make("li", { textContent: "nowhere" })])));
 }
 
+/** Returns the table of the pairs that a head connects most often. */
+function pairTable({ queries, texts, of_heads: ofHeads }, index) {
+  const { links, of, keys } = ofHeads[index];
+  const one = of.slice(0, -1);
+  const head = [`key ${one}`, "times", `from the query ${of}`].map((textContent) =>
+    make("th", { scope: "col", textContent }));
+  const rows = keys.map(([key, count, from]) => make("tr", {},
+    make("th", { scope: "row" }, make("mark", {}, make("bdi", { textContent: texts[key] }))),
+    make("td", { className: "number", textContent: count }),
+    make("td", {}, ...from.flatMap(([query, times]) =>
+      [make("bdi", { textContent: texts[query] }), make("small", { textContent: ` ${times} ` }), " "]))));
+  return make("div", { id: "pairs" },
+    make("h4", {}, `${of} it connects most often`, make("span", { textContent:
+      ` ${plural(links, "query token")} of ${queries} with a weight of at least 0.2` })),
+    rows.length ? make("table", {}, make("thead", {}, make("tr", {}, ...head)),
+      make("tbody", {}, ...rows)) : make("p", { textContent: "no pair twice" }));
+}
+
 /** Returns how much of the attention of a head is on tokens that no line shows. */
 function restText(of, index) {
   const [first, self] = ["first_token", "diagonal"].map((key) => valueAt(of, key, index, true) ?? 0);
@@ -71,29 +67,21 @@ function restText(of, index) {
   return `Not shown: attention to the first token and to the token itself, ${percent} % of all. `;
 }
 
-/** Returns the tokens on the lines of some cells. */
-const tokensOn = (cells, windows) => cells.flatMap(([window, query, key]) =>
-  rangesOf(windows[window], query, key).flatMap((range) => windows[window].slice(...range)));
-
 let shownContexts = []; // what the shown lines depend on
 
 /** Shows the contexts of the enlarged head. */
 export function drawContexts() {
   const of = selected() === null ? null : sideOfContexts();
   const index = of === B && B ? indexInB(selected()) : selected();
-  const windows = of?.run.windows;
+  const { windows, textSigns } = of?.run ?? {};
   const isCell = ([window, query, key]) => key >= 0 && key < query && query < windows[window]?.length;
-  const cells = windows ? of.facts.contexts?.[index] : null;
-  const [most, some] = cells?.map((list) => list.filter(isCell)) ?? [];
+  const { contexts, pairs } = (windows && of.facts) || {};
+  const [most, some] = contexts?.[index]?.map((list) => list.filter(isCell)) ?? [];
   $("contexts").hidden = !some;
   if (!some) return;
   const depends = [of.facts, index, B && sideName(of), state.scale, colours.isDark];
   if (depends.every((value, n) => value === shownContexts[n])) return; // selected text stays
   shownContexts = depends;
-  const isOfLetters = windows[0].slice(1).every(({ text }) => [...text].length === 1);
-  $("contexts").classList.toggle("mono", isOfLetters);
-  const tokens = tokensOn([...most, ...some], windows);
-  const signs = explainSigns(tokens.map(({ text }) => text), tokens.map((one) => one.label));
   $("contexts").replaceChildren(
     make("h3", { id: "contexts-title" }, "Where does it do that?",
       ...(B ? [" ", bold(sideName(of))] : [])),
@@ -102,6 +90,7 @@ export function drawContexts() {
     make("div", { className: "lists" },
       listOf("five strongest", of.norms ? "largest weight × norm of the value" : "largest weight",
         most, windows),
+      ...(pairs ? [pairTable(pairs, index)] : []),
       listOf("five at random", "the same query tokens for all heads", some, windows)),
-    make("p", { className: "note", textContent: restText(of, index) + signs }));
+    make("p", { className: "note", textContent: restText(of, index) + textSigns }));
 }

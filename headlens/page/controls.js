@@ -1,6 +1,6 @@
 /* The controls at the top, the notes below them, and the comparison with another page. */
 
-import { format, formatLimit, plainText, plural, visible } from "./text.js";
+import { clip, format, plural } from "./text.js";
 import { $, bold, checkRadio, fillSelect, make, showMessage } from "./dom.js";
 import { decode, prefetch, prepare, readData } from "./data.js";
 import {
@@ -23,10 +23,8 @@ const SETTERS = [
 ];
 
 export function buildControls() {
-  fillSelect($("prompt"), run.prompts.map(({ tokens, name, period }, n) => {
-    const text = period ? "repeated sequence" : visible(plainText(tokens), 70) || name;
-    return [n, `${n + 1}: \u2068${text}\u2069`]; // isolated: it may be written from right to left
-  }));
+  fillSelect($("prompt"), run.prompts.map(({ title }, n) =>
+    [n, `${n + 1}: \u2068${clip(title, 70)}\u2069`])); // isolated: it may be written from right to left
   $("filter-value").max = 200;
   buildChoices();
   listenToControls();
@@ -149,8 +147,9 @@ export function showControls() {
   if (state.filter) {
     const [low, high] = filterRange(state.filter);
     $("filter-value").value = (200 * (state.threshold - low)) / (high - low || 1);
-    $("filter-value").setAttribute("aria-valuetext", formatLimit(state.threshold));
-    $("threshold").firstChild.textContent = `≥ ${formatLimit(state.threshold)}`;
+    const limit = String(+state.threshold.toPrecision(2)).replace("-", "−");
+    $("filter-value").setAttribute("aria-valuetext", limit);
+    $("threshold").firstChild.textContent = `≥ ${limit}`;
   }
   $("show").hidden = !B;
   checkRadio("show", state.show);

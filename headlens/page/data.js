@@ -1,7 +1,5 @@
 /* Checks and decodes the data of a page. index.html describes the format. */
 
-import { joinBytes } from "./text.js";
-
 const VERSION = 6; // of the data, see headlens/page/__init__.py
 const DECODED_BYTES = 200e6; // limit for the decoded frames in memory
 
@@ -22,7 +20,9 @@ export function readData(text) {
     if (!whole(run?.layers, 1) || !whole(run.heads, 1)) throw not("layers or heads are missing");
     if (!Array.isArray(run.prompts) || !run.prompts.length) throw not("the data has no prompts");
     for (const prompt of run.prompts) {
-      if (!strings(prompt?.tokens) || !prompt.tokens.length) throw not("a prompt has no tokens");
+      const lists = [prompt?.tokens, prompt?.texts, prompt?.labels];
+      if (!lists.every(strings) || !lists[0].length
+        || lists.some(({ length }) => length !== lists[0].length)) throw not("a prompt has no tokens");
     }
     if (!Array.isArray(run.frames) || !run.frames.length) throw not("the data has no weights");
     const packed = (f) => strings(f.address ? [f.address] : [f.weights, f.details, f.norms ?? ""]);
@@ -56,8 +56,6 @@ export async function prepare(run) {
   run.size = run.normSize = 0;
   for (const prompt of run.prompts) {
     prompt.length = prompt.tokens.length;
-    prompt.texts = joinBytes(prompt.tokens);
-    prompt.labels = prompt.texts.map(({ label }) => label);
     prompt.triangle = (prompt.length * (prompt.length + 1)) / 2;
     prompt.start = run.size;
     prompt.normStart = run.normSize;
@@ -71,7 +69,10 @@ export async function prepare(run) {
       placesAt: found.places, sinceAt: found.since, offsetsAt: found.offsets });
     (await inflateJson(run.targets)).forEach((targets, n) => { run.prompts[n].targets = targets; });
     run.story = run.story ? await inflateJson(run.story) : null;
-    run.windows = run.text ? (await inflateJson(run.text)).map(joinBytes) : null;
+    const text = run.text ? await inflateJson(run.text) : null;
+    run.textSigns = text?.signs;
+    run.windows = text && text.texts.map((texts, n) =>
+      ({ texts, labels: text.labels[n], length: texts.length }));
     for (const statistic of run.statistics) {
       statistic.values = Object.hasOwn(values, statistic.key) ? values[statistic.key] : [];
       statistic.empty = !statistic.values.flat().some(Number.isFinite);

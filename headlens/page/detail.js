@@ -46,7 +46,10 @@ export function buildDetail() {
     const token = target.closest("[data-token]")?.dataset.token;
     if (token !== undefined) act(Number(token));
   });
-  onToken("pointerover", (query) => hoverCell({ query, key: null }));
+  // Not pointerover: a text that scrolls under a resting pointer does not change the query token.
+  onToken("pointermove", (query) => {
+    if (hovered.query !== query || hovered.key !== null) hoverCell({ query, key: null });
+  });
   onToken("click", (query) => update({ query }));
   text.addEventListener("pointerleave", () => hoverCell(null));
   $("add-head").append(...Array.from({ length: run.count }, (_, index) =>

@@ -1,7 +1,5 @@
 /* DOM elements, messages and canvases. */
 
-import { label, visible } from "./text.js";
-
 export const $ = (id) => document.getElementById(id);
 
 /** Returns a new element. String children become text, never markup. */
@@ -13,9 +11,8 @@ export function make(tag, properties = {}, ...children) {
 
 export const bold = (text) => make("b", { textContent: text });
 
-/** Returns a token in quotes with visible white space. */
-export const quotedToken = (text) =>
-  make("bdi", { textContent: `"${label(text, 24)}"`, title: visible(text) });
+/** Returns the label of a token in quotes. */
+export const quotedToken = (label) => make("bdi", { textContent: `"${label}"` });
 
 export function fillSelect(select, choices) {
   select.replaceChildren(...choices.map(([value, textContent, disabled = false]) =>

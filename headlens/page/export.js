@@ -1,6 +1,6 @@
 /* Saves the enlarged head or all heads as an image file: SVG with text, or PNG. */
 
-import { clamp, label, plainText, visible } from "./text.js";
+import { clamp, clip } from "./text.js";
 import { $, make, showMessage } from "./dom.js";
 import {
   A, B, comparable, enlarged, gridShows, here, indexInB, indexName, run, selected, sideName, state,
@@ -107,10 +107,8 @@ function figureOf(what, subject, body, width, bodyHeight, { x, largest }) {
   const height = bodyHeight + 40;
   const of = what === "b" ? B : A;
   const sides = what === "difference" ? `B − A (${sideName(A)}, ${sideName(B)})` : sideName(of);
-  const title = visible(`${subject}${A.valued ? ", weight × value norm" : ""}, ${sides}`, 200);
-  const { period } = of.run.prompts[of.prompt];
-  const text = period ? `${period} random tokens, written twice` : `“${plainText(of.tokens)}”`;
-  const about = visible(`${text} · ${of.run.name}`, Math.floor(width / 6));
+  const title = clip(`${subject}${A.valued ? ", weight × value norm" : ""}, ${sides}`, 200);
+  const about = clip(`${of.run.prompts[of.prompt].title} · ${of.run.name}`, Math.floor(width / 6));
   const svg = `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" ` +
     `viewBox="0 0 ${width} ${height}" font-family="DejaVu Sans, Helvetica, Arial, sans-serif">` +
     `<rect width="100%" height="100%" fill="#fff"/>` +
@@ -145,7 +143,7 @@ function headFigure(index) {
   const cell = clamp(Math.floor(576 / A.T), 8, 48); // large enough for the label of each token
   const size = cell * A.T;
   const font = clamp(cell, 8, 12);
-  const labels = A.labels.map((token) => label(token, 10));
+  const labels = A.labels.map((label) => clip(label, 10));
   const ruler = make("canvas").getContext("2d");
   ruler.font = `${font}px DejaVu Sans, Helvetica, Arial, sans-serif`;
   const widest = Math.ceil(Math.max(...labels.map((text) => ruler.measureText(text).width)));

@@ -261,6 +261,7 @@ export function layOut(force = false) {
   tile = tilePixels / devicePixelRatio;
   $("all").classList.toggle("scrolls", !state.sort && (tile + gap) * run.heads + labels > room + 9);
   $("grid").classList.toggle("thin", tile < 26); // only some columns have labels
+  $("grid").classList.toggle("small", tile < 60); // names are marks without a letter
   document.documentElement.style.setProperty("--tile", `${tile}px`);
   $("grid").classList.toggle("sorted", Boolean(state.sort));
   // A grid that fits stays next to a long right column; next to a long grid, the right column stays.

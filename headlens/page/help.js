@@ -66,7 +66,10 @@ export function buildHelp() {
         "part of the key token to the query token: attention weight times the norm of the value " +
         "vector after the output projection. The strongest five are the largest of these in all " +
         "windows, of different pairs of tokens. They show a head at its best; the five query tokens " +
-        "at random, the same for all heads, show what it usually does. The first token of a window " +
+        "at random, the same for all heads, show what it usually does. A head connects a query token " +
+        "with the key token that it moves most if the weight is at least 0.2: the table has the most " +
+        "frequent key tokens, or words if it often connects different words, and the query tokens " +
+        "from which it attends to them. The first token of a window " +
         "and the query token itself do not count: many heads rest their attention there. “Its name " +
         `explains 58 % of its attention” is the part of all attention weights in ${textName()} that is ` +
         "on the tokens of the name.")] : []),

@@ -12,6 +12,7 @@ import {
 } from "./grid.js";
 import { prepareMaps } from "./cells.js";
 import { buildDetail, drawDetail } from "./detail.js";
+import { placeTokens } from "./words.js";
 import { drawContexts } from "./contexts.js";
 import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";
 import { keepLink, readLink, restore } from "./link.js";
@@ -83,6 +84,7 @@ function listen() {
   const sizes = new ResizeObserver(measureBar);
   for (const id of ["bar", "all"]) sizes.observe($(id));
   new ResizeObserver(drawTimeline).observe($("track"));
+  new ResizeObserver(placeTokens).observe($("text"));
 }
 
 function fail(error) {

@@ -1,6 +1,6 @@
 /* The enlarged heatmaps: their sizes, labels, cross-hairs and colour bars. */
 
-import { clamp, label } from "./text.js";
+import { clamp, clip } from "./text.js";
 import { $, line, prepareCanvas } from "./dom.js";
 import { A, comparable, enlarged, state } from "./state.js";
 import { colours, height, viridis } from "./colours.js";
@@ -11,44 +11,40 @@ import { sideWidth } from "./grid.js";
 // if the heatmap is hidden, undefined.
 export const plots = [{ id: "map" }, { id: "map-2" }, { id: "map-3" }];
 
-const FONT = "11px ui-monospace, SF Mono, Menlo, Consolas, DejaVu Sans Mono, monospace";
+const FONT = "px ui-monospace, SF Mono, Menlo, Consolas, DejaVu Sans Mono, monospace";
 const ruler = document.createElement("canvas").getContext("2d");
 
 const TOP = 6; // space above a heatmap for the first label
-const LABEL = 11.5; // height of a label
-const COVERED = 12; // labels that are nearer to that of the query or key token would be under it
-const READABLE = 8; // of smaller rows, only the query token and the key token have a label
+const [SMALLEST, LARGEST] = [8.5, 11]; // size of a label, in pixels
+const BESIDE = 250; // height of what is next to a map and not the text, in pixels
 const COPIES = 14; // width of the names of the two copies of a repeated sequence
 
 /** Sets the size of the enlarged heatmap, the same with and without a comparison: if possible whole
  * pixels for each weight. The other heatmaps are below it. */
 export function placePlots() {
   const [compact, wide] = ["compact", "wide"].map((name) => $("app").classList.contains(name));
-  ruler.font = FONT;
-  const texts = (longest) => A.labels.map((token) => label(token, longest));
-  // Short labels, for example of letters, are in up to three lanes. So none has to be skipped.
-  const short = A.tokens.filter((token) => token.length > 3).length <= 1; // <|endoftext|>
-  const labels = texts(short ? 3 : compact ? 7 : 8);
-  let [lanes, laneWidth] = [1, 0];
+  const isShort = A.tokens.filter((token) => token.length > 3).length <= 1; // <|endoftext|>
+  const longest = isShort ? 3 : compact ? 7 : 8;
+  const labels = A.labels.map((label) => clip(label, longest));
   const copies = A.run.prompts[A.prompt].period ? COPIES : 0;
   // Height above and below the map: bar, title, sentence and colour bar. In a panel, the text is next
   // to the map, not below it.
   const around = compact ? (wide ? 144 : 100) : wide ? $("bar").offsetHeight + 140 : 132;
   // Width of the text next to the map; 0: the text is below the map.
-  const text = compact ? (!wide && sideWidth() > 400 ? 170 : 0) : sideWidth() >= 600 ? 246 : 0;
-  for (; ; lanes++) {
-    const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
-    laneWidth = Math.ceil(clamp(widest, 12, 84)) + 3;
-    const left = lanes * laneWidth + 5 + copies;
-    const low = Math.max(compact ? 120 : 170, innerHeight - left - around);
-    const room = Math.max(40, Math.min(sideWidth() - text - left - 14, low, 560));
-    const cell = Math.min(room / A.T, Math.max(46, 90 / A.T));
-    sizePlot(plots[0], left, cell * A.T, labels);
-    if (!short || lanes === 3 || lanes * plots[0].cell >= LABEL || plots[0].cell < READABLE) break;
-  }
-  const { cell } = plots[0];
-  const step = cell < READABLE ? 0 : Math.ceil(LABEL / cell / lanes); // 0: no labels
-  Object.assign(plots[0], { lanes, laneWidth, step });
+  const text = compact ? (!wide && sideWidth() > 400 ? 170 : 0)
+    : sideWidth() >= 600 ? 246 : 0;
+  ruler.font = LARGEST + FONT;
+  const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
+  const left = Math.ceil(clamp(widest, 12, 84)) + 8 + copies;
+  const low = Math.max(compact ? 120 : 170, innerHeight - left - around);
+  const room = Math.max(40, Math.min(sideWidth() - text - left - 14, low, 560));
+  const most = Math.min(room / A.T, Math.max(46, 90 / A.T));
+  sizePlot(plots[0], left, most * A.T, labels);
+  const { cell, height: tall } = plots[0];
+  $("text").style.maxHeight = text ? `${Math.max(180, tall - BESIDE)}px` : "";
+  // If the rows are too low, only some tokens have a label.
+  const step = cell < SMALLEST ? Math.ceil(LARGEST / cell) : 1;
+  Object.assign(plots[0], { step, font: clamp(Math.floor(2 * cell * step) / 2, SMALLEST, LARGEST) });
   const small = Math.max(20, (sideWidth() - 44) / 2);
   for (const plot of plots.slice(1)) sizePlot(plot, 4, Math.min(small, plots[0].size), null);
 }
@@ -67,18 +63,12 @@ function sizePlot(plot, left, room, labels) {
   plot.map.style.width = plot.map.style.height = `${size}px`;
 }
 
-/** Returns the lane of the label of each token; no entry if the label is skipped. Both copies of a
- * repeated sequence have labels at the same tokens. */
-function labelLanes({ lanes, step }) {
+/** Returns the tokens with a label. Both copies of a repeated sequence have labels at the same
+ * tokens. */
+function labelledTokens({ step }) {
   const { period } = A.run.prompts[A.prompt];
-  const found = [];
-  if (!step) return found;
-  let count = 0;
-  for (let n = 0; n < A.T; n++) {
-    const place = period ? ((n - 1) % period) + 1 : n; // in a copy, from 1
-    if (place % step === 0) found[n] = count++ % lanes;
-  }
-  return found;
+  const place = (n) => (period ? ((n - 1) % period) + 1 : n); // in a copy, from 1
+  return A.tokens.map((_, n) => n).filter((n) => place(n) % step === 0);
 }
 
 /** Draws labels, cross-hair and colour bar of one heatmap. isPointer: the key token is the one under
@@ -86,17 +76,15 @@ function labelLanes({ lanes, step }) {
 export function drawMarks(plot, query, key, isPointer) {
   const context = prepareCanvas(plot.marks, plot.width, plot.height);
   const { left, size, cell } = plot;
-  context.font = FONT;
+  context.font = plot.font + FONT;
   context.textBaseline = "middle";
   context.textAlign = "right";
   context.translate(0, TOP);
-  const lanes = plot.labels ? labelLanes(plot) : [];
   const write = (n, column, strong) => {
     const text = plot.labels[n];
-    const far = (lanes[n] ?? 0) * plot.laneWidth;
     context.save();
-    context.translate(column ? left + (n + 0.5) * cell : left - 4 - far,
-      column ? size + 5 + far : (n + 0.5) * cell);
+    context.translate(column ? left + (n + 0.5) * cell : left - 4,
+      column ? size + 5 : (n + 0.5) * cell);
     if (column) context.rotate(-Math.PI / 2);
     if (strong) {
       const width = Math.min(context.measureText(text).width, 84) + 5;
@@ -111,10 +99,9 @@ export function drawMarks(plot, query, key, isPointer) {
   };
   if (plot.labels) {
     for (const [column, strong] of [[false, query], [true, key]]) {
-      lanes.forEach((lane, n) => {
-        const isNear = Math.abs(n - strong) * cell < COVERED;
-        if (!isNear || lane !== (lanes[strong] ?? 0)) write(n, column, false);
-      });
+      for (const n of labelledTokens(plot)) { // others would be under that of the strong token
+        if (Math.abs(n - strong) * cell >= plot.font + 1) write(n, column, false);
+      }
       write(strong, column, true);
     }
   }

@@ -1,7 +1,7 @@
 /* What the model predicts after the query token: the most likely next tokens, and what the output
  * layer predicts from the input of each layer (the logit lens). */
 
-import { formatChance, formatLoss } from "./text.js";
+import { format, formatLoss } from "./text.js";
 import { $, bold, make, quotedToken } from "./dom.js";
 import { A, B, sideName } from "./state.js";
 
@@ -15,29 +15,33 @@ export function drawNextToken(query) {
 }
 
 /** Returns a row of a list of predicted tokens. isTrue: it is the next token of the prompt. */
-function predictionRow(text, p, isTrue) {
+function predictionRow(label, p, isTrue) {
   const bar = make("i");
   bar.style.width = `${100 * p}%`;
   const sign = isTrue ? { title: "the next token of the prompt", textContent: "✓" } : {};
-  return make("li", { className: isTrue ? "true" : "" }, quotedToken(text),
-    make("span", { className: "track" }, bar), make("span", { className: "number" }, formatChance(p)),
+  return make("li", { className: isTrue ? "true" : "" }, quotedToken(label),
+    make("span", { className: "track" }, bar),
+    make("span", { className: "number", textContent: format(p, false, "chance") }),
     make("span", { className: "sign", ...sign }));
 }
 
+/** Returns the label of a predicted token. That of the next token of the prompt has the character of
+ * which the token is a part. */
+const labelOf = (of, token, query, isTrue) =>
+  (isTrue ? A.labels[query + 1] : of.facts.predictions.labels[token]);
+
 function nextToken(of, query) {
-  const { losses, tokens, probabilities } = predictionsOf(of);
-  const texts = tokens[query].map((token) => of.facts.predictions.tokens[token]);
-  const [token, loss] = [A.tokens[query + 1], losses[query] ?? null];
-  const part = A.labels[query + 1]; // with the character, if the token is a part of one
-  const rows = texts.map((text, n) =>
-    predictionRow(text === token ? part : text, probabilities[query][n], text === token));
-  if (token !== undefined && loss !== null && !texts.includes(token)) {
-    rows.push(predictionRow(part, Math.exp(-loss), true));
+  const { losses, tokens, probabilities, hits } = predictionsOf(of);
+  const [label, loss, hit] = [A.labels[query + 1], losses[query] ?? null, hits[query]];
+  const rows = tokens[query].map((token, n) =>
+    predictionRow(labelOf(of, token, query, n === hit), probabilities[query][n], n === hit));
+  if (label !== undefined && loss !== null && hit < 0) {
+    rows.push(predictionRow(label, Math.exp(-loss), true));
     rows.at(-1).classList.add("more");
   }
-  const next = token === undefined ? ["the next token is not shown"]
-    : ["next token ", quotedToken(part)];
-  const about = token === undefined && loss === null ? ["the prompt ends here"]
+  const next = label === undefined ? ["the next token is not shown"]
+    : ["next token ", quotedToken(label)];
+  const about = label === undefined && loss === null ? ["the prompt ends here"]
     : [...next, ", loss ", bold(formatLoss(loss)), " nats"];
   const name = B?.same ? [bold(sideName(of)), " · "] : [];
   return make("div", {}, make("p", {}, ...name, "after ", quotedToken(A.labels[query]),
@@ -56,17 +60,17 @@ export function drawLayers(query) {
 
 function layerTable(of, query) {
   const final = predictionsOf(of);
-  const [truth, texts] = [A.tokens[query + 1], of.facts.predictions.tokens];
   const columns = [["", ""], ["token", ""], ["probability", "number"],
     ["loss", "number"]].map(([textContent, className]) =>
     make("th", { scope: "col", textContent, className }));
-  const rows = [...final.layers, final].map(({ losses, tokens, probabilities }, layer) => {
-    const text = texts[tokens[query][0]];
-    const sign = text === truth ? " ✓" : "";
+  const rows = [...final.layers, final].map(({ losses, tokens, probabilities, hits }, layer) => {
+    const isTrue = hits[query] === 0;
+    const label = labelOf(of, tokens[query][0], query, isTrue);
     const from = layer < final.layers.length ? `input of L${layer}` : "output";
-    return make("tr", { className: sign ? "true" : "" },
-      make("th", { scope: "row", textContent: from }), make("td", {}, quotedToken(sign ? A.labels[query + 1] : text), sign),
-      make("td", { className: "number", textContent: formatChance(probabilities[query][0]) }),
+    return make("tr", { className: isTrue ? "true" : "" },
+      make("th", { scope: "row", textContent: from }),
+      make("td", {}, quotedToken(label), isTrue ? " ✓" : ""),
+      make("td", { className: "number", textContent: format(probabilities[query][0], false, "chance") }),
       make("td", { className: "number", textContent: formatLoss(losses[query] ?? null) }));
   });
   const table = make("table", {}, make("thead", {}, make("tr", {}, ...columns)),

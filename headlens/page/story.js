@@ -2,7 +2,7 @@
  * that says what happens, and cards of heads that can be switched off. headlens/story.py decides what
  * is shown and what it is called; this file draws it. */
 
-import { clamp, label, plainText, visible } from "./text.js";
+import { clamp, clip } from "./text.js";
 import { $, fillSelect, isPrinted, make, prepareCanvas } from "./dom.js";
 import { hasStory, placeOfHead, run, state, update } from "./state.js";
 import { setColour } from "./names.js";
@@ -29,13 +29,6 @@ let readQuery = null; // the query token that the sentence and the list are abou
 let isMoving = false;
 let drawnTime = 0; // time of the last drawing
 
-// What tokens and prompts are called.
-const tokenText = ({ texts }, n) => visible(texts[n].text, 400);
-const tokenLabel = ({ labels }, n) => label(labels[n], 16);
-const predictedLabel = (text) => label(text, 16);
-const promptName = ({ tokens, name, period }) =>
-  (period ? "repeated sequence" : visible(plainText(tokens), 50) || name);
-
 const frameCount = () => run.frames.length;
 const cardOff = () => story.cards.find(({ name }) => state.off && name === state.off) ?? null;
 const isOff = ({ data }) => state.off !== "" && data.name === state.off;
@@ -49,7 +42,7 @@ export function buildStory() {
   if (!hasStory()) return;
   builtFor = "";
   const choices = run.prompts.map((prompt, n) =>
-    [n, `\u2068${promptName(prompt)}\u2069`, !run.story.prompts[n]]);
+    [n, `\u2068${prompt.title}\u2069`, !run.story.prompts[n]]);
   fillSelect($("story-prompt"), choices);
   $("story-prompt").hidden = choices.length < 2;
   $("story-prompt").onchange = (event) => {
@@ -138,9 +131,9 @@ function buildTokens() {
   box.ariaLabel = `prompt; ${from}`;
   tokenNodes = Array.from({ length: story.shown }, (_, n) => {
     const isStart = isLines && n === 0;
-    const node = make("span", { textContent: isStart ? "○" : isLines ? tokenLabel(prompt, n)
-      : tokenText(prompt, n).replaceAll("⏎", "⏎\n") });
-    node.title = isStart ? `the start of the text, ${tokenLabel(prompt, 0)}` : "";
+    const node = make("span", { textContent: isStart ? "○" : isLines ? clip(prompt.labels[n], 16)
+      : prompt.texts[n].replaceAll("⏎", "⏎\n") });
+    node.title = isStart ? `the start of the text, ${clip(prompt.labels[0], 16)}` : "";
     node.dataset.token = n;
     return node;
   });
@@ -315,7 +308,7 @@ const percentText = (p) => (p === null ? "–"
 function shownPredictions() {
   const { facts } = run.frames[cardOff() ? frameCount() - 1 : state.frame];
   const found = cardOff() ? facts?.without?.[state.off] : facts?.predictions;
-  return found ? { texts: found.tokens, ...found.of_prompts[state.prompt] } : null;
+  return found ? { texts: found.labels, ...found.of_prompts[state.prompt] } : null;
 }
 
 /** Shows what the query token attends to and what the model expects after it. */
@@ -326,18 +319,18 @@ function showReading() {
   const token = (textContent) => make("bdi", { textContent });
   const parts = [];
   if (query !== null && (pointedToken !== null || state.query !== null)) {
-    parts.push(token(tokenLabel(prompt, query)), " looks at ");
+    parts.push(token(clip(prompt.labels[query], 16)), " looks at ");
     const seenBy = storyCards.filter((card) => !isOff(card)).map(({ data }) => {
       const row = Array.from({ length: query + 1 }, (_, key) => cardWeight(data, state.frame, query, key));
       const key = row.indexOf(Math.max(...row));
-      const at = make("b", {}, token(tokenLabel(prompt, key)), ` ${percentText(row[key])}`);
+      const at = make("b", {}, token(clip(prompt.labels[key], 16)), ` ${percentText(row[key])}`);
       setColour(at, data.name);
       return at;
     });
     parts.push(...seenBy.flatMap((node, n) => (n ? [" · ", node] : [node])));
     if (story.layout === "lines" && found) {
       const [best] = found.tokens[query];
-      parts.push(". Next it expects ", make("b", {}, token(predictedLabel(found.texts[best])),
+      parts.push(". Next it expects ", make("b", {}, token(clip(found.texts[best], 16)),
         ` ${percentText(found.probabilities[query][0])}`));
     }
     parts.push(".");
@@ -346,16 +339,16 @@ function showReading() {
   $("story-next").hidden = story.layout === "lines" || !found;
   if ($("story-next").hidden) return;
   let first = Math.max(0, query - 14); // or where a word begins
-  while (first && first < query - 4 && tokenText(prompt, first - 1).trim()) first++;
-  const before = Array.from({ length: query - first + 1 }, (_, n) => tokenText(prompt, first + n)).join("");
+  while (first && first < query - 4 && prompt.texts[first - 1].trim()) first++;
+  const before = Array.from({ length: query - first + 1 }, (_, n) => prompt.texts[first + n]).join("");
   $("story-next").replaceChildren(
     make("p", {}, "after ", make("bdi", { textContent: `“${first ? "…" : ""}${before}”` }),
       " the model expects"),
     make("ol", {}, ...found.tokens[query].map((of, n) => {
       const p = found.probabilities[query][n];
-      const isRight = found.texts[of] === prompt.tokens[query + 1];
+      const isRight = n === found.hits[query];
       const item = make("li", { className: isRight ? "right" : "" },
-        token(isRight ? tokenLabel(prompt, query + 1) : predictedLabel(found.texts[of])),
+        token(isRight ? clip(prompt.labels[query + 1], 16) : clip(found.texts[of], 16)),
         make("span", { textContent: percentText(p) }));
       item.style.setProperty("--p", p ?? 0);
       return item;

@@ -148,7 +148,7 @@ def test_figure_shows_each_weight(shape):
     assert shows(pixels, *corner, codes[-1, 0])
 
 
-LABELS = {"a": "a", " the": "the", "Ω": "Ω", "x" * 30: "x" * 11 + "…", "\n": "\\n"}  # by token
+LABELS = {"a": "a", " the": "␣the", "Ω": "Ω", "x" * 30: "x" * 11 + "…", "\n": "⏎"}  # by token
 LABELS |= {"\u202eabc": "·abc", "<0xE2>": "<0xE2>", "<0xE2><0x82>": "<0xE2 82>"}
 
 

@@ -16,8 +16,15 @@ def test_details_of_a_frame():
     run, step = a_run(), 80
     (frame,) = [frame for frame in run.data["frames"] if frame["step"] == step]
     details, data = json.loads(unpacked(frame["details"])), run.frames[step]
-    assert details == data.details
-    assert len(details["statistics"]) == len(details["predictions"]["of_prompts"]) == 3
+    recorded, shown = data.details["predictions"], details.pop("predictions")
+    assert details == {key: data.details[key] for key in details}
+    assert shown["labels"] == recorded["tokens"]
+    for prompt, of, was in zip(PROMPTS, shown["of_prompts"], recorded["of_prompts"], strict=True):
+        assert (of["losses"], of["tokens"]) == (was["losses"], was["tokens"])
+        likely = [[recorded["tokens"][token] for token in tokens] for tokens in of["tokens"]]
+        for texts, hit, token in zip(likely, of["hits"], [*prompt.tokens[1:], None], strict=True):
+            assert hit == (texts.index(token) if token in texts else -1)
+    assert len(details["statistics"]) == len(shown["of_prompts"]) == 3
     assert unpacked(frame["weights"]) == b"".join(codes.tobytes() for codes in data.codes)
     assert unpacked(frame["norms"]) == b"".join(codes.tobytes() for codes in data.norms)
 

@@ -17,6 +17,8 @@ from headlens.prompts import (
     make_prompt,
     plain_text,
     repeated_prompt,
+    signs_of,
+    texts_of,
     token_texts,
 )
 from headlens.recording import record, to_codes, uniform_of
@@ -193,14 +195,40 @@ def test_tokens_that_share_a_character_have_it_in_their_labels():
         b"\xff",
     ]
     tokens = token_texts(range(len(words)), words.__getitem__)
-    labels = ["のは¹", "は²", " ", "日¹", "日²", "日³", "é¹", "é²", "ท¹", "ที่²จ", "<0xFF>"]
+    labels = ["のは¹", "は²", "␣", "日¹", "日²", "日³", "é¹", "é²", "ท¹", "ที่²จ", "<0xFF>"]
     assert labels_of(tokens) == labels
+    assert texts_of(tokens) == ["のは", "", " ", "日", "", "", "é", "", "ท", "ี่จ", "<0xFF>"]
     assert plain_text(tokens) == "のは 日éที่จ"
     assert plain_text(tokens[:4]) == "のは "  # without a part of a character
     assert labels_of(tokens[4:]) == ["<0x97>", "<0xA5>", *labels[6:]]
     assert labels_of(["<0x41>", "a²"]) == ["<0x41>", "a²"]
     for size in range(len(words)):  # the end may be inside a character
-        assert len(labels_of(tokens[:size])) == size
+        assert len(labels_of(tokens[:size])) == len(texts_of(tokens[:size])) == size
+
+
+def test_labels_show_what_cannot_be_seen():
+    labels = {" a ": "␣a␣", "\n": "⏎", "\r\t": "␍⇥", "": "∅", "  ": "␣␣", "\u3000": "␣"}
+    labels |= {"\u202ertl": "·rtl", "\x00\x1b": "··", "\u2028a": "␣a", "\u200d": "·"}
+    labels |= {"👩\u200d👧": "👩\u200d👧", "می\u200cخ": "می\u200cخ", "<0xE3><0x81>": "<0xE3 81>"}
+    labels |= {"x" * 30: "x" * 23 + "…"}
+    for token, label in labels.items():
+        assert labels_of([token]) == [label]
+    texts = texts_of([" a ", "\n", "\u202e", "\u200d", "x" * 30, ""])
+    assert texts == [" a ", "⏎", "·", "\u200d", "x" * 30, ""]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "signs"),
+    [
+        (["Caf", "<0xC3>", "<0xA9>", "\n", "\t", "Bar"], "é¹ ⏎ ⇥"),
+        (["a", "b"], ""),
+        (["She", " sat", "\n", ""], "␣ ⏎ ∅"),
+        (["a", "<0xE3>", "\r"], "<0xE3> ␍"),
+    ],
+)
+def test_signs_of_labels_are_explained(tokens, signs):
+    known = ("é¹", "<0xC3>", "<0xE3>", "␣", "⏎", "␍", "⇥", "∅")
+    assert {sign for sign in known if sign in signs_of(tokens)} == set(signs.split())
 
 
 def test_repeated_prompt_is_bos_and_two_equal_copies():

@@ -1,5 +1,6 @@
-"""The digits of numbers: the rule, and the same rule in the page."""
+"""The digits of numbers: the rule, and the table that the page applies."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,7 +9,13 @@ import pytest
 import headlens
 from headlens import formatted, rounded
 from headlens.assemble import join_modules
-from headlens.rounding import formatted_change, formatted_loss, loss_digits
+from headlens.rounding import (
+    DIGITS,
+    formatted_change,
+    formatted_loss,
+    formatted_mean,
+    formatted_weight,
+)
 
 TEXT = Path(headlens.__file__).parent / "page" / "text.js"
 SIZES = [0, 1e-12, 0.0000499, 0.00005, 0.0001, 0.0048, 0.00499, 0.005, 0.00501, 0.0999, 0.1, 0.125]
@@ -21,6 +28,7 @@ VALUES = [sign * size for size in SIZES for sign in (1, -1)]
     ("value", "unsigned", "signed", "loss"),
     [
         (0.42, "0.42", "+0.42", "0.42"),
+        (0.15, "0.15", "+0.15", "0.15"),
         (12.34, "12.3", "+12.3", "12.34"),
         (250.5, "251", "+251", "250.50"),
         (-1.5, "−1.50", "−1.50", "−1.50"),
@@ -61,29 +69,32 @@ def test_no_rounded_value_is_a_zero_with_decimals():
             assert float(text.strip("<>").replace("−", "-")) != 0 or text == "0", (value, text)
 
 
-def test_the_page_has_the_same_rule(opened, tmp_path):
+def test_a_weight_has_only_the_digits_of_its_byte():
+    """As many as the interval of weights with the same byte allows."""
+    for code in range(256):
+        text = formatted_weight((code / 255) ** 2)
+        unit = 10.0 ** -len(text.split(".")[1])
+        interval = ((code + 0.5) ** 2 - max(code - 0.5, 0) ** 2) / 255**2
+        assert unit / 10 < interval / 1.0001 <= unit, text
+        assert text.startswith("<") == ((code / 255) ** 2 < unit / 2)
+
+
+def test_a_mean_and_its_error_have_the_same_decimals():
+    assert formatted_mean(0.6174, 0.0312) == "0.62 ± 0.03"
+    assert formatted_mean(0.6174, 0.0041) == "0.617 ± 0.004"
+    assert formatted_mean(0.6174, None) == "0.62"
+
+
+def test_the_page_applies_the_table(opened, tmp_path):
     page = tmp_path / "page.html"
-    script = join_modules(TEXT)
+    script = join_modules(TEXT).replace("__DIGITS__", json.dumps(DIGITS))
     page.write_text(f"<!doctype html><meta charset='utf-8'><script>{script}</script>")
-    lens = opened(page)
     values = [*VALUES, math.inf, None]
-    found = lens.evaluate(
-        """values => values.map((v) => [
-          format(v), format(v, true), formatLoss(v), formatLoss(v, true), lossDigits(v ?? 0),
-          rounded(v ?? 0, 3), formatLossChange(v ?? 0, 0.003), formatLossChange(v ?? 0, null),
-          formatLossChange(0.5, v)])""",
-        values,
+    found = opened(page).evaluate(
+        """([values, kinds]) => values.map((value) => kinds.map((kind) =>
+          [format(value, false, kind), format(value, true, kind)]))""",
+        [values, [*DIGITS]],
     )
     for value, texts in zip(values, found, strict=True):
-        zero = value or 0
-        assert texts == [
-            formatted(value),
-            formatted(value, True),
-            formatted_loss(value),
-            formatted_loss(value, True),
-            loss_digits(zero),
-            rounded(zero, 3),
-            formatted_change(zero, 0.003),
-            formatted_change(zero, None),
-            formatted_change(0.5, value),
-        ], value
+        wanted = [[formatted(value, signed, kind) for signed in (False, True)] for kind in DIGITS]
+        assert texts == wanted, value

@@ -12,6 +12,7 @@ from clearhead.config import compose
 from clearhead.run.lens_runner import text_windows
 from data import get_tokenizer, load_datasets
 from headlens import Lens, LensConfig, capture, lens_tokenizer, read_snapshot, write_snapshot
+from headlens.connected import Words
 from headlens.heads import NAMES, PLACES, head_table
 from headlens.recording import record
 from headlens.snapshot_data import CONTEXTS, from_codes
@@ -200,6 +201,13 @@ def test_contexts_are_the_largest_moves_and_some_at_random(tmp_path):
         assert len(set(tokens)) == len({(w, k) for w, _, k in most}) == CONTEXTS
         random_queries.add(tuple((w, q) for w, q, _ in random))
     assert len(random_queries) == 1  # the same for all heads
+    # Each query token is connected with the key token that the head moves most, if the weight is
+    # large. Moves to the first token and to the query token itself are 0 here.
+    keys = moves.argmax(-1)  # (N, L, H, T)
+    weight = np.take_along_axis(weights, keys[..., None], -1)[..., 0]
+    linked = np.where((moves.max(-1) > 0) & (weight >= 0.2), keys, -1)
+    assert (linked >= 0).any((0, 3)).all()
+    assert contexts.pairs == Words(contexts.tokens).pairs(linked.transpose(1, 2, 0, 3))
     again = measured(model_of_letters(4), windows).contexts.cells[0, 0, 1, :, :2]
     assert again.tolist() == contexts.cells[0, 0, 1, :, :2].tolist()  # and for all models
 

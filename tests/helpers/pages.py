@@ -343,6 +343,18 @@ def unpacked(data: str) -> bytes:
     return zlib.decompress(base64.b64decode(data))
 
 
+WATCH_TEXT = """() => {
+  window.written = [];
+  const write = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...more) {
+    const at = this.getTransform().transformPoint({ x, y });
+    const chart = this.canvas.closest(".chart")?.dataset.statistic;
+    const map = this.canvas.previousElementSibling?.id;
+    written.push({ text, x: at.x, y: at.y, where: chart ?? map });
+    return write.call(this, text, x, y, ...more);
+  };
+}"""
+
 CONTRASTS = """() => {
   const parse = (text) => text.match(/[\\d.]+/g).map(Number);
   const light = (rgb) => rgb.slice(0, 3).map((c) => c / 255)

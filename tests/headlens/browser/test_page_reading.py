@@ -1,7 +1,6 @@
 """The interactive page in Chromium: what a reader needs to see, to read and to reach."""
 
 import io
-import re
 
 import numpy as np
 import pytest
@@ -9,26 +8,6 @@ from helpers import pages
 from helpers.pages import PROMPTS, a_run
 from PIL import Image
 from playwright.sync_api import expect
-
-
-def test_weights_have_only_the_digits_of_their_codes(shown):
-    lens = shown(fragment="#head=1.1&step=120")
-    weights = a_run().weights[120][0][1, 1]
-    digits = set()
-    for query in (3, 7, 11):
-        lens.locator("#text [data-token]").nth(query).click()
-        for key in range(query + 1):
-            title = lens.locator("#text [data-token]").nth(key).get_attribute("title")
-            less, text = re.search(r"(<?)(\d\.\d+)$", title).groups()
-            true, unit = weights[query, key], 10.0 ** -len(text.split(".")[1])
-            assert abs(float(text) - true) <= unit, (query, key, text)
-            code = round(255 * true**0.5)
-            interval = ((code + 0.5) ** 2 - max(code - 0.5, 0) ** 2) / 255**2
-            assert interval / 1.0001 <= unit, (text, interval)
-            assert less == "" or float(text) == unit
-            digits.add(len(text.split(".")[1]))
-    assert min(digits) == 2
-    assert len(digits) >= 3  # small weights have more digits
 
 
 @pytest.mark.parametrize(
@@ -56,15 +35,21 @@ def test_a_comparison_does_not_move_the_cell_under_the_pointer(shown, width, opt
 
 HEBREW = ["של", "ום", " עול", "ם", ",", " אני", " קורא", "."]
 MIXED = ["The", " word", " של", "ום", " means", " peace", "."]
-ARABIC = ["مر", "حب", "ا", " بال", "عالم"]
-PLAIN_WIDTH = """node => {
-  const copy = node.cloneNode();
-  copy.textContent = node.textContent;
-  copy.style.cssText = "position: absolute; width: max-content";
-  node.after(copy);
-  const { width } = copy.getBoundingClientRect();
-  copy.remove();
-  return width - 22; // padding and border
+ARABIC = [f"<0x{byte:02X}>" for byte in "مرحبا".encode()]  # two tokens a letter
+
+
+# The largest distance between a token and its text, in pixels.
+APART = """() => {
+  const node = document.getElementById("prose").firstChild;
+  let first = 0;
+  return Math.max(...lens.runs[0].prompts[0].texts.map((text, n) => {
+    const range = document.createRange();
+    range.setStart(node, first);
+    range.setEnd(node, first += text.length);
+    const [box] = [...range.getClientRects()].sort((a, b) => b.width - a.width);
+    const token = document.querySelector(`#text [data-token="${n}"]`).getBoundingClientRect();
+    return Math.abs(box.left - token.left) + Math.abs(box.top - token.top);
+  }));
 }"""
 
 
@@ -83,10 +68,58 @@ def test_right_to_left_text_is_read_as_a_whole(shown):
     rights = [box["right"] for box in tokens.evaluate_all(read)]
     assert np.argsort(rights).tolist() == [0, 1, 3, 2, 4, 5, 6]
 
-    pages.go_to(lens, "head=0.0&prompt=2")  # letters of two tokens are joined
-    boxes = tokens.evaluate_all(read)
-    width = max(box["right"] for box in boxes) - min(box["left"] for box in boxes)
-    assert width == pytest.approx(lens.locator("#text").evaluate(PLAIN_WIDTH), abs=1)
+    pages.go_to(lens, "head=0.0&prompt=2")
+    # One node, so that the browser joins the letters; each of their tokens is under the pointer.
+    prose = "node => [node.childNodes.length, node.textContent]"
+    assert lens.locator("#prose").evaluate(prose) == [1, "مرحبا"]
+    rights = [box["right"] for box in tokens.evaluate_all(read)]
+    assert rights == sorted(rights, reverse=True)
+    for number in range(len(ARABIC)):
+        tokens.nth(number).hover()
+        assert pages.readout(lens)[0][1] == number
+
+
+def test_tokens_stay_behind_their_text_when_it_wraps_elsewhere(shown):
+    words = [f" word{n}" for n in range(30)]
+    run = a_run("wraps", 1, 1, (pages.prompt("wraps", words),), (0,), (0,))
+    lens = shown(run, fragment="#head=0.0", viewport={"width": 1400, "height": 900})
+    for width in (460, 900):
+        lens.set_viewport_size({"width": width, "height": 900})
+        lens.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+        assert lens.evaluate(APART) < 1
+
+
+def test_a_long_text_scrolls_next_to_its_map(shown):
+    """To the query token. So the map has its room, and the page is not longer."""
+    words = [f" word{n}" for n in range(200)]
+    run = a_run("long", 1, 1, (pages.prompt("long", words),), (0,), (0,))
+    lens = shown(run, fragment="#head=0.0&query=199", viewport={"width": 1400, "height": 900})
+    plot = lens.locator(".plot").first.bounding_box()
+    text = lens.locator("#text").bounding_box()
+    assert text["x"] > plot["x"] + plot["width"]
+    assert text["y"] + text["height"] <= plot["y"] + plot["height"]
+    for query in (199, 0):
+        pages.go_to(lens, f"head=0.0&query={query}")
+        box = lens.locator("#text .query").first.bounding_box()
+        assert text["y"] <= box["y"] <= text["y"] + text["height"] - 10
+
+
+@pytest.mark.parametrize("width", [460, 900])
+def test_letters_at_the_axes_are_in_one_column(shown, width):
+    prompt = pages.prompt("letters", list("abcdefghijklmnopqrstuvwxyz" * 3))
+    run = a_run("letters", 1, 1, (prompt,), (0,), (0,))
+    lens = shown(run, fragment="#head=0.0", viewport={"width": width, "height": 900})
+    lens.evaluate(pages.WATCH_TEXT)
+    lens.mouse.move(*pages.cell(lens, 40, 3, size=78))
+    left = (
+        lens.locator("#map").bounding_box()["x"] - lens.locator(".marks").first.bounding_box()["x"]
+    )
+    letters = [t for t in lens.evaluate("window.written") if t["where"] == "map"]
+    rows = [t for t in letters if t["x"] < left and t["text"].isalpha()]
+    assert len(rows) > 20
+    assert len({round(t["x"]) for t in rows}) == 1
+    heights = sorted(t["y"] for t in rows)
+    assert np.diff(heights).min() > 8
 
 
 def screen(locator):
@@ -102,7 +135,7 @@ def test_contrast_of_text_and_controls(shown, theme):
     for change in ("", "show=a", "compare=off&step=0", "compare=off&prompt=2&query=4"):
         pages.go_to(lens, f"{change}&{view[1:]}")
         found = lens.evaluate(pages.CONTRASTS)
-        assert {"readout", "after", "query"} <= {name for _, name, _, _ in found}
+        assert {"readout", "prose"} <= {name for _, name, _, _ in found}
         assert [entry for entry in found if entry[3] < entry[2]] == []
     for control, part in (("step", np.s_[:, -40:]), ("stretch", np.s_[:])):  # the browser draws
         image = screen(pages.option(lens, control))
@@ -129,13 +162,3 @@ def test_prompts_of_one_or_two_tokens_are_shown(shown):
     alone = shown(a_run("one", prompts=(one,)), fragment="")
     charts = alone.locator(".chart").evaluate_all("all => all.map((c) => c.dataset.statistic)")
     assert charts == ["distance", "largest_logit"]
-
-
-def test_signs_of_labels_are_explained(shown):
-    tokens = ["Caf", "<0xC3>", "<0xA9>", "\n", "\t", "Bar"]
-    prompts = (pages.prompt("1", tokens), pages.prompt("2", ["a", "b"]), PROMPTS[0])
-    lens = shown(a_run("signs", 1, 1, prompts, (0,), (0,)), fragment="#head=0.0")
-    for prompt, signs in enumerate(("é¹ ⏎ ⇥", "", "␣ ⏎")):
-        pages.go_to(lens, f"head=0.0&prompt={prompt}")
-        text = lens.locator("#signs").inner_text()
-        assert {s for s in ("é¹", "<0xC3>", "␣", "⏎", "⇥", "∅") if s in text} == set(signs.split())

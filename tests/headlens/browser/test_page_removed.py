@@ -143,7 +143,7 @@ def test_nothing_is_said_of_removed_heads_that_were_not_measured(shown):
 
 
 def assert_layers(lens, predictions, query, side=0):
-    read = """all => all.map((row) => [row.querySelector("bdi").title,
+    read = """all => all.map((row) => [row.querySelector("bdi").textContent.slice(1, -1),
       ...[...row.querySelectorAll(".number")].map((cell) => cell.textContent),
       row.classList.contains("true")])"""
     rows = lens.locator("#layers table").nth(side).locator("tbody tr").evaluate_all(read)

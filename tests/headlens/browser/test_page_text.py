@@ -16,6 +16,7 @@ from playwright.sync_api import expect
 from headlens.heads import ALL_NAMES
 from headlens.page import frame_data, run_data
 from headlens.recording import record
+from headlens.snapshot_data import from_codes
 from headlens.whole_text import Text, TextRecorder
 
 STEPS = (0, 40, 80)
@@ -100,14 +101,15 @@ def a_text_run():
 
 READ = """lists => lists.map((list) => [...list.querySelectorAll("li")].map((item) => {
   const [line, key, query] = ["bdi", "mark", "u"].map((name) => item.querySelector(name));
+  const token = ({ title }) => title.match(/token (.*), position (\\d+)/).slice(1);
   return { line: line.textContent, weight: item.querySelector(".number").textContent,
-    key: [key.textContent, Number(key.title.match(/\\d+/)[0])],
-    query: [query.textContent, Number(query.title.match(/\\d+/)[0])] };
+    key: token(key), query: token(query), parts: [key.textContent, query.textContent] };
 }))"""
 
 
 def shown_contexts(lens):
-    """Returns the lines of each list: {line, weight, key: (token, position), query}."""
+    """Returns the lines of each list: {line, weight, key: (label, position), query, parts: their
+    texts}."""
     return lens.locator("#contexts ol").evaluate_all(READ)
 
 
@@ -120,33 +122,24 @@ def assert_cells(lines, cells, tokens=TOKENS):
     assert len(lines) == len(cells)
     for line, (window, query, key, weight) in zip(lines, cells, strict=True):
         words = [tokens[token] for token in WINDOWS[window].tolist()]
-        assert line["query"] == [as_label(words[query]), query]
-        assert line["key"] == [as_label(words[key]), key]
+        assert line["query"] == [as_label(words[query]), str(query)]
+        assert line["key"] == [as_label(words[key]), str(key)]
         assert float(line["weight"].lstrip("<")) == pytest.approx(weight, abs=0.011)
-        for near in (query + 1, query - 1, key - 1, key + 1):
-            assert words[near].strip(" \n") in line["line"]
-        is_whole = query - key <= 6
-        between = "".join(words[key + 1 : query]).replace("\n", "⏎")
-        assert (as_label(words[key]) + between + as_label(words[query]) in line["line"]) == is_whole
-        assert ("…" in line["line"][2:-2]) != is_whole  # omitted tokens
+        text = line["line"]
+        first = text.index(words[key].replace("\n", "⏎"))
+        assert words[query].replace("\n", "⏎") in text[first:]
+        between = "".join(words[key : query + 1]).replace("\n", "⏎")
+        assert (between in text) == ("…" not in text[1:-1])  # else it omits tokens
 
 
 def test_contexts_of_a_head_at_each_step(shown):
     lens = shown(a_text_run(), fragment="#head=1.0")
-    queries = Text(WINDOWS, lambda token: TOKENS[token].encode()).random_queries
-    for frame, step in ((1, 40), (2, 80)):
+    for frame in (1, 2):
         lens.locator("#step").fill(str(frame))
-        most, some = shown_contexts(lens)
-        assert_cells(most, [cell[:4] for cell in CELLS[step]])
-        cells = []
-        for window, query in queries:
-            maps, norms = attention_of(WINDOWS[window].tolist(), step)
-            moves = (maps[1, 0, query] * norms[1, 0])[1:query]  # not the first token, not itself
-            key = 1 + int(moves.argmax())
-            cells.append((window, query, key, float(maps[1, 0, query, key])))
-        assert [(line["query"][1], line["key"][1]) for line in some] == [c[1:3] for c in cells]
-        for line, (*_, weight) in zip(some, cells, strict=True):
-            assert float(line["weight"].lstrip("<")) == pytest.approx(weight, abs=0.011)
+        contexts = a_text_run().snapshots[frame].contexts
+        cells, weights = contexts.cells[1, 0].tolist(), from_codes(contexts.codes[1, 0])
+        for lines, *of_list in zip(shown_contexts(lens), cells, weights, strict=True):
+            assert_cells(lines, [(*cell, weight) for cell, weight in zip(*of_list, strict=True)])
     rest = np.mean([attention_of(w, 80)[0][1, 0, 1:, 0].mean() for w in WINDOWS.tolist()])
     rest += np.mean([attention_of(w, 80)[0][1, 0].diagonal()[1:].mean() for w in WINDOWS.tolist()])
     (percent,) = re.findall(r"(\d+) %", lens.locator("#contexts .note").inner_text())
@@ -158,10 +151,10 @@ def test_query_and_key_are_marked_in_different_ways(shown):
     lens = shown(a_text_run(), fragment="#head=1.0&step=40")
     style = "(all, what) => all.map((node) => getComputedStyle(node)[what])"
     keys, queries = (lens.locator(f"#contexts li {name}") for name in ("mark", "u"))
-    assert {*keys.evaluate_all(style, "borderTopStyle")} == {"solid"}
+    assert {*keys.evaluate_all(style, "outlineStyle")} == {"solid"}
     assert {*keys.evaluate_all(style, "textDecorationLine")} == {"none"}
     assert {*queries.evaluate_all(style, "textDecorationLine")} == {"underline"}
-    assert {*queries.evaluate_all(style, "borderTopStyle")} == {"none"}
+    assert {*queries.evaluate_all(style, "outlineStyle")} == {"none"}
     lens.emulate_media(media="print")
     assert {*keys.evaluate_all(style, "printColorAdjust")} == {"exact"}
     lens.emulate_media(media="screen")
@@ -340,8 +333,39 @@ def test_page_without_a_text_has_no_contexts_and_errors(shown):
     assert lens.locator("#contexts").is_hidden()
 
 
+def test_the_pairs_that_a_head_connects_most_often(shown):
+    """At the shown step."""
+    lens, pairs = shown(a_text_run(), fragment="#head=1.1"), {}
+    for snapshot in a_text_run().snapshots:
+        pairs[snapshot.step] = snapshot.contexts.pairs
+    rows = lens.locator("#pairs tbody tr")
+    for frame, step in ((2, 80), (1, 40)):
+        lens.locator("#step").fill(str(frame))
+        (texts, head) = pairs[step]["texts"], pairs[step]["of_heads"][4]
+        assert len(head["keys"]) > 3
+        found = [" ".join(row.split()) for row in rows.all_inner_texts()]
+        assert found == [
+            " ".join([texts[key], str(count), *(f"{texts[q]} {n}" for q, n in queries)])
+            for key, count, queries in head["keys"]
+        ]
+        numbers = re.findall(r"(\d+) ", lens.locator("#pairs h4 span").inner_text())
+        assert numbers == [str(head["links"]), str(pairs[step]["queries"])]
+
+
+def test_snapshots_without_pairs_have_lines(shown):
+    run = a_text_run()
+    contexts = [dataclasses.replace(s.contexts, pairs=None) for s in run.snapshots]
+    older = [
+        dataclasses.replace(snapshot, contexts=found)
+        for snapshot, found in zip(run.snapshots, contexts, strict=True)
+    ]
+    lens = shown(dataclasses.replace(run, data=run_data(older)), fragment="#head=1.0")
+    assert lens.locator("#contexts ol").count() == 2
+    assert lens.locator("#pairs").count() == 0
+
+
 def test_hostile_and_partial_tokens(shown):
-    """They stay text; the tokens of a character are marked with it."""
+    """They stay text."""
     tokens = [*TOKENS]
     near = WINDOWS[NEAR[0]].tolist()
     tokens[near[NEAR[1]]] = HOSTILE
@@ -351,8 +375,8 @@ def test_hostile_and_partial_tokens(shown):
     assert len({near[NEAR[1]], near[NEAR[2]], far[FAR[2]], far[FAR[2] + 1]}) == 4
     lens = shown(text_run(tokens=tokens), fragment="#head=1.0&step=40")
     (first, second, *_), _ = shown_contexts(lens)
-    assert first["query"][0].startswith("</script><img")
-    assert first["key"][0] == "·rtl"
+    assert first["parts"] == ["·rtl", HOSTILE]
+    assert second["parts"][0] == "é"
     assert second["key"][0] == "é¹"
     assert lens.locator("img").count() == 0
     assert "é¹" in lens.locator("#contexts .note").inner_text()
@@ -371,12 +395,12 @@ def test_lines_of_a_text_from_right_to_left(shown):
 
 @pytest.mark.parametrize("width", [460, 900, 1400])
 def test_nothing_is_wider_than_the_window(shown, width):
-    """Lists are side by side in a wide window; nothing is wider than the window."""
+    """In a wide one, the pairs are next to the first list."""
     size = {"width": width, "height": 900}
     lens = shown(a_text_run(), fragment="#head=1.0&step=40", viewport=size)
     assert lens.evaluate("document.documentElement.scrollWidth") == width
     read = "all => all.map((node) => node.getBoundingClientRect().top)"
-    tops = lens.locator("#contexts ol").evaluate_all(read)
+    tops = lens.locator("#contexts h4").evaluate_all(read)
     assert (abs(tops[0] - tops[1]) < 30) == (width == 1400)
     lines = lens.locator("#contexts li bdi").evaluate_all(
         "all => all.map((node) => node.getBoundingClientRect().right)"
@@ -395,8 +419,8 @@ def test_cells_that_do_not_exist_are_not_shown(shown):
     run = a_text_run()
     frames = [frame_data(snapshot) for snapshot in run.snapshots]
     details = json.loads(pages.unpacked(frames[-1]["details"]))
-    details["contexts"][3][0] = [[99, 5, 3, 200], [0, 3, 5, 200], [0, 99, 5, 200], [-1, -1, -1, 0]]
+    details["contexts"][3][0] = [[99, 5, 3, 200, 0, 9], [0, 3, 5, 200, 0, 9], [0, 99, 5, 200, 0, 9]]
     frames[-1]["details"] = pages.packed(details)
     changed = dataclasses.replace(run, data=run.data | {"frames": frames})
     lens = shown(changed, fragment="#head=1.0")
-    assert lens.locator("#contexts mark").count() == 5 + 1  # those at random, and the explanation
+    assert lens.locator("#contexts li mark").count() == 5  # those at random

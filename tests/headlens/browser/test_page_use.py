@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import json
 import mimetypes
 import re
 import zlib
@@ -18,6 +19,7 @@ from clearhead.output.report import write_report
 from headlens.heatmap import VIRIDIS
 from headlens.page import END, START, page
 from headlens.render import write_page
+from headlens.rounding import DIGITS
 
 SOURCES = REPOSITORY / "headlens" / "page"
 
@@ -111,7 +113,7 @@ def test_sources_run_without_being_assembled(window):
     def serve(route):
         path = SOURCES / route.request.url.split("/")[-1].split("#")[0]
         body = path.read_text(encoding="utf-8").replace("__DATA__", data)
-        body = body.replace("__VIRIDIS__", VIRIDIS)
+        body = body.replace("__VIRIDIS__", VIRIDIS).replace("__DIGITS__", json.dumps(DIGITS))
         route.fulfill(body=body, content_type=mimetypes.guess_type(path)[0])
 
     tab.route("http://lens.test/**", serve)
@@ -335,7 +337,7 @@ def test_hostile_text_stays_text(shown):
     assert lens.title() == HOSTILE
     for part in ("#subject", "#compare-note"):
         assert HOSTILE in lens.locator(part).inner_text()
-    assert lens.locator("#text [data-token='0']").text_content().startswith("</script><img src=x")
+    assert lens.locator("#prose").text_content().startswith("</script><img src=x")
     assert HOSTILE[:20] in lens.locator("#readout").inner_text()
     lens.keyboard.press("?")
     lens.keyboard.press("Escape")
