@@ -46,6 +46,10 @@ class Group:
     heads: list[int]  # their indices
     is_there: list[int]  # at each frame, how many of them have the name
 
+    @property
+    def is_simple(self) -> bool:
+        return KINDS[self.name].is_simple
+
 
 def story(
     last: SnapshotData,
@@ -194,8 +198,7 @@ class _Story:
         first = [*ORDER[self.layout], *LAST]
 
         def place(group: Group) -> tuple:
-            is_simple = KINDS[group.name].is_simple
-            return self._is_elsewhere(group), is_simple, first.index(group.name)
+            return self._is_elsewhere(group), group.is_simple, first.index(group.name)
 
         return sorted(groups, key=place)
 
@@ -207,7 +210,7 @@ class _Story:
         return on == "repeated" and all(row["holds_on"] in ("prompts", None) for row in group.rows)
 
     def _says_little(self, group: Group) -> bool:
-        return self._is_elsewhere(group) or KINDS[group.name].is_simple
+        return self._is_elsewhere(group) or group.is_simple
 
     def clearness(self) -> float:
         """Returns how clearly the heads of the first card do here what their name says."""
@@ -410,7 +413,7 @@ class _Story:
         reads, is_last = f"It reads {self.unit} by {self.unit}", n == len(self.rows) - 1
         named = [group for group in self.cards if group.is_there[n]]
         new = [group for group in named if n and not any(group.is_there[:n])]
-        telling = [group for group in new if not KINDS[group.name].is_simple]
+        telling = [group for group in new if not group.is_simple]
         if telling and not is_last:
             return _marked("", self._does(telling[0], n, begins=True), ".", telling[0].name)
         if named:

@@ -292,6 +292,7 @@ def test_a_page_follows_a_training_that_is_killed_and_resumed(tmp_path, server, 
     pages.ready(page)
     bar = page.locator("#live")
     expect(bar).to_contain_text("running")
+    page.locator("#show-all").click()
     pages.tile(page, 1, 1).click()
 
     def at_least(step):
