@@ -111,7 +111,7 @@ async function start() {
   buildControls();
   Object.assign(state, readLink(location.hash));
   const plays = state.view === "story" && location.hash === "" && openingStory();
-  const needed = [decode(run, state.frame)];
+  const needed = [state.frame, ...(plays ? [run.frames.length - 1] : [])].map((n) => decode(run, n));
   const b = otherSide();
   if (b) needed.push(decode(b.run, b.frame));
   await Promise.all(needed);

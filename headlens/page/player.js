@@ -2,7 +2,7 @@
  * steps, and on the screen of all heads one step after the other. */
 
 import { clamp } from "./text.js";
-import { $ } from "./dom.js";
+import { $, showMessage } from "./dom.js";
 import { decode } from "./data.js";
 import { run, state, update } from "./state.js";
 
@@ -47,7 +47,12 @@ function glide() {
       position = frame === last ? last : frame + (part - pace[frame]) / length;
       if (frame !== state.frame) update({ frame });
       if (part === 1) return pause();
-    } else decode(run, missing).catch(pause);
+    } else {
+      decode(run, missing).catch((error) => {
+        pause();
+        showMessage(error.message);
+      });
+    }
     before = now;
     playTimer = requestAnimationFrame(next);
   };
