@@ -19,11 +19,12 @@ loss times the change of the context vector (Nanda 2023, Attribution Patching; S
 Shapes: B windows, H heads, T positions, D head_dim, N targets, L layers.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .heads import title_of
 from .rounding import formatted, formatted_change
@@ -31,6 +32,9 @@ from .rounding import formatted, formatted_change
 Head = tuple[int, int]  # (layer, head)
 RunModel = Callable[[Callable[[int, Tensor], Tensor], int], tuple[Tensor, Tensor | None]]
 Ablate = Callable[[dict[str, list[Head]]], dict | None]  # heads by name -> result of `ablate`
+# (layer, the input of its output projection, (B, T, H * D)) -> what replaces it
+Edit = Callable[[int, Tensor], Tensor]
+PROJECTIONS = ("out_proj", "o_proj", "c_proj", "dense")  # in our GPT and in models of transformers
 COLUMNS = ("loss_change", "loss_change_error", "accuracy_without")
 
 
@@ -93,6 +97,37 @@ def ablate(
             for (name, group), result in zip(groups.items(), results[len(heads) :], strict=True)
         ],
     }
+
+
+def output_projections(model: nn.Module) -> list[nn.Module] | None:
+    """Returns the output projection of the attention of each layer: of our GPT, or of a decoder of
+    transformers. None if they are not found. Their inputs are the context vectors of all heads."""
+    found = [
+        getattr(module, name)
+        for module in model.modules()
+        if "attention" in type(module).__name__.lower()
+        for name in PROJECTIONS
+        if isinstance(getattr(module, name, None), nn.Module)
+    ]
+    config = getattr(model, "config", None)
+    known = (getattr(config, key, None) for key in ("num_layers", "num_hidden_layers"))
+    return found if found and len(found) == next((n for n in known if n), 0) else None
+
+
+@contextlib.contextmanager
+def edited_contexts(projections: Sequence[nn.Module], edit: Edit) -> Iterator[None]:
+    """Replaces the context vectors of each layer by what `edit` returns."""
+    hooks = [
+        projection.register_forward_pre_hook(
+            lambda _, arguments, layer=layer: (edit(layer, arguments[0]),)
+        )
+        for layer, projection in enumerate(projections)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def most_important(results: Iterable[dict]) -> dict | None:

@@ -52,6 +52,8 @@ class Kind:
     # What the page says about one query token: "at {query} it attends to ...", with {key}, or
     # {back} for the number of tokens from query to key.
     example: str
+    # What one head does and what several heads do, with {unit} for "letter" or "token".
+    verbs: tuple[str, str]
     named_from: float = 0.25  # the significance that a name needs
     # 0: says least, such as attention to the token itself; 1: depends on positions; 2: depends on
     # the tokens. Pages, printed lines and images begin with the heads that tell most.
@@ -66,15 +68,17 @@ KINDS = {
         "Each token attends to the token before it.",
         "the token before",
         "the token before it, {key}",
+        ("looks one {unit} back", "look one {unit} back"),
         telling=1,
     ),
     "induction": Kind(
         "I",
-        ("#b8125a", "#ff8ab5"),
+        ("#a85400", "#ffb454"),
         "Each token attends to the token that followed its earlier occurrence. So the model can"
         " continue a sequence that it has seen before.",
         "the tokens that followed earlier occurrences of the query token",
         "{key}, which followed an earlier occurrence of this token",
+        ("copies what came next", "copy what came next"),
     ),
     "duplicate_token": Kind(
         "D",
@@ -82,6 +86,7 @@ KINDS = {
         "Each token attends to its earlier occurrences.",
         "earlier occurrences of the query token",
         "its earlier occurrence, {key}",
+        ("finds the same {unit} again", "find the same {unit} again"),
     ),
     "first_token": Kind(
         "F",
@@ -89,6 +94,7 @@ KINDS = {
         "Most tokens attend to the first token, an attention sink.",
         "the first token",
         "the first token, {key}",
+        ("rests on the first {unit}", "rest on the first {unit}"),
         telling=0,
     ),
     "offset": Kind(
@@ -97,14 +103,16 @@ KINDS = {
         "Each token attends to the token a fixed number of places before it, from 2 to 8.",
         "the token {} places before",
         "the token {back} places before it, {key}",
+        ("looks {back} {unit}s back", "look {back} {unit}s back"),
         telling=1,
     ),
     "diagonal": Kind(
         "S",
-        ("#7a5200", "#e0b25c"),
+        ("#b8125a", "#ff8ab5"),
         "Each token attends to itself.",
         "the token itself",
         "itself",
+        ("looks at the {unit} itself", "look at the {unit} itself"),
         telling=0,
         removal="A self head mostly passes on the token itself, in a form for later layers. So this"
         " change says more about this form than about attention to other tokens, and can be as"
@@ -117,6 +125,7 @@ KINDS = {
         "The tokens attend to punctuation and white space.",
         "separators",
         "the separator {key}",
+        ("watches spaces and punctuation", "watch spaces and punctuation"),
         named_from=0.4,
     ),
     "segment_start": Kind(
@@ -126,6 +135,7 @@ KINDS = {
         " these are the first letters of words.",
         "tokens after separators",
         "{key}, the first token after a separator",
+        ("finds where words begin", "find where words begin"),
         named_from=0.4,
     ),
     # Its value, not its significance, decides: it is 0 for uniform attention.
@@ -135,6 +145,7 @@ KINDS = {
         "The attention depends on the positions of the tokens, hardly on the tokens.",
         "positions",
         "{key}, the token {back} places before it",
+        ("goes by position, not by {unit}", "go by position, not by {unit}"),
         telling=0,
     ),
 }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .ablation import COLUMNS, Ablate, removal_lines
-from .capturing import AttentionFunction, capture
+from .capturing import AttentionFunction, capture, unwrapped
 from .config import DEFAULT_PROMPTS, LensConfig
 from .finding import head_line
 from .heads import (
@@ -39,7 +39,7 @@ from .history import History, Row, atomic_write, copying_step, evenly_spaced, re
 from .page import MAX_HISTORY
 from .passages import excerpts, text_prompts
 from .prompts import make_prompt, repeated_prompt
-from .recording import record
+from .recording import record, record_without
 from .render import draw_animation, draw_snapshot, folder_page
 from .rounding import formatted
 from .snapshot_data import SnapshotData, write_snapshot
@@ -180,6 +180,7 @@ class Lens:
             if found and math.isfinite(found["loss"]):  # else the model has diverged
                 data.ablation = {"step": step} | found
                 self._add_ablation(data.ablation)
+            self._add_predictions_without(model, data)
             atomic_write(self.folder / "heads.csv", as_csv(self.table).encode())
             snapshot.tables["attention/table"] = self._with_thumbnails(data)
             snapshot.charts = _charts(self.history)
@@ -212,6 +213,7 @@ class Lens:
         lines = [_line(key, table, data.uniform[key]) for key in KINDS]
         if ablate and (found := ablate(heads_by_name(table))):
             data.ablation = {"step": step} | found
+        self._add_predictions_without(model, data)
         self.last = data
         return data, [line for line in lines if line]
 
@@ -229,6 +231,19 @@ class Lens:
         on_text = TextRecorder(self.text).run(run_text) if self.text else None
         run_name, token_bytes = self.run_name, self.tokenizer.token_bytes
         return record(run_prompt, self.prompts, step, on_text, run_name, token_bytes, before)
+
+    def _add_predictions_without(self, model: Any, data: SnapshotData) -> None:
+        """Adds what the model predicts on the prompts without the heads of each name."""
+        groups = heads_by_name(head_table([data.row], data.uniform))
+        is_known = "predictions" in data.details and not self.attention
+        # With FSDP, every rank would have to run the model.
+        is_sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+        if self.config.ablation == "off" or not groups or not is_known or is_sharded:
+            return
+        run, token_bytes = functools.partial(capture, model), self.tokenizer.token_bytes
+        found = record_without(run, unwrapped(model), self.prompts, groups, token_bytes)
+        if found:
+            data.details["without"] = found
 
     def most_significant_heads(self) -> list[str]:
         """Returns the number of heads with a name, and a line for the clearest head of each name,

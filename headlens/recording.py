@@ -10,15 +10,16 @@ Shapes: L layers, H heads, T tokens, V vocabulary.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from .ablation import Edit, Head, edited_contexts, output_projections
 from .capturing import Captured, LayerAttention, Visit
 from .heads import names_of
 from .history import Row, json_values
@@ -134,7 +135,8 @@ def record(
         ]
     }
     if token_bytes and all(r.predictions for r in recorders):
-        details["predictions"] = _predictions(recorders, token_bytes)
+        found_on = [r.predictions for r in recorders]
+        details["predictions"] = _predictions(prompts, found_on, token_bytes)
     norms = []
     if all(r.value_norms for r in recorders):
         norms, largest = _scaled([torch.stack(r.value_norms).cpu().numpy() for r in recorders])
@@ -248,24 +250,84 @@ def _scaled(norms: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list]:
     return codes, [json_values(most.ravel()) for most in largest]
 
 
-def _predictions(
-    recorders: Sequence[_Recorder], token_bytes: Callable[[int], bytes]
-) -> dict[str, Any]:
-    """Returns losses and most likely tokens of the shown positions; tokens as indices of texts."""
-    ids = np.unique([i for r in recorders for p in r.predictions for i in p.token_ids.ravel()])
+def record_without(
+    capture: CaptureIds,
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    groups: Mapping[str, Sequence[Head]],
+    token_bytes: Callable[[int], bytes],
+) -> dict[str, dict] | None:
+    """Returns what the model predicts on the prompts without each group of heads: for each name the
+    same as details["predictions"]. None if the output projections of the model are not known.
 
-    def values(found: Predictions, count: int, most: int) -> dict:
+    capture: runs this model. A removed head has its mean context vector over all tokens of the
+    prompts, see ablation.py. Costs two forward passes on the prompts, and one for each group.
+    """
+    projections = output_projections(model)
+    if projections is None:
+        return None
+    heads_of = [0] * len(projections)  # the number of heads of each layer
+    sums: list[Tensor] = [torch.zeros(())] * len(projections)
+
+    def count(layer: int, attention: LayerAttention) -> None:
+        heads_of[layer] = attention.weights.shape[1]
+
+    def run(edit: Edit, visit: Visit = lambda *_: None) -> list[list[Predictions]]:
+        found = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt.token_ids])
+            with edited_contexts(projections, edit):
+                logits = capture(ids, visit).logits
+            if logits is None:
+                return []
+            found.append([predict(logits, prompt.token_ids)])
+        return found
+
+    def add(layer: int, context: Tensor) -> Tensor:
+        sums[layer] = sums[layer].to(context.device) + context.float().sum((0, 1))
+        return context
+
+    if not run(add, count):
+        return None
+    total = sum(len(prompt.token_ids) for prompt in prompts)
+
+    def without(group: Sequence[Head]) -> list[list[Predictions]]:
+        def edit(layer: int, context: Tensor) -> Tensor:
+            context = context.clone()
+            size = context.shape[-1] // heads_of[layer]
+            for head in (head for of_layer, head in group if of_layer == layer):
+                columns = slice(head * size, (head + 1) * size)
+                context[..., columns] = (sums[layer][columns] / total).to(context.dtype)
+            return context
+
+        return run(edit)
+
+    return {
+        name: _predictions(prompts, without(group), token_bytes) for name, group in groups.items()
+    }
+
+
+def _predictions(
+    prompts: Sequence[Prompt],
+    found: Sequence[Sequence[Predictions]],
+    token_bytes: Callable[[int], bytes],
+) -> dict[str, Any]:
+    """Returns losses and most likely tokens of the shown positions; tokens as indices of texts.
+    found: of each prompt, the last of the output, the others of the layers before."""
+    ids = np.unique([i for of_prompt in found for p in of_prompt for i in p.token_ids.ravel()])
+
+    def values(one: Predictions, count: int, most: int) -> dict:
         return {
-            "losses": json_values(found.losses[:count]),
-            "tokens": np.searchsorted(ids, found.token_ids[:count, :most]).tolist(),
-            "probabilities": json_values(found.probabilities[:count, :most]),
+            "losses": json_values(one.losses[:count]),
+            "tokens": np.searchsorted(ids, one.token_ids[:count, :most]).tolist(),
+            "probabilities": json_values(one.probabilities[:count, :most]),
         }
 
     return {
         "tokens": token_texts(ids.tolist(), token_bytes),
         "of_prompts": [
-            values(r.predictions[-1], r.prompt.shown, MOST_LIKELY)
-            | {"layers": [values(p, r.prompt.shown, most=1) for p in r.predictions[:-1]]}
-            for r in recorders
+            values(of_prompt[-1], prompt.shown, MOST_LIKELY)
+            | {"layers": [values(p, prompt.shown, most=1) for p in of_prompt[:-1]]}
+            for prompt, of_prompt in zip(prompts, found, strict=True)
         ],
     }

@@ -224,6 +224,8 @@ def shown(write, opened):
 
     def show(*runs, fragment="#head=none", title="attention", frame=None, **options):
         path = write(*runs or (a_run(),), title=title)
+        if "view=" not in fragment:  # these tests are of the screen of all heads
+            fragment = f"{fragment}&view=all" if len(fragment) > 1 else "#view=all"
         if frame:
             host, (width, height) = path.with_name("host.html"), frame
             source = f'src="{path.name}{fragment}" width="{width}" height="{height}"'

@@ -30,6 +30,7 @@ from ..prompts import Prompt, labels_of, signs_of, texts_of, visible
 from ..removed import removed_heads
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
+from ..story import story
 
 VERSION = 6
 COPIES_FROM = 0.9
@@ -104,6 +105,7 @@ def run_data(
         "stage": copying_step(last.prompts, history),
         "frames": list(frames),
         "removed": removed_heads(last.ablation, last.row, text_name) if last.ablation else None,
+        "story": _packed_json(story(last, steps, history, curves)),
     }
 
 
@@ -123,6 +125,9 @@ def frame_data(snapshot: SnapshotData) -> dict:
     details = snapshot.details | {"statistics": statistics, "heads": findings(snapshot)}
     if predictions := details.get("predictions"):
         details = details | {"predictions": _predictions(predictions, snapshot.prompts)}
+    if without := details.get("without"):
+        shown = {name: _predictions(found, snapshot.prompts) for name, found in without.items()}
+        details = details | {"without": shown}
     if contexts := snapshot.contexts:
         ranges = _lines(tuple(map(tuple, contexts.tokens))).ranges
         found = np.concatenate([contexts.cells, contexts.codes[..., None]], axis=-1)

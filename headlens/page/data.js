@@ -70,6 +70,7 @@ export async function prepare(run) {
     const { steps, values, errors } = await inflateJson(run.history);
     Object.assign(run, { steps, errors, significance: values.significance });
     (await inflateJson(run.heads_at)).forEach((heads, n) => { run.frames[n].heads = heads; });
+    run.story = run.story ? await inflateJson(run.story) : null;
     const text = run.text ? await inflateJson(run.text) : null;
     run.textSigns = text?.signs;
     run.windows = text && text.texts.map((texts, n) =>

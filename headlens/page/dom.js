@@ -38,7 +38,7 @@ export function showMessage(text) {
   messageTimer = setTimeout(() => ($("message").hidden = true), 6000);
 }
 
-let isPrinted = false;
+export let isPrinted = false;
 
 export function setPrinted(printed) {
   isPrinted = printed;

@@ -18,6 +18,7 @@ const KEYS = [
   ["Shift and click", "select several heads: their mean"],
   ["d", "compare with the first step or the other run; stop the comparison"],
   ["t", "light or dark theme"],
+  ["← →", "on the first screen, in the prompt: another query token"],
   ["?", "show this help"],
 ];
 

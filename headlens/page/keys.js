@@ -11,6 +11,7 @@ import { toggleCompare } from "./controls.js";
 import { choosePrompt } from "./finding.js";
 import { openHelp } from "./help.js";
 import { shownTab } from "./tabs.js";
+import { moveStoryQuery, showStory } from "./story.js";
 
 function moveCell(right, down) {
   if (selected() === null) return; // no heatmap
@@ -22,6 +23,8 @@ function moveCell(right, down) {
 
 function closeTop() {
   if (!$("link").hidden) $("link").hidden = true;
+  else if (state.view === "story") update({ query: null });
+  else if (selected() === null) showStory();
   else select(null);
 }
 
@@ -52,7 +55,10 @@ export function onKey(event) {
   if (key === " " && target.matches('button:not([aria-pressed="true"]), input')) return;
   if (key in ARROWS) {
     if (target.matches("input")) return;
-    if (target.id === "text" && ARROWS[key][0] && !event.shiftKey) {
+    if (state.view === "story") {
+      if (target.id !== "story-tokens") return;
+      moveStoryQuery(...ARROWS[key]);
+    } else if (target.id === "text" && ARROWS[key][0] && !event.shiftKey) {
       Object.assign(hovered, { query: null, key: null });
       update({ query: clamp(selectedQuery() + ARROWS[key][0], 0, A.T - 1) });
     } else if (event.shiftKey) moveCell(...ARROWS[key]);

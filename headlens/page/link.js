@@ -2,7 +2,7 @@
 
 import { $, showMessage } from "./dom.js";
 import {
-  DEFAULTS, other, hovered, placeOfHead, run, selected, state, statisticOf, update,
+  DEFAULTS, hasStory, other, hovered, placeOfHead, run, selected, state, statisticOf, update,
 } from "./state.js";
 import { kindOf } from "./names.js";
 import { readTheme } from "./colours.js";
@@ -22,6 +22,9 @@ const CHOICES = [
   ["show", "show", same("a", "b")],
 ];
 
+// A link with other parts opens all heads.
+const STORY = ["view", "theme", "prompt", "step", "query", "off"];
+
 function linkText() {
   const parts = new URLSearchParams();
   for (const [part, name, values] of CHOICES) {
@@ -31,7 +34,10 @@ function linkText() {
   if (state.prompt) parts.set("prompt", state.prompt);
   const { step } = run.frames[state.frame];
   if (step !== run.frames.at(-1).step) parts.set("step", step);
-  // Without a link, the page opens with a head; a link to all heads says so.
+  if (state.view === "story" && state.query !== null) parts.set("query", state.query);
+  if (state.view === "story" && state.off) parts.set("off", state.off);
+  if (state.view === "story") return parts.size ? `#${parts}` : "#view=story";
+  // A link to a head or to no head opens all heads.
   const place = (index) => Object.values(placeOfHead(index)).join(".");
   parts.set("head", selected() === null ? "none" : place(selected()));
   if (state.name) parts.set("name", state.name);
@@ -74,6 +80,11 @@ export function readLink(text) {
   const [, filter, value] = (parts.get("filter") ?? "").match(/^(.*):(-?[\d.e-]+)$/s) ?? [];
   const canFilter = run.statistics.some((one) => one.key === filter && !one.empty);
   if (canFilter && Number.isFinite(+value)) Object.assign(found, { filter, threshold: +value });
+  const isStory = [...parts.keys()].every((part) => STORY.includes(part));
+  found.view = hasStory() && isStory && parts.get("view") !== "all" ? "story" : "all";
+  const canSwitch = run.story?.prompts[found.prompt]?.cards
+    .some(({ name, without }) => without && name === parts.get("off"));
+  if (found.view === "story" && canSwitch) found.off = parts.get("off");
   const compare = parts.get("compare") ?? (other ? "run" : "off");
   if ([...$("compare").options].some((option) => option.value === compare)) found.compare = compare;
   return found;

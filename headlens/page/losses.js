@@ -2,7 +2,7 @@
 
 import { clamp, format, formatLoss } from "./text.js";
 import { $, line, make, prepareCanvas } from "./dom.js";
-import { here, run, update } from "./state.js";
+import { here, run, state, update } from "./state.js";
 import { pause } from "./player.js";
 import { setColour } from "./names.js";
 
@@ -13,7 +13,7 @@ let timeCurves = []; // {points: [[step, value]], label: its legend, isPart: fro
 let frameSteps = [];
 
 /** Returns the place of a step on the slider, 0 to 1: frames are evenly spaced. */
-function placeOf(step) {
+export function placeOf(step) {
   const steps = frameSteps;
   const n = clamp(steps.findLastIndex((known) => known <= step), 0, steps.length - 2);
   return clamp((n + (step - steps[n]) / (steps[n + 1] - steps[n])) / (steps.length - 1), 0, 1);
@@ -100,7 +100,7 @@ function drawAxis(context, width, tall, most) {
 }
 
 export function drawTimeline() {
-  if (!timeCurves.length || run.frames.length === 1) return;
+  if (!timeCurves.length || run.frames.length === 1 || state.view === "story") return;
   for (const { points, label, isPart } of timeCurves) {
     const value = points.findLast(([step]) => step <= here.step)?.[1] ?? null;
     label.lastChild.textContent = isPart ? format(value) : formatLoss(value);

@@ -20,10 +20,12 @@ import { buildChoices, buildControls, showControls } from "./controls.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
 import { buildLegend, buildSubject, drawLegend } from "./legend.js";
 import { drawFinding, openingView } from "./finding.js";
+import { buildStory, drawStory, openingStory } from "./story.js";
 import { drawGroups, drawRemoved } from "./removed.js";
 import { buildHelp } from "./help.js";
 import { buildExport } from "./export.js";
 import { onKey } from "./keys.js";
+import { togglePlay } from "./player.js";
 import { firstRun, followHeads, followRun } from "./live.js";
 import { followRuns } from "./runs.js";
 import { showTraining } from "./training.js";
@@ -32,6 +34,7 @@ import { buildTabs, shownTab, showTab, tabOfLink } from "./tabs.js";
 function drawAll() {
   if (shownTab() !== "heads") return; // nothing has a size
   const begin = performance.now();
+  if (drawStory()) return keepLink();
   const top = () => (hovered.query === null ? 0 : $("map").getBoundingClientRect().top);
   const before = top();
   prepareMaps();
@@ -72,13 +75,13 @@ function listen() {
   for (const [event, isPrinted] of [["beforeprint", true], ["afterprint", false]]) {
     addEventListener(event, () => {
       setPrinted(isPrinted);
-      fitPaper(isPrinted);
+      if (state.view === "all") fitPaper(isPrinted);
       readTheme(isPrinted);
       redraw();
     });
   }
   new ResizeObserver(() => {
-    if (!measureSide()) return;
+    if (state.view === "story" || !measureSide()) return;
     drawDetail();
     drawCharts();
   }).observe($("side"));
@@ -107,9 +110,11 @@ async function startHeads({ runs: found, live }) {
   buildTimeline();
   buildHelp();
   buildExport();
+  buildStory();
   buildControls();
   Object.assign(state, readLink(location.hash));
-  const needed = [decode(run, state.frame)];
+  const plays = state.view === "story" && (!location.hash || tabOfLink(location.hash)) && openingStory();
+  const needed = [state.frame, ...(plays ? [run.frames.length - 1] : [])].map((n) => decode(run, n));
   const b = otherSide();
   if (b) needed.push(decode(b.run, b.frame));
   await Promise.all(needed);
@@ -118,8 +123,9 @@ async function startHeads({ runs: found, live }) {
   redraw();
   // Without a link and a second run, the page opens with a head. It must not hide the others.
   const hides = $("app").matches(".compact:not(.wide)");
-  const isEmpty = !location.hash || tabOfLink(location.hash);
-  if (isEmpty && !other && !hides) update(openingView());
+  const isEmpty = !location.hash || tabOfLink(location.hash) || /^#view=all$/.test(location.hash);
+  if (plays) togglePlay();
+  else if (isEmpty && state.view === "all" && !other && !hides) update(openingView());
   else if (selected() !== null) showDetail();
   if (selected() !== null) setTabStop(selected());
   listen();
@@ -163,6 +169,7 @@ function buildAgain() {
   buildSubject();
   buildCharts();
   buildTimeline();
+  buildStory();
   buildChoices();
 }
 

@@ -1,22 +1,62 @@
-/* Plays the steps of a run. */
+/* Plays the steps of a run: on the first screen once in seven seconds, with all that is between the
+ * steps, and on the screen of all heads one step after the other. */
 
 import { clamp } from "./text.js";
-import { $ } from "./dom.js";
+import { $, showMessage } from "./dom.js";
+import { decode } from "./data.js";
 import { run, state, update } from "./state.js";
 
+const STORY_SECONDS = 7;
+export const still = matchMedia("(prefers-reduced-motion: reduce)");
 let playing = false;
 let playTimer;
+let position = null; // a frame and the part of the way to the next one, while the first screen plays
+let part = 0; // of the first screen that was played, 0 to 1
 
 export const isPlaying = () => playing;
+export const shownPosition = () => position ?? state.frame;
+export const playedPart = () => (position === null ? 1 : part);
 
 export function togglePlay() {
   if (playing) pause();
   else if (run.frames.length > 1) {
     playing = true;
     const over = state.frame === run.frames.length - 1;
-    update({ ...(over ? { frame: 0 } : {}), name: "" }); // all heads, as they get their names
-    playTimer = setTimeout(tick, 1000 / Number($("speed").value));
+    // All heads with all names, as they get them.
+    update({ ...(over ? { frame: 0 } : {}), name: "", off: "" });
+    if (state.view === "story" && !still.matches) glide();
+    else playTimer = setTimeout(tick, 1000 / Number($("speed").value));
   }
+}
+
+function glide() {
+  const { pace } = run.story.prompts[state.prompt];
+  const last = pace.length - 1;
+  position = state.frame;
+  part = pace[state.frame];
+  let before = performance.now();
+  const next = (now) => {
+    if (!playing) return;
+    const missing = [state.frame, Math.min(state.frame + 1, last)]
+      .find((frame) => !run.frames[frame].bytes);
+    if (missing === undefined) {
+      const passed = clamp(now - before, 0, 100); // a hidden tab draws nothing
+      part = Math.min(1, part + passed / 1000 / STORY_SECONDS);
+      const frame = part === 1 ? last : pace.findLastIndex((at) => at <= part);
+      const length = pace[frame + 1] - pace[frame];
+      position = frame === last ? last : frame + (part - pace[frame]) / length;
+      if (frame !== state.frame) update({ frame });
+      if (part === 1) return pause();
+    } else {
+      decode(run, missing).catch((error) => {
+        pause();
+        showMessage(error.message);
+      });
+    }
+    before = now;
+    playTimer = requestAnimationFrame(next);
+  };
+  playTimer = requestAnimationFrame(next);
 }
 
 async function tick() {
@@ -32,10 +72,11 @@ export function pause() {
   clearTimeout(playTimer);
   if (!playing) return;
   playing = false;
+  position = null;
   update();
 }
 
 export function goStep(by) {
   pause();
-  update({ frame: clamp(state.frame + by, 0, run.frames.length - 1) });
+  update({ frame: clamp(state.frame + by, 0, run.frames.length - 1), off: "" });
 }

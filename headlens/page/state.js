@@ -23,6 +23,8 @@ export const DEFAULTS = {
   compare: "off", // "run": the other run at this step, "run:40", "step:40"
   show: "difference", // shown in the grid during a comparison: "a", "b" or "difference"
   theme: "auto", // "light", "dark"
+  view: "all", // "story": the first screen; "all": all heads
+  off: "", // on the first screen, the name of the heads that are switched off
 };
 export const state = { ...DEFAULTS };
 export const hovered = { index: null, at: null, query: null, key: null }; // at the pointer
@@ -180,6 +182,9 @@ export function sideName(of) {
 
 /** The functions that redraw and hoverHead call. main.js sets them. */
 export const draw = { all: () => {}, pointer: () => {} };
+
+/** Returns whether the page has a first screen: not for two runs, or without a prompt to read. */
+export const hasStory = () => Boolean(run.story) && !other;
 
 export function setRuns(first, second) {
   [run, other] = [first, second];

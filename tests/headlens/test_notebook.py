@@ -40,6 +40,7 @@ def test_the_page_can_be_used_in_a_notebook(run, tmp_path, window):
     page.goto(host.as_uri())
     frame = page.frames[1]
     pages.ready(frame)
+    frame.locator("#show-all").click()
     pages.tile(frame, 1, 1).click()
     assert pages.state(frame, "head") == 1
     page.close()

@@ -1,6 +1,7 @@
 """A small run in which heads get their names one after the other, for tests of the page."""
 
 import functools
+import math
 
 import torch
 
@@ -42,13 +43,14 @@ def planted(name, prompt):
     return weights / weights.sum(-1, keepdim=True)
 
 
-def story_run(stages, steps=STEPS, repeated=REPEATED):
-    """Returns a run in which heads get names and the second copy becomes predictable."""
-    frames, prompts = {}, (SOME, repeated)
+def story_run(stages, steps=STEPS, repeated=REPEATED, text=SOME):
+    """Returns a run in which heads get names and the second copy becomes predictable. Without the
+    heads of any name, all tokens are equally probable."""
+    frames, prompts = {}, (text, repeated)
     for step in steps:
 
         def capture_attention(token_ids, capture, step=step):
-            prompt = prompts[len(token_ids) > len(SOME.tokens)]
+            prompt = text if token_ids == text.token_ids else repeated
             for layer in range(2):
                 names = [stages.get((layer, head), ("", 0)) for head in range(3)]
                 maps = [planted(n if step >= since else "", prompt) for n, since in names]
@@ -60,7 +62,9 @@ def story_run(stages, steps=STEPS, repeated=REPEATED):
             return logits
 
         run = pages.capturing(capture_attention)
-        frames[step] = record(run, prompts, step, run_name="story", token_bytes=text_of)
+        frame = frames[step] = record(run, prompts, step, run_name="story", token_bytes=text_of)
+        names = {name for name, since in stages.values() if step >= since}
+        frame.details["without"] = {name: equal(frame.details["predictions"]) for name in names}
     rows = {step: frame.row for step, frame in frames.items()}
     curves = {
         "training loss": [(step, 3 - step / 60) for step in range(0, 121, 20)],
@@ -69,6 +73,19 @@ def story_run(stages, steps=STEPS, repeated=REPEATED):
     data = list(frames.values())
     run = run_data(data, list(rows.values()), curves) | {"stage": 80}
     return pages.PageRun(run, {}, rows, frames, data)
+
+
+def equal(predictions):
+    """Returns predictions in which all of 20 tokens are equally probable."""
+    of_prompts = [
+        one
+        | {
+            "losses": [math.log(20)] * len(one["losses"]),
+            "probabilities": [[0.05] * len(row) for row in one["probabilities"]],
+        }
+        for one in predictions["of_prompts"]
+    ]
+    return predictions | {"of_prompts": of_prompts}
 
 
 @functools.cache

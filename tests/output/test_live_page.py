@@ -35,15 +35,16 @@ def live(tmp_path):
 
 @pytest.fixture
 def visit(window, live):
-    """visit("run/first/") -> a page of the server. Fails when a script failed or was refused."""
+    """visit("run/first/") -> a page of the server. Fails when a script failed or was refused. view:
+    the link to all heads, or ""."""
     opened, wrong = [], []
 
-    def visit_page(path, **options):
+    def visit_page(path, view="#view=all", **options):
         page = window(**options).new_page()
         opened.append(page)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text))
-        page.goto(f"{live.address}{path}")
+        page.goto(f"{live.address}{path}{'' if '#' in path else view}")
         return page
 
     yield visit_page
@@ -184,12 +185,24 @@ def test_steps_of_a_resumed_run_are_replaced(growing, visit):
     assert lens.evaluate(is_first)
 
 
+def test_the_story_ends_before_new_steps_are_shown(growing, visit):
+    growing.add(0, 1, 2)
+    lens = visit("run/first/", view="")
+    pages.ready(lens)
+    play = lens.locator("#story-play")
+    expect(play).to_have_attribute("aria-label", "pause")
+    growing.add(3, 4)
+    shows_steps(lens, 0, 1, 2)
+    expect(play).to_have_attribute("aria-label", "play")
+    shows_steps(lens, 0, 1, 2, 3, 4)
+
+
 def test_a_stopped_server_and_a_removed_run_are_named(tmp_path, growing, window):
     growing.add(0, 1)
     page = window().new_page()
     lost = page.locator("#live b")
     with live_command(tmp_path / "runs", next(ports)) as address:
-        page.goto(f"{address}run/first/")
+        page.goto(f"{address}run/first/#view=all")
         pages.ready(page)
         expect(lost).to_be_hidden()
     expect(lost).to_have_text("not connected")
@@ -310,6 +323,7 @@ def test_a_page_follows_a_training_that_is_killed_and_resumed(tmp_path, server, 
     pages.ready(page)
     bar = page.locator("#live")
     expect(bar).to_contain_text("running")
+    page.locator("#show-all").click()
     pages.tile(page, 1, 1).click()
 
     def at_least(step):

@@ -283,6 +283,7 @@ def test_page_works_in_a_sandboxed_frame(tmp_path, write, opened):
     lens = opened(host).frame_locator("iframe")
     pages.ready(lens)
     assert lens.locator(".head").count() == 6
+    lens.locator("#show-all").click()
     lens.locator(".head").nth(4).click()
     pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0][1, 1]), "#map")
     lens.locator("#options").click()

@@ -1,0 +1,288 @@
+"""The story of a run: which prompt and cards it has, when its sentences change, and what the model
+predicts without the heads of a card."""
+
+import copy
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.foreign import foreign_model
+from helpers.models import tiny_model
+from helpers.pages import prompt, text_of
+from helpers.stories import PERIOD, SOME, a_story, story_run
+
+from headlens import Lens, LensConfig, capture
+from headlens.prompts import Prompt
+from headlens.recording import record_without
+from headlens.snapshot_data import Contexts
+from headlens.story import MAX_CARDS, MAX_CHARACTERS, story, unit_of
+
+ALL_STEPS = (0, 20, 40, 60, 80, 100, 120)
+NAMES = ("diagonal", "previous_token", "induction", "segment_start")
+PLANTED = dict(
+    zip([(0, 0), (0, 2), (1, 1), (1, 2)], zip(NAMES, (40, 40, 80, 100), strict=True), strict=True)
+)
+
+
+def told(run, snapshots=None, **changes):
+    """Returns the story of a run. changes: of its last snapshot."""
+    snapshots = snapshots or run.snapshots
+    last = dataclasses.replace(snapshots[-1], **changes)
+    return story(last, [one.step for one in snapshots], list(run.rows.values()), {})
+
+
+@functools.cache
+def a_run():
+    return story_run(PLANTED, ALL_STEPS)
+
+
+def test_it_opens_with_a_text_unless_the_data_are_repeated_sequences():
+    run = a_run()
+    assert told(run)["opening"] == 0
+    windows = [["<bos>", *2 * list("abcdef")], ["<bos>", *2 * list("ghijkl")]]
+    cells, codes = np.zeros((2, 3, 2, 5, 3), np.int16), np.zeros((2, 3, 2, 5), np.uint8)
+    for tokens, opening in ((windows, 1), ([SOME.tokens], 0)):
+        contexts = Contexts("your text", tokens, cells, codes, {})
+        assert told(run, contexts=contexts)["opening"] == opening
+    # A model that has not learned to copy has little to show there.
+    never = story_run({(0, 2): ("previous_token", 40)}, (0, 40))
+    contexts = Contexts("your text", windows, cells, codes, {})
+    assert told(never, contexts=contexts)["opening"] == 0
+
+
+def test_no_story_without_a_prompt_of_three_tokens():
+    run = a_run()
+    few = [dataclasses.replace(p, tokens=p.tokens[:2]) for p in run.snapshots[-1].prompts]
+    assert told(run, prompts=few) is None
+    one = told(run, prompts=[few[0], run.snapshots[-1].prompts[1]])
+    assert (one["opening"], one["prompts"][0]) == (1, None)
+
+
+def test_cards_are_the_most_telling_names_on_each_prompt():
+    of_text, of_copies = told(a_run())["prompts"]
+    assert (of_text["layout"], of_copies["layout"]) == ("text", "lines")
+    names = [[card["name"] for card in one["cards"]] for one in (of_text, of_copies)]
+    # On random letters, segment_start is undefined. Induction holds on the repeated sequence alone.
+    assert names == [
+        ["segment_start", "previous_token", "diagonal"],
+        ["induction", "previous_token", "diagonal"],
+    ]
+    assert [card["heads"] for card in of_copies["cards"]] == [[4], [2], [0]]
+    assert [birth["step"] for birth in of_copies["births"]] == [80, 40, 40]
+    assert "80" in of_copies["cards"][0]["note"]
+    assert all(len(one["cards"]) <= MAX_CARDS for one in (of_text, of_copies))
+
+
+def test_several_heads_of_a_name_are_one_card():
+    both = {(0, 0): ("previous_token", 0), (1, 1): ("previous_token", 40)}
+    run = story_run(both, (0, 40))
+    (card,) = told(run)["prompts"][0]["cards"]
+    assert sorted(card["heads"]) == [0, 4]
+    assert [frame["named"] for frame in told(run)["prompts"][0]["frames"]] == [[1], [2]]
+
+
+def test_a_run_without_a_name_shows_its_nearest_head():
+    for one in told(story_run({}, (0, 40)))["prompts"]:
+        (card,) = one["cards"]
+        assert (card["name"], len(card["heads"]), card["without"]) == ("", 1, None)
+        assert one["births"] == []
+
+
+def test_headlines_change_when_names_appear_and_when_copying_is_learned():
+    of_text, of_copies = told(a_run())["prompts"]
+    for one, changes in ((of_copies, {40, 80}), (of_text, {40, 60, 100, 120})):
+        lines = [frame["headline"] for frame in one["frames"]]
+        steps = {step for n, step in enumerate(ALL_STEPS) if n and lines[n] != lines[n - 1]}
+        assert steps == changes
+    # The same names without the drop of the loss say something else.
+    run = a_run()
+    rows = [copy.deepcopy(row) for row in run.rows.values()]
+    for row in rows:
+        row.losses[1][:] = np.log(20)
+    steps = [row.step for row in rows]
+    before = of_copies["frames"][-1]
+    after = story(run.snapshots[-1], steps, rows, {})["prompts"][1]["frames"][-1]
+    assert before["headline"] != after["headline"]
+    assert "100" in before["line"]
+    assert "5" in after["line"]
+
+
+def test_a_diverged_step_says_so():
+    run = a_run()
+    rows = [copy.deepcopy(row) for row in run.rows.values()]
+    rows[-1].losses = [np.full_like(losses, np.nan) for losses in rows[-1].losses]
+    for before, one in zip(
+        told(run)["prompts"],
+        story(run.snapshots[-1], [row.step for row in rows], rows, {})["prompts"],
+        strict=True,
+    ):
+        wanted = [frame["headline"] for frame in before["frames"]]
+        found = [frame["headline"] for frame in one["frames"]]
+        assert found[:-1] == wanted[:-1]
+        assert found[-1] not in wanted
+        assert all(np.isfinite(point).all() for point in one["curve"]["points"])
+        assert one["pace"][-1] == 1
+
+
+def test_it_goes_slowly_where_predictions_change():
+    pace = told(a_run())["prompts"][1]["pace"]
+    parts = dict(zip(ALL_STEPS[1:], np.diff(pace), strict=True))
+    assert (pace[0], pace[-1]) == (0, 1)
+    assert parts[80] > 4 * max(part for step, part in parts.items() if step != 80)
+
+
+def test_curve_is_the_loss_that_the_layout_is_about():
+    run = a_run()
+    curves = {
+        "training loss": [(0, 3.0), (120, 1.0)],
+        "validation loss": [(0, 3.1), (60, np.nan), (120, 1.1)],
+    }
+    last, steps, rows = run.snapshots[-1], list(ALL_STEPS), list(run.rows.values())
+    of_text, of_copies = (one["curve"] for one in story(last, steps, rows, curves)["prompts"])
+    assert [list(point) for point in of_text["points"]] == [[0, 3.1], [120, 1.1]]
+    assert [step for step, _ in of_copies["points"]] == steps
+    assert of_copies["points"][0][1] == pytest.approx(np.log(20), abs=1e-3)
+    assert of_copies["points"][-1][1] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("tokens", "unit"),
+    [
+        (["A", " ", "b"], "letter"),
+        (["The", " bell"], "token"),
+        (["<0xE8>", "<0xAA>", "<0x9E>"], "byte"),
+        (["語", "の"], "character"),
+        (["ש", "ל"], "letter"),
+    ],
+)
+def test_words_depend_on_the_tokenizer(tokens, unit):
+    assert unit_of(Prompt("1", "", [0] * len(tokens), tokens)) == unit
+    assert unit_of(Prompt("1", "", [0] * 3, ["<|endoftext|>", *tokens[:2]])) == unit
+
+
+def test_a_long_passage_shows_its_beginning_and_says_so():
+    long = prompt("1-long", [" word"] * 100)
+    long.token_ids = [n % 20 for n in long.token_ids]
+    run = story_run({(0, 2): ("previous_token", 0)}, (0, 40), text=long)
+    one = told(run)["prompts"][0]
+    shown = one["shown"]
+    assert 0 <= MAX_CHARACTERS - 5 * shown < 5
+    assert str(shown) in one["note"]
+    assert 0 < one["query"] < shown - 1
+    assert told(a_run())["prompts"][0]["note"] == ""
+
+
+# ------------------------------------------------------------------------------ heads switched off
+
+PROMPTS = [prompt("1-a", list("abcdefg")), prompt("2-b", list("hijk"))]
+GROUPS = {"both layers": [(0, 1), (1, 0)], "one head": [(1, 2)]}
+
+
+def losses_without(model, projections, group):
+    """Returns the losses on each prompt from plain forward passes in which the context vector of
+    each head of a group is its mean over all tokens of the prompts."""
+    ids = [torch.tensor([p.token_ids]) for p in PROMPTS]
+    contexts = [[] for _ in projections]
+
+    def run(change):
+        hooks = [
+            projection.register_forward_pre_hook(
+                lambda _, arguments, n=n: (change(n, arguments[0].clone()),)
+            )
+            for n, projection in enumerate(projections)
+        ]
+        with torch.no_grad():
+            outputs = [model(one) for one in ids]
+        for hook in hooks:
+            hook.remove()
+        logits = [output[0] if isinstance(output, tuple) else output.logits for output in outputs]
+        return [
+            F.cross_entropy(x[0, :-1], one[0, 1:], reduction="none")
+            for x, one in zip(logits, ids, strict=True)
+        ]
+
+    def collect(layer, context):
+        contexts[layer].append(context[0])
+        return context
+
+    run(collect)
+
+    def remove(layer, context):
+        size = context.shape[-1] // 4
+        for _, head in (place for place in group if place[0] == layer):
+            columns = slice(head * size, (head + 1) * size)
+            context[..., columns] = torch.cat(contexts[layer])[:, columns].mean(0)
+        return context
+
+    return run(remove)
+
+
+@pytest.mark.parametrize("kind", ["ours", "gpt2"])
+def test_predictions_without_heads_are_those_of_a_forward_pass(kind):
+    if kind == "ours":
+        model = tiny_model().eval()
+        projections = [block.attn.out_proj for block in model.blocks]
+    else:
+        model = foreign_model("gpt2").eval()
+        projections = [block.attn.c_proj for block in model.transformer.h]
+    model.train()
+    run = functools.partial(capture, model)
+    found = record_without(run, model, PROMPTS, GROUPS, text_of)
+    assert model.training
+    assert list(found) == list(GROUPS)
+    model.eval()
+    for name, group in GROUPS.items():
+        for number, wanted in enumerate(losses_without(model, projections, group)):
+            one = found[name]["of_prompts"][number]
+            assert one["losses"] == pytest.approx(wanted.tolist(), abs=2e-4)
+            assert len(one["tokens"]) == len(PROMPTS[number].tokens)
+    assert found["one head"]["of_prompts"] != found["both layers"]["of_prompts"]
+
+
+def test_models_without_a_known_output_projection_have_no_switch():
+    class Other(torch.nn.Module):
+        pass
+
+    assert record_without(lambda *_: None, Other(), PROMPTS, GROUPS, text_of) is None
+
+
+class Letters:
+    """A tokenizer of 23 letters."""
+
+    n_vocab, eot_token = 23, 22
+
+    def encode_ordinary(self, text):
+        return [ord(c) - 97 for c in text]
+
+    def decode_single_token_bytes(self, token):
+        return bytes([97 + token])
+
+
+@pytest.mark.parametrize("ablation", ["auto", "off"])
+def test_the_lens_records_the_last_step_without_each_name(tmp_path, ablation):
+    config = LensConfig(prompts=["abcdefg", "hijk"], repeat_length=4, every=1, ablation=ablation)
+    lens = Lens(Letters(), config, context_length=12, max_steps=1, folder=tmp_path / "attention")
+    model = tiny_model(std=1.0)
+    lens.snapshot(model, 0)
+    lens.snapshot(model, 1)
+    without = lens.last.details.get("without", {})
+    named = {row["name"] for row in lens.table} - {"", "uniform"}
+    assert named
+    assert set(without) == (named if ablation == "auto" else set())
+
+
+def test_effect_of_a_switched_off_card():
+    run = a_story()
+    last = run.snapshots[-1]
+    one = told(run)["prompts"][1]
+    card = one["cards"][0]
+    # Without the heads, all 20 tokens have the same probability.
+    assert "5" in card["effect"]
+    assert "5" in card["without"]["line"]
+    assert card["without"]["headline"] not in [frame["headline"] for frame in one["frames"]]
+    details = {key: value for key, value in last.details.items() if key != "without"}
+    assert told(run, details=details)["prompts"][1]["cards"][0]["without"] is None
+    assert PERIOD == 6
