@@ -190,8 +190,8 @@ class Lens:
             if is_last:
                 snapshot.images |= draw_animation(self.folder)
             if self.has_page and self._page_is_due(step):
-                path, is_training = self.folder / "page.html", not is_last
-                page = folder_page(self.folder, self.run_name, curves(), is_training)
+                path = self.folder / "page.html"
+                page = folder_page(self.folder, self.run_name, curves())
                 atomic_write(path, page.encode())
                 snapshot.pages = {"attention/page": path}
         return snapshot

@@ -93,17 +93,16 @@ def folder_page(
     folder: Path,
     title: str,
     curves: Mapping[str, list] | None = None,
-    is_training: bool = False,
     training: dict | None = None,
 ) -> str:
     """Returns the page of a run from its snapshot files; without a snapshot, the page of `training`
-    alone. folder: runs/NAME/attention. curves, is_training: see page.run_data. training: see
-    page_html. Raises ValueError for an invalid snapshot file."""
+    alone. folder: runs/NAME/attention. curves: see page.run_data. training: see page_html. Raises
+    ValueError for an invalid snapshot file."""
     snapshots = shown_snapshots(folder)
     if not snapshots:
         return page_html([], title, training=training)
     history = read_history(folder / "statistics.jsonl")
-    data = run_data(snapshots, history, curves, is_training=is_training)
+    data = run_data(snapshots, history, curves)
     return page_html([data], title, snapshots[-1], training)
 
 

@@ -65,7 +65,6 @@ def write_run_page(folder: Path, state: str) -> Path:
         folder / "attention",
         sanitize(folder.resolve().name),
         curves=curves(rows),
-        is_training=state != "finished",
         training=training,
     )
     atomic_write(folder / RUN_HTML, page.encode("utf-8", "backslashreplace"))

@@ -44,7 +44,6 @@ def run_data(
     history: Sequence[Row] = (),
     curves: Mapping[str, list] | None = None,
     frames: Sequence[dict] | None = None,
-    is_training: bool = False,
     opening_prompt: int | None = None,
 ) -> dict:
     """Returns the data of one run.
@@ -52,9 +51,8 @@ def run_data(
     snapshots: with the same prompts, in the order of their steps. history: the statistics of all
     snapshots; without it, those of `snapshots`. curves: losses and accuracies of the training,
     {name: [(step, value)]}; NaN and inf are omitted. frames: instead of those of `snapshots`, see
-    live_snapshots.py. is_training: whether the run has not reached its last step. opening_prompt:
-    the prompt with which the page opens, by default that on which the head that tells most is
-    clearest.
+    live_snapshots.py. opening_prompt: the prompt with which the page opens, by default that on
+    which the head that tells most is clearest.
     """
     frames = frames or [frame_data(snapshot) for snapshot in snapshots]
     last, history = snapshots[-1], history or [snapshot.row for snapshot in snapshots]
@@ -63,7 +61,6 @@ def run_data(
     steps = [frame["step"] for frame in frames]
     return {
         "name": visible(last.run),
-        "is_training": is_training,
         "layers": layers,
         "heads": heads,
         "prompts": [

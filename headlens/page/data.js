@@ -56,7 +56,6 @@ export async function prepare(run) {
     throw new Error("This browser has no DecompressionStream. Use a newer version.");
   }
   run.count = run.layers * run.heads;
-  run.isTraining = run.is_training;
   run.size = run.normSize = 0;
   for (const prompt of run.prompts) {
     prompt.length = prompt.tokens.length;

@@ -23,7 +23,7 @@ const CHOICES = [
 ];
 
 // A link with other parts opens all heads.
-const STORY = ["view", "theme", "prompt", "step", "query", "off"];
+const STORY = ["tab", "view", "theme", "prompt", "step", "query", "off"];
 
 function linkText() {
   const parts = new URLSearchParams();

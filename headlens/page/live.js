@@ -13,7 +13,6 @@ import { showTraining } from "./training.js";
 let shownSnapshots = ""; // the versions that the page shows
 let shownTraining = "";
 let curves = {}; // losses under the time line
-let isRunning = false;
 let first = null; // {done, fail}: the tab of the heads waits for the first snapshot
 let rebuild = null; // builds what depends on the data; null until the heads are drawn
 let liveText, lostText; // elements
@@ -44,7 +43,6 @@ export function followHeads(build) {
 async function take(found) {
   $("live").dataset.state = found.state;
   liveText.textContent = found.text;
-  isRunning = found.state === "running";
   const isNew = found.training !== shownTraining;
   if (isNew && !await takeTraining(found.training)) return false;
   if (rebuild) return takeHeads(found, isNew);
@@ -56,7 +54,7 @@ async function take(found) {
   const text = await loadData();
   if (text === null) return false;
   showInstead("");
-  first.done(Object.assign(readData(text).runs[0], { curves, is_training: isRunning }));
+  first.done(Object.assign(readData(text).runs[0], { curves }));
   first = null;
   return true;
 }
@@ -101,7 +99,7 @@ async function takeHeads(found, hasLosses) {
     if (!isTaken) shownSnapshots = before;
     return isTaken;
   }
-  Object.assign(run, { curves, isTraining: isRunning });
+  Object.assign(run, { curves });
   buildSubject();
   if (hasLosses || waitingLosses) {
     buildTimeline();
@@ -122,7 +120,7 @@ async function takeSnapshots(fresh) {
     location.reload(); // the run was started again with other prompts
     return false;
   }
-  Object.assign(fresh, { curves, is_training: isRunning });
+  Object.assign(fresh, { curves });
   await prepare(fresh);
   const known = new Map(run.frames.map((frame) => [frame.address, frame]));
   fresh.frames = fresh.frames.map((frame) =>

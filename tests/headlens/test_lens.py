@@ -230,7 +230,6 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
         "attention/largest": ["step_00000007.png"],
     }
     pictures.append("step_00000007.png")
-    assert snapshot.pages == {"attention/page": folder / "timelapse.html"}
     assert names(folder) == sorted(
         ["statistics.jsonl", "page.html", "step_00000007.npz", *pictures]
     )
@@ -419,7 +418,7 @@ def test_a_name_that_is_nearly_clear_stays_also_when_a_run_is_resumed(tmp_path):
             assert (folder / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     rows = read_history(tmp_path / "whole" / "statistics.jsonl")
     assert [ALL_NAMES[row.names.item()] for row in rows] == names_at
-    (run,) = read(tmp_path / "whole" / "timelapse.html")
+    (run,) = read(tmp_path / "whole" / "page.html")
     of_frames = json.loads(unpacked(run["heads_at"]))
     assert [ALL_NAMES[heads["names"][0]] for heads in of_frames] == names_at
     assert re.findall(r"step (\d+)", of_frames[-1]["findings"][0]) == ["50", "10", "30"]

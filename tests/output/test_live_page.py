@@ -334,7 +334,6 @@ def test_a_page_follows_a_training_that_is_killed_and_resumed(tmp_path, server, 
         wait_until(page, f"{last} >= {step} && window.lens.state.frame === {end}")
 
     at_least(300)
-    expect(page.locator("#subject")).to_contain_text("So far")
     training.send(signal.SIGKILL)
     training.wait()
     expect(bar).to_contain_text("stopped")
@@ -351,9 +350,7 @@ def test_a_page_follows_a_training_that_is_killed_and_resumed(tmp_path, server, 
     assert {*steps} <= {*written}
     assert [pages.state(page, key) for key in ("layer", "head")] == [1, 1]
     page.evaluate(pages.DECODE_ALL)
-    expect(page.locator("#subject")).to_contain_text("At the end")
-    text = page.locator("#subject").inner_text()
-    assert f"step {end:,}" in text
+    expect(page.locator("#subject")).to_contain_text(f"step {end:,}")
     rows = (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
     losses = [row["val/loss"] for row in map(json.loads, rows) if "val/loss" in row]
     shown = page.evaluate("() => window.lens.runs[0].curves['validation loss'].map((at) => at[1])")
