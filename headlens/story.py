@@ -26,12 +26,8 @@ MAX_CARDS = 3
 MAX_DRAWN = 8  # heads of a card: the clearest
 MAX_CHARACTERS = 260  # of a passage in large type
 MAX_POINTS = 200  # of the curve
-# The names that say most come first. On a text, words say more than the token before.
-ORDER = {
-    "lines": ("induction", "duplicate_token", "previous_token", "offset"),
-    "text": ("segment_start", "induction", "separator", "duplicate_token", "offset"),
-}
-LAST = ("previous_token", "separator", "segment_start", "diagonal", "first_token", "positional")
+# Of the names that tell equally much, see Kind.telling, these come first.
+FIRST = {"lines": ("induction",), "text": ("segment_start", "induction", "separator")}
 AFTER_PUNCTUATION = ("looks at tokens after punctuation", "look at tokens after punctuation")
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 DIVERGED = "This model has diverged: its losses are not numbers."
@@ -195,10 +191,11 @@ class _Story:
             number = ALL_NAMES.index(name)
             is_there = [int((row.names.ravel()[heads] == number).sum()) for row in self.rows]
             groups.append(Group(name, rows, heads, is_there))
-        first = [*ORDER[self.layout], *LAST]
+        order = list(dict.fromkeys([*FIRST[self.layout], *KINDS]))
 
         def place(group: Group) -> tuple:
-            return self._is_elsewhere(group), group.is_simple, first.index(group.name)
+            kind = KINDS[group.name]
+            return self._is_elsewhere(group), -kind.telling, order.index(group.name)
 
         return sorted(groups, key=place)
 
