@@ -28,7 +28,6 @@ Shapes: L layers, H heads.
 
 import csv
 import io
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +36,7 @@ import torch
 
 from .history import Row, json_values
 from .prompts import Prompt
+from .snapshot_data import SnapshotData
 from .statistics import STATISTICS, TARGETS, HeadStatistics
 
 
@@ -58,7 +58,6 @@ class Kind:
     # 0: says least, such as attention to the token itself; 1: depends on positions; 2: depends on
     # the tokens. Pages, printed lines and images begin with the heads that tell most.
     telling: int = 2
-    removal: str = ""  # what the loss without these heads measures, if it is not attention
 
 
 KINDS = {
@@ -109,14 +108,11 @@ KINDS = {
     "diagonal": Kind(
         "S",
         ("#b8125a", "#ff8ab5"),
-        "Each token attends to itself.",
+        "Each token attends to itself: the token is passed on, in a form for later layers.",
         "the token itself",
         "itself",
         ("looks at the {unit} itself", "look at the {unit} itself"),
         telling=0,
-        removal="A self head mostly passes on the token itself, in a form for later layers. So this"
-        " change says more about this form than about attention to other tokens, and can be as"
-        " large as without heads that copy.",
     ),
     # A text has few different separators: heads of random models reach 0.36.
     "separator": Kind(
@@ -152,6 +148,7 @@ KINDS = {
 NAMES = tuple(key for key in KINDS if key != "positional")
 ALL_NAMES = ("", *KINDS, "uniform")
 PLACES = ("text and prompts", "text", "prompts")
+WHERES = {"text": "on the text only", "prompts": "on repeated sequences only"}
 UNIFORM_FROM = 0.95  # normalised entropy
 MIN_ERRORS = 3  # standard errors
 KEPT_FROM = 0.75  # a head keeps its name from this part of the limits on
@@ -170,13 +167,8 @@ def title_of(name: str, tokens_back: int | None = None) -> str:
 def title_of_head(row: Mapping) -> str:
     """Returns the name of a head in a row of the table, and where it holds if it does not hold on
     text and prompts: "induction (on repeated sequences only)"."""
-    return title_of(row["name"], row["tokens_back"]) + only_on(row["holds_on"])
-
-
-def only_on(place: str | None) -> str:
-    """Returns where a name holds if it does not hold on text and prompts; else ""."""
-    where = {"prompts": " (on repeated sequences only)", "text": " (on the text only)"}
-    return where.get(place or "", "")
+    where = WHERES.get(row["holds_on"], "")
+    return title_of(row["name"], row["tokens_back"]) + (f" ({where})" if where else "")
 
 
 def target_of(row: Mapping) -> str:
@@ -217,15 +209,20 @@ def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndar
     return np.stack([(values[key] - c) / (1 - c) for key, c in zip(NAMES, chance, strict=True)])
 
 
-def strengths_of(
+def names_of(
     row: Row,
     uniform: Mapping,
     of_prompts: Sequence[Mapping[str, np.ndarray]],
     uniform_of_prompts: Sequence[Mapping],
     before: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns for the names in NAMES, (names, L, H) each: how clear each is, -inf where it does not
-    hold; whether it holds on the text; and on the prompts. Arguments as for `names_of`."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the name of each head as its index in ALL_NAMES, and where it holds as an index in
+    PLACES, (L, H) each.
+
+    row: with errors if it has the statistics on a text. of_prompts: the statistics on each prompt.
+    uniform, uniform_of_prompts: their values for uniform attention. before: the names at the
+    snapshot before, if there is one.
+    """
     limits = np.array([KINDS[key].named_from for key in NAMES])[:, None, None]
     # So the limits for the name that a head has are KEPT_FROM of those for other names.
     numbers = 1 + np.arange(len(NAMES))[:, None, None]
@@ -243,25 +240,6 @@ def strengths_of(
         # A significance is at most 1, and with its factor less than 2: names that hold on the text
         # come first.
         strengths = np.where(on_text, 2 + significant, strengths)
-    return strengths, on_text, on_prompts
-
-
-def names_of(
-    row: Row,
-    uniform: Mapping,
-    of_prompts: Sequence[Mapping[str, np.ndarray]],
-    uniform_of_prompts: Sequence[Mapping],
-    before: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the name of each head as its index in ALL_NAMES, and where it holds as an index in
-    PLACES, (L, H) each.
-
-    row: with errors if it has the statistics on a text. of_prompts: the statistics on each prompt.
-    uniform, uniform_of_prompts: their values for uniform attention. before: the names at the
-    snapshot before, if there is one.
-    """
-    found = strengths_of(row, uniform, of_prompts, uniform_of_prompts, before)
-    strengths, on_text, on_prompts = found
     entropy, limit = row.values["entropy"], KINDS["positional"].named_from
     others = np.where(entropy >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
     if before is not None:
@@ -336,17 +314,6 @@ def clearest(table: Sequence[dict]) -> list[dict]:
     return most_significant(table) + largest[:1]
 
 
-def counts_of_names(table: Sequence[dict]) -> str:
-    """Returns the number of heads with a name, and of each name: "3 of 32 heads have a name: 2
-    induction, 1 separator"."""
-    counts = Counter(title_of(row["name"]) for row in table if row["name"] in KINDS)
-    if not counts:
-        return f"none of {len(table)} heads has a name"
-    kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-    has = "has" if counts.total() == 1 else "have"
-    return f"{counts.total()} of {len(table)} heads {has} a name: {kinds}"
-
-
 def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
     """Returns (layer, head) of all heads that have a name, for each name except "uniform"."""
     found: dict[str, list[tuple[int, int]]] = {}
@@ -356,12 +323,12 @@ def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def clearest_prompts(
-    of_prompts: Sequence[Mapping[str, np.ndarray]], uniform: Sequence[Mapping]
-) -> np.ndarray:
-    """Returns the index of the prompt on which each head is most significant, (L, H). Arguments as
-    for `names_of`."""
-    found = [significances(*pair) for pair in zip(of_prompts, uniform, strict=True)]
+def clearest_prompts(data: SnapshotData, name: str = "") -> np.ndarray:
+    """Returns the index of the prompt on which each head is most significant, (L, H). name: of the
+    statistic that counts; by default all that name heads."""
+    pairs = zip(data.of_prompts, data.prompts, strict=True)
+    found = np.stack([significances(values, prompt.uniform) for values, prompt in pairs])
+    found = found[:, [NAMES.index(name)]] if name else found  # (prompts, names, L, H)
     return np.nan_to_num(found, nan=-np.inf).max(1).argmax(0)
 
 

@@ -135,5 +135,5 @@ def _picture(file: File) -> bytes:
     table = head_table([data.row], data.uniform)
     head = (clearest(table) or table)[0]
     layer, number = head["layer"], head["head"]
-    prompts = clearest_prompts(data.of_prompts, [prompt.uniform for prompt in data.prompts])
-    return png_of_head(data.codes[prompts[layer, number]][layer, number], PICTURE)
+    prompt = clearest_prompts(data)[layer, number]
+    return png_of_head(data.codes[prompt][layer, number], PICTURE)

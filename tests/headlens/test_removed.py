@@ -8,7 +8,7 @@ import pytest
 from headlens import STATISTICS
 from headlens.heads import ALL_NAMES
 from headlens.history import Row
-from headlens.removed import removed_heads
+from headlens.finding import removed_heads
 
 CHANGES = (0.0004, 1.25, -0.3, 0.002, 2.5, 0.05)  # of six heads in two layers
 LOSS, ACCURACY = 0.5, 0.75
