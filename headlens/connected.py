@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .passages import BLANK_LINE, LETTER, SENTENCE_END, UNSPACED
+from .passages import BLANK_LINE, SENTENCE_END, UNSPACED
 from .prompts import LABEL, clipped, labels_of, texts_of
 
 AROUND = 90  # characters that a line has on each side of its tokens, at most
 SLACK = 20  # of these, in which the line looks for a space
 LINE_END = re.compile(rf"{SENTENCE_END}|{BLANK_LINE}")
-# A word; each character is one in scripts without spaces between words.
-WORD = re.compile(f"[{UNSPACED}]|(?:(?![{UNSPACED}]){LETTER})+(?:['’](?![{UNSPACED}]){LETTER}+)*")
+# A token that is no part of a word; in scripts without spaces, each token is a word.
+ALONE = re.compile(rf"\s*[{UNSPACED}\W_]*(?<!['’])\s*")
 MOST_KEYS, MOST_QUERIES = 8, 6  # of a head, of a key
 
 
@@ -75,28 +75,21 @@ class Words:
         known: dict[str, int] = {}
         words, places = [], []
         for window in windows:
-            labels, texts = labels_of(window), texts_of(window)
-            joined = "".join(texts)
-            # The word of each character; one that is in no word is a word of its own here.
-            spans = [(place, place + 1) for place in range(len(joined))]
-            for match in WORD.finditer(joined):
-                spans[slice(*match.span())] = [match.span()] * len(match[0])
-            at = 0
-            for n, (label, text) in enumerate(zip(labels, texts, strict=True)):
-                first, end = at + len(text) - len(text.lstrip()), at + len(text.rstrip())
-                start, stop = (spans[first][0], spans[end - 1][1]) if first < end else (at, at)
-                word = joined[start:stop]
-                is_cut = start == 0 or stop == len(joined)  # at the edge of the window
-                is_word = WORD.search(word) and not is_cut
-                words.append(
-                    known.setdefault(clipped(word, LABEL) if is_word else label, len(known))
-                )
-                places.append(start if is_word else -1 - n)
-                at += len(text)
+            texts, starts, is_alone = texts_of(window), [0] * len(window), True
+            for n, text in enumerate(texts):
+                begins = is_alone or text[:1].isspace()
+                is_alone = bool(ALONE.fullmatch(text))
+                starts[n] = n if begins or is_alone else starts[n - 1]
+            parts = [slice(start, starts.count(start) + start) for start in starts]
+            labels = ["".join(texts[part]).strip() for part in parts]
+            labels = [
+                label or other for label, other in zip(labels, labels_of(window), strict=True)
+            ]
+            words += [known.setdefault(clipped(label, LABEL), len(known)) for label in labels]
+            places += starts
         shape = len(windows), -1
         self.texts = list(known)
-        # (N, T) each: the number in `texts` of the word that contains a token, or of the token
-        # itself, and where this word begins in the text of its window: different for each of them.
+        # (N, T) each: the number in `texts` of the word that contains a token, and its first token.
         self.words, self.places = np.reshape(words, shape), np.reshape(places, shape)
 
     def pairs(self, keys: np.ndarray) -> dict:

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from . import finding
 from .fonts import DrawnText, drawn, font_of
-from .heads import KINDS, clearest, clearest_prompts, head_table, most_significant
+from .heads import KINDS, clearest, clearest_prompts, head_table
 from .heads import title_of as title_of_name
 from .heatmap import (
     ACCENT_INDEX,
@@ -37,7 +37,7 @@ from .heatmap import (
     tile,
 )
 from .history import atomic_write, evenly_spaced
-from .prompts import Prompt, clipped, plain_text
+from .prompts import Prompt, clipped
 from .rounding import formatted
 from .snapshot_data import SnapshotData, triangle_to_square
 
@@ -109,7 +109,7 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     meaning = "The clearest head; no head has a name yet."
     if named:
         meaning = KINDS[row["name"]].meaning.partition(". ")[0].rstrip(".") + "."
-    kept = _tokens_around(int(cell["query"]), int(cell["key"]), prompt.shown)
+    kept = _tokens_around(cell.query, cell.key, prompt.shown)
     weights = triangle_to_square(data.codes[number][row["layer"], row["head"]])[np.ix_(kept, kept)]
     labels = [prompt.labels[n] for n in kept]
     (width, height), (image, draw) = LARGEST, _canvas(*LARGEST)
@@ -119,10 +119,10 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     for line in _wrapped(meaning, font, width - 32)[:2]:
         draw.text((16, y), line, INK, font)
         y += 26
-    if cell["is_name"]:
+    if cell.is_name:
         draw.rectangle((16, y + 4, 32, y + 20), outline=ACCENT_INDEX, width=3)
-        query, key = (clipped(prompt.labels[cell[at]], 12) for at in ("query", "key"))
-        weight = formatted(float(cell["weight"]))
+        query, key = (clipped(prompt.labels[at], 12) for at in (cell.query, cell.key))
+        weight = formatted(cell.weight)
         # Each part alone: a right-to-left token would reverse the sentence.
         x = 42
         for part in ("“", query, "” attends to “", key, f"” (weight {weight})"):
@@ -137,8 +137,8 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
         at = round(n * pixels)
         draw.line((16, y + at, 16 + at, y + at), WHITE, 2)
         draw.line((16 + at, y + at, 16 + at, y + size), WHITE, 2)
-    if cell["is_name"]:
-        top, x = (round(kept.index(cell[at]) * pixels) for at in ("query", "key"))
+    if cell.is_name:
+        top, x = (round(kept.index(at) * pixels) for at in (cell.query, cell.key))
         box = (14 + x, y + top - 2, 17 + x + round(pixels), y + top + round(pixels) + 1)
         draw.rectangle(box, outline=ACCENT_INDEX, width=3)
     of_all = f" · {len(kept)} of {prompt.shown} tokens" * (len(kept) < prompt.shown)
@@ -166,7 +166,7 @@ def draw_figure(
     """
     if prompt is None:
         table = head_table([data.row], data.uniform)
-        row = (most_significant(table) or table)[0]
+        row = (clearest(table) or table)[0]
         prompt = int(clearest_prompts(data)[head or (row["layer"], row["head"])])
     codes, shown = data.codes[prompt], data.prompts[prompt]
     heads = _all_heads(codes, shown) if head is None else _one_head(codes[head], shown)
@@ -357,13 +357,8 @@ def _draw_colour_bar(image: Image.Image, corner: tuple[int, int]) -> None:
 def title_of(prompt: Prompt, fits: int) -> str:
     """Returns the prompt in about `fits` characters, with a note if the prompt is truncated."""
     note = f"  (first {prompt.shown} tokens)" if prompt.truncated else ""
-    text = plain_text(prompt.tokens[: prompt.shown]) if prompt.truncated else prompt.text
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    most = max(4, fits - len(note))
-    if len(text) > most:  # ends with a word, if there are spaces between words
-        end = text.rfind(" ", most // 2, most - 1)
-        text = f"{text[: end if end > 0 else most - 2]} …"
-    return (f"“{text}”" if not prompt.period else text) + note
+    text = clipped(prompt.title, max(4, fits - len(note)))
+    return (text if prompt.period else f"“{text}”") + note
 
 
 def fit_title(prompt: Prompt, width: float, size: int) -> DrawnText:

@@ -13,9 +13,9 @@ Shapes: L layers, H heads, n = L H heads by the index layer * H + head, t shown 
 """
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from .heads import (
     first_rows,
     head_table,
     significances,
-    target_of,
     targets_on,
     title_of,
     title_of_head,
@@ -144,9 +143,15 @@ def events(history: Sequence[Row]) -> list[dict]:
 
 # ------------------------------------------------------------------- one snapshot
 
-CELL = np.dtype(
-    [("query", int), ("key", int), ("weight", float), ("is_name", bool), ("mean", float)]
-)
+
+class Cell(NamedTuple):
+    """A weight of a head on a prompt, in which its name can be seen."""
+
+    query: int  # -1: none
+    key: int
+    weight: float
+    is_name: bool  # whether the key token is a target of the name
+    mean: float  # of a positional head, the mean weight at this distance
 
 
 class Snapshot:
@@ -158,34 +163,36 @@ class Snapshot:
         self.offsets = data.row.offsets.ravel().tolist()
         self.table = head_table([data.row], data.uniform)
         self.cells = [_sharpest(data, number) for number in range(len(data.prompts))]
-        self.examples = self._examples()
+        on_each = zip(data.of_prompts, data.prompts, strict=True)
+        self.found = [significances(of, prompt.uniform) for of, prompt in on_each]
+        self.examples = [self._example(index) for index in range(len(self.table))]
 
     def index(self, row: Mapping) -> int:
         return row["layer"] * self.num_heads + row["head"]
 
-    def _examples(self) -> np.ndarray:
-        """Returns for each head the prompt on which its name is most significant and has a target,
-        -1 if there is none or the name holds on the text only, (n,). A sequence of random tokens
-        only for names that are defined on no text, because a text is easier to read."""
-        names, places = self.row.names.ravel(), self.row.places.ravel()
-        is_mean = np.isin(names, NUMBERS)
-        on_each = zip(self.data.of_prompts, self.prompts, strict=True)
-        found = [significances(of, prompt.uniform) for of, prompt in on_each]
-        found = np.reshape(found, (len(found), len(NAMES), -1))  # (prompts, names, n)
-        own = found[:, np.where(is_mean, names - 1, 0), np.arange(len(names))]
-        own = np.where(is_mean, own, 0.0)  # the statistic `positional` is not of one prompt
-        own[~np.stack([of_prompt["is_name"] for of_prompt in self.cells])] = np.nan
-        is_text = np.array([[prompt.period == 0] for prompt in self.prompts])
-        size = np.nan_to_num(own, nan=-np.inf) + 2 * is_text
-        if self.row.errors:
-            size[:, is_mean & (places == PLACES.index("text"))] = -np.inf
-        return np.where(size.max(0) > -np.inf, size.argmax(0), -1)
+    def _example(self, index: int) -> int:
+        """Returns the prompt on which the name of a head is most significant and has a target, -1
+        if there is none or the name holds on the text only. A sequence of random tokens only for
+        names that are defined on no text, because a text is easier to read."""
+        place = divmod(index, self.num_heads)
+        name, is_placed = ALL_NAMES[self.row.names[place]], bool(self.row.errors)
+        if name in NAMES and is_placed and PLACES[self.row.places[place]] == "text":
+            return -1
+
+        def clearness(number: int) -> tuple:
+            # The statistic `positional` is not of one prompt.
+            own = self.found[number][NAMES.index(name)][place] if name in NAMES else 0
+            return self.prompts[number].period == 0, own
+
+        found = {n: clearness(n) for n, cells in enumerate(self.cells) if cells[index].is_name}
+        defined = [number for number, (_, own) in found.items() if np.isfinite(own)]
+        return max(defined, key=found.__getitem__, default=-1)
 
     def shown_prompt(self, index: int) -> int:
         """Returns the prompt on which to show a head: that of its example, or else the first text:
         a sequence of random tokens is no example of a head whose name holds on the text only."""
         if self.examples[index] >= 0:
-            return int(self.examples[index])
+            return self.examples[index]
         return next((n for n, prompt in enumerate(self.prompts) if not prompt.period), 0)
 
 
@@ -203,8 +210,8 @@ def findings(data: SnapshotData) -> dict:
     sentences = {of.index(row): sentence(of, row) for row in of.table}
     return {
         "findings": [sentences[index] for index in range(len(of.table))],
-        "rows": [of_prompt["query"].tolist() for of_prompt in of.cells],
-        "prompts": of.examples.tolist(),
+        "rows": [[cell.query for cell in cells] for cells in of.cells],
+        "prompts": of.examples,
         "clearest": {
             row["name"]: [of.index(row), of.shown_prompt(of.index(row))]
             for row in clearest(of.table)
@@ -238,46 +245,40 @@ def opening(data: SnapshotData, prompt: int | None = None) -> dict | None:
         return None
     index = of.index(row)
     prompt = of.shown_prompt(index) if prompt is None else prompt
-    query = int(of.cells[prompt][index]["query"])
+    query = of.cells[prompt][index].query
     place = {"layer": row["layer"], "head": row["head"], "prompt": prompt}
     return place | {"query": query if query >= 0 else None}
 
 
-def _sharpest(data: SnapshotData, number: int) -> np.ndarray:
+def _sharpest(data: SnapshotData, number: int) -> list[Cell]:
     """Returns for each head the target of its name on a prompt whose weight is most above uniform
-    attention, of type CELL (n,); without a target, the weight to an earlier token that is most
-    above it. query: -1 without one. mean: of a positional head, the mean weight at its distance."""
+    attention; without a target, the weight to an earlier token that is most above it."""
     prompt = data.prompts[number]
-    codes = data.codes[number].reshape(-1, data.codes[number].shape[-1])
     query, key = np.tril_indices(prompt.shown)
-    uniform = (1 / (query + 1)).astype(np.float32)
-    found = np.zeros(len(codes), CELL)
-    found["query"] = found["key"] = -1
-
-    def choose(heads: np.ndarray, cells: np.ndarray, is_name: bool = True) -> None:
-        """Chooses one of the cells, bool (N,), for these heads, (m,)."""
-        at = np.flatnonzero(cells & (query >= FIRST_QUERY))
-        if not heads.size or not at.size:
-            return
-        best = at[(WEIGHTS[codes[heads][:, at]] - uniform[at]).argmax(1)]
-        found["query"][heads], found["key"][heads] = query[best], key[best]
-        found["weight"][heads], found["is_name"][heads] = WEIGHTS[codes[heads, best]], is_name
-
+    back, is_late = query - key, query >= FIRST_QUERY
+    earlier = (key > 0) & (back > 0) & is_late
     targets = _targets(tuple(prompt.token_ids), tuple(prompt.tokens), prompt.period)
-    names, offsets = data.row.names.ravel(), data.row.offsets.ravel()
-    for name in {ALL_NAMES[name] for name in names} & {*KINDS}:
-        heads = np.flatnonzero(names == ALL_NAMES.index(name))
-        if name == "positional":
-            back, found["mean"][heads] = _usual_distances(codes[heads], query, key)
-        elif name == "offset":
-            back = offsets[heads]
-        else:
-            if name in targets:
-                choose(heads, targets[name][query, key])
-            continue
-        for distance in np.unique(back):
-            choose(heads[back == distance], query - key == distance)
-    choose(np.flatnonzero(~found["is_name"]), (key > 0) & (key < query), is_name=False)
+    targets = {name: of_name[query, key] & is_late for name, of_name in targets.items()}
+    found = []
+    of_heads = (
+        data.codes[number].reshape(-1, len(query)),
+        data.row.names.flat,
+        data.row.offsets.flat,
+    )
+    for codes, index, offset in zip(*of_heads, strict=True):
+        weights, mean = WEIGHTS[codes], 0.0
+        name = ALL_NAMES[index]
+        cells = targets.get(f"offset_{offset}" if name == "offset" else name, np.zeros(1, bool))
+        if name == "positional" and is_late.any():
+            counts = np.bincount(back[is_late])
+            means = np.bincount(back[is_late], weights[is_late]) / np.maximum(counts, 1)
+            mean = float(means[:FARTHEST].max())
+            cells = is_late & (back == means[:FARTHEST].argmax())
+        is_name = bool(cells.any())
+        cells = cells if is_name else earlier
+        best = int(np.where(cells, weights - 1 / (query + 1), -np.inf).argmax())
+        place = (int(query[best]), int(key[best])) if cells.any() else (-1, -1)
+        found.append(Cell(*place, float(weights[best]), is_name, mean))
     return found
 
 
@@ -286,18 +287,6 @@ def _targets(
     token_ids: tuple[int, ...], tokens: tuple[str, ...], period: int
 ) -> dict[str, np.ndarray]:
     return targets_on(Prompt("", "", [*token_ids], [*tokens], period=period))
-
-
-def _usual_distances(
-    codes: np.ndarray, query: np.ndarray, key: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns how many tokens before the query token heads attend most, and the mean weight at this
-    distance, (m,) each. codes: (m, N)."""
-    means = []
-    for back in range(max(1, min(FARTHEST, query[-1] + 1 - FIRST_QUERY))):
-        at = np.flatnonzero((query - key == back) & (query >= FIRST_QUERY))
-        means.append(WEIGHTS[codes[:, at]].mean(1) if at.size else np.zeros(len(codes)))
-    return np.argmax(means, axis=0), np.max(means, axis=0)
 
 
 # ------------------------------------------------------------------- sentences on one snapshot
@@ -323,27 +312,21 @@ def _mean_weight(of: Snapshot, name: str, index: int) -> list[Part]:
 
 def _example(of: Snapshot, row: Mapping) -> list[Part]:
     """Returns an example of what a head with a name does, if there is one."""
-    index = of.index(row)
-    number = int(of.examples[index])
+    number = of.examples[of.index(row)]
     if number < 0:
         return []
-    labels, cell = of.prompts[number].labels, of.cells[number][index]
-    query, key = int(cell["query"]), int(cell["key"])
-    parts: dict[str, list[Part]] = {
-        "{query}": [["token", labels[query]], f" ({query})"],
-        "{key}": [["token", labels[key]], f" ({key})"],
-        "{back}": [str(query - key)],
-    }
+    labels, cell = of.prompts[number].labels, of.cells[number][of.index(row)]
     where = f"in prompt {number + 1}, " if len(of.prompts) > 1 else ""
-    text = f" For example, {where}at {{query}} it attends to {KINDS[row['name']].example}"
-    said: list[Part] = []
-    for part in filter(None, re.split(r"({\w+})", text)):
-        said += parts.get(part, [part])
-    weight = ["bold", formatted_weight(float(cell["weight"]))]
-    said += [", with weight ", weight, f" (chance {formatted(1 / (query + 1))})"]
-    if row["name"] == "positional":
-        said.append(f"; on average {formatted(float(cell['mean']))}")
-    return [*said, "."]
+    average = f"; on average {formatted(cell.mean)}" if row["name"] == "positional" else ""
+    return [
+        f" For example, {where}at ",
+        ["token", labels[cell.query]],
+        f" ({cell.query}) it attends to ",
+        ["token", labels[cell.key]],
+        f" ({cell.key}), with weight ",
+        ["bold", formatted_weight(cell.weight)],
+        f" (chance {formatted(1 / (cell.query + 1))}){average}.",
+    ]
 
 
 def _unnamed(of: Snapshot, index: int) -> list[Part]:
@@ -411,15 +394,25 @@ def removed_heads(found: dict, row: Row) -> dict:
         if group["heads"] > 1:
             said += [" ", *_without(found, group, group_title(group["name"], group["heads"]))]
         sentences.append(said)
-    change = "change" if found["method"] == "exact" else "change (estimated)"
-    has_accuracy = found["accuracy"] is not None
+    how, change = "Removed: the output of the heads is replaced by its mean.", "change"
+    if found["method"] != "exact":
+        how = "First-order estimates (gradient times change), correct only for small changes."
+        change = "change (estimated)"
+    where = f"{_count(found['targets'], 'prediction')} in "
+    where += _count(found["windows"], "validation window")
+    whole = f"the loss with all heads is {formatted_loss(found['loss'])} there"
     return {
         "step": found["step"],
         "changes": [head["loss_change"] for head in found["heads"]],
         "findings": sentences,
-        "columns": ["removed", "loss", change, *["accuracy"] * has_accuracy],
+        "columns": ["removed", "loss", change, "accuracy"][: 4 - (found["accuracy"] is None)],
         "groups": _table(found) if found["groups"] else [],
-        "notes": _notes(found),
+        "notes": [
+            f"{how} Measured on {where}: {whole}; ± is the standard error.",
+            "Attention is not importance: a head can have a clear pattern that the model does not "
+            "need. Heads of the same name can replace each other: the loss may change little "
+            "without one of them and much without all of them.",
+        ],
     }
 
 
@@ -439,37 +432,20 @@ def _without(found: dict, result: dict, what: str) -> list[Part]:
 
 def _table(found: dict) -> list[dict]:
     """Returns the rows of the table: nothing removed, then the names by the change of the loss."""
-    nothing = {"name": "", "loss_change": 0, "accuracy_without": found["accuracy"]}
-    rows = []
-    for group in [nothing, *sorted(found["groups"], key=lambda group: -group["loss_change"])]:
-        name = group["name"]
-        cells = ["nothing", formatted_loss(found["loss"]), ""]
-        if name:
-            cells[0] = group_title(name, group["heads"])
-            cells[1] = formatted_loss(found["loss"] + group["loss_change"])
-            cells[2] = formatted_change(group["loss_change"], group["loss_change_error"])
-        if found["accuracy"] is not None:
-            cells.append(formatted(group["accuracy_without"]))
-        meaning = KINDS[name].meaning if name in KINDS else ""
-        is_noise = bool(name) and within_noise([group])
-        rows.append({"key": name, "cells": cells, "meaning": meaning, "is_noise": is_noise})
+
+    def row(key: str, *cells: str, accuracy: float | None, is_noise: bool = False) -> dict:
+        more = [] if found["accuracy"] is None else [formatted(accuracy)]
+        meaning = KINDS[key].meaning if key in KINDS else ""
+        return {"key": key, "cells": [*cells, *more], "meaning": meaning, "is_noise": is_noise}
+
+    rows = [row("", "nothing", formatted_loss(found["loss"]), "", accuracy=found["accuracy"])]
+    for group in sorted(found["groups"], key=lambda group: -group["loss_change"]):
+        title, change = group_title(group["name"], group["heads"]), group["loss_change"]
+        loss = formatted_loss(found["loss"] + change)
+        size = formatted_change(change, group["loss_change_error"])
+        more = {"accuracy": group["accuracy_without"], "is_noise": within_noise([group])}
+        rows.append(row(group["name"], title, loss, size, **more))
     return rows
-
-
-def _notes(found: dict) -> list[str]:
-    """Returns how the loss was measured, and what it means."""
-    how = "Removed: the output of the heads is replaced by its mean."
-    if found["method"] != "exact":
-        how = "First-order estimates (gradient times change), correct only for small changes."
-    where = f"{_count(found['targets'], 'prediction')} in "
-    where += _count(found["windows"], "validation window")
-    whole = f"the loss with all heads is {formatted_loss(found['loss'])} there"
-    return [
-        f"{how} Measured on {where}: {whole}; ± is the standard error.",
-        "Attention is not importance: a head can have a clear pattern that the model does not need."
-        " Heads of the same name can replace each other: the loss may change little without one of"
-        " them and much without all of them.",
-    ]
 
 
 # ------------------------------------------------------------------- the terminal
@@ -493,9 +469,10 @@ def head_line(row: Mapping, text_name: str = "", has_steps: bool = True) -> str:
     """Returns a line about a head with a name: "L5 H1 previous token: in your text, mean weight
     0.83 on the token before (since step 400)". row: of heads.head_table."""
     where = f"in {text_name}, " if text_name else ""
-    said = f"{where}mean weight {formatted(row[row['name']])} on {target_of(row)}"
+    target = KINDS[row["name"]].target.format(row["tokens_back"])
+    said = f"{where}mean weight {formatted(row[row['name']])} on {target}"
     if row["name"] not in NAMES:  # the value of a positional head is not a weight
-        said = f"value {formatted(row['positional'])}, depends on {target_of(row)}"
+        said = f"value {formatted(row['positional'])}, depends on {target}"
     place = head_name(row["layer"], row["head"])
     since = f" (since step {row['since_step']})" * has_steps
     return f"{place} {title_of_head(row)}: {said}{since}"
@@ -504,20 +481,13 @@ def head_line(row: Mapping, text_name: str = "", has_steps: bool = True) -> str:
 def removal_lines(found: dict, row: Row) -> list[str]:
     """Describes the head, and the name of several heads, that the model needs most. found: the
     result of `ablate`. row: of the same step."""
-    lines = []
+    said = []
     if first := most_important(found["heads"]):
         place = first["layer"], first["head"]
         title = title_of(ALL_NAMES[row.names[place]]) or "no name"
-        lines.append(_removal(f"{head_name(*place)} ({title})", first))
+        said.append(_without(found, first, f"{head_name(*place)} ({title})"))
     else:
-        lines.append("any single head: the loss increases by less than the noise")
+        said.append(["Without any single head, the loss increases by less than the noise."])
     if first := most_important(group for group in found["groups"] if group["heads"] > 1):
-        lines.append(_removal(group_title(first["name"], first["heads"]), first))
-    return [line + " (estimated)" * (found["method"] == "estimate") for line in lines]
-
-
-def _removal(what: str, result: dict) -> str:
-    """Describes a result for people: "L0 H2: loss +5.09 ± 0.03, accuracy 0.02"."""
-    change, accuracy = result["loss_change"], result["accuracy_without"]
-    text = f"{what}: loss {formatted_change(change, result['loss_change_error'])}"
-    return text + ("" if accuracy is None else f", accuracy {formatted(accuracy)}")
+        said.append(_without(found, first, group_title(first["name"], first["heads"])))
+    return [plain(sentence) for sentence in said]

@@ -49,9 +49,6 @@ class Kind:
     colours: tuple[str, str]  # of the sign, on a light and on a dark page
     meaning: str  # one sentence
     target: str  # of the mean weight that the statistic measures: "mean weight on ..."
-    # What the page says about one query token: "at {query} it attends to ...", with {key}, or
-    # {back} for the number of tokens from query to key.
-    example: str
     # What one head does and what several heads do, with {unit} for "letter" or "token".
     verbs: tuple[str, str]
     named_from: float = 0.25  # the significance that a name needs
@@ -66,7 +63,6 @@ KINDS = {
         ("#1a62b0", "#7fb9ff"),
         "Each token attends to the token before it.",
         "the token before",
-        "the token before it, {key}",
         ("looks one {unit} back", "look one {unit} back"),
         telling=1,
     ),
@@ -76,7 +72,6 @@ KINDS = {
         "Each token attends to the token that followed its earlier occurrence. So the model can"
         " continue a sequence that it has seen before.",
         "the tokens that followed earlier occurrences of the query token",
-        "{key}, which followed an earlier occurrence of this token",
         ("copies what came next", "copy what came next"),
     ),
     "duplicate_token": Kind(
@@ -84,7 +79,6 @@ KINDS = {
         ("#6f3aa8", "#c9a4f5"),
         "Each token attends to its earlier occurrences.",
         "earlier occurrences of the query token",
-        "its earlier occurrence, {key}",
         ("finds the same {unit} again", "find the same {unit} again"),
     ),
     "first_token": Kind(
@@ -92,7 +86,6 @@ KINDS = {
         ("#5f666e", "#9ba3ac"),
         "Most tokens attend to the first token, an attention sink.",
         "the first token",
-        "the first token, {key}",
         ("rests on the first {unit}", "rest on the first {unit}"),
         telling=0,
     ),
@@ -101,7 +94,6 @@ KINDS = {
         ("#4a45c4", "#aeabff"),
         "Each token attends to the token a fixed number of places before it, from 2 to 8.",
         "the token {} places before",
-        "the token {back} places before it, {key}",
         ("looks {back} {unit}s back", "look {back} {unit}s back"),
         telling=1,
     ),
@@ -110,7 +102,6 @@ KINDS = {
         ("#b8125a", "#ff8ab5"),
         "Each token attends to itself: the token is passed on, in a form for later layers.",
         "the token itself",
-        "itself",
         ("looks at the {unit} itself", "look at the {unit} itself"),
         telling=0,
     ),
@@ -120,7 +111,6 @@ KINDS = {
         ("#00695c", "#5cc9b5"),
         "The tokens attend to punctuation and white space.",
         "separators",
-        "the separator {key}",
         ("watches spaces and punctuation", "watch spaces and punctuation"),
         named_from=0.4,
     ),
@@ -130,7 +120,6 @@ KINDS = {
         "The tokens attend to tokens that follow white space or punctuation. In a model of letters,"
         " these are the first letters of words.",
         "tokens after separators",
-        "{key}, the first token after a separator",
         ("finds where words begin", "find where words begin"),
         named_from=0.4,
     ),
@@ -140,7 +129,6 @@ KINDS = {
         ("#3b6b1c", "#a2cf7c"),
         "The attention depends on the positions of the tokens, hardly on the tokens.",
         "positions",
-        "{key}, the token {back} places before it",
         ("goes by position, not by {unit}", "go by position, not by {unit}"),
         telling=0,
     ),
@@ -171,11 +159,6 @@ def title_of_head(row: Mapping) -> str:
     return title_of(row["name"], row["tokens_back"]) + (f" ({where})" if where else "")
 
 
-def target_of(row: Mapping) -> str:
-    """Returns the target tokens of the name of a head: "the token before"."""
-    return KINDS[row["name"]].target.format(row["tokens_back"])
-
-
 def targets_on(prompt: Prompt) -> dict[str, np.ndarray]:
     """Returns for each name, "offset_2" to "offset_8" in place of "offset", which key tokens its
     heads attend to, bool (t, t) for the t tokens that are shown. Without names that are undefined
@@ -188,16 +171,6 @@ def targets_on(prompt: Prompt) -> dict[str, np.ndarray]:
         if (name := key if key in STATISTICS else "offset") in KINDS
         if not prompt.period or STATISTICS[name].on != "texts"
     }
-
-
-def prompt_of(name: str, periods: Sequence[int]) -> int:
-    """Returns the index of the first prompt that shows what heads of a name do: for a name that is
-    defined on the repeated sequence, that one, else a text. 0 if there is none.
-
-    periods: of all prompts; 0 for a text.
-    """
-    is_repeated = name in STATISTICS and STATISTICS[name].on == "repeated"
-    return next((n for n, period in enumerate(periods) if bool(period) == is_repeated), 0)
 
 
 def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndarray:
@@ -291,27 +264,32 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
     return table
 
 
-def most_significant(table: Sequence[dict]) -> list[dict]:
-    """Returns the most significant head of each name in a table, without positional and uniform
-    heads. Names that hold on the text come first, of these the names that tell most, and of these
-    the names that also hold on the prompts. Names that say least are last."""
-    rows = [row for row in table if row["name"] in NAMES]
-    rows.sort(key=lambda row: (row["holds_on"] == "prompts", row["rank"]))
-    first = {row["name"]: row for row in reversed(rows)}
+def clearest(table: Sequence[dict]) -> list[dict]:
+    """Returns the most significant head of each name in KINDS in a table; of a positional head, the
+    one with the largest value. Names that hold on the text come first, of these the names that tell
+    most, and of these the names that also hold on the prompts. Names that say least are last."""
+
+    def clearness(row: dict) -> tuple:
+        value = -row["positional"] if row["name"] == "positional" else row["rank"]
+        return row["holds_on"] == "prompts", value
+
+    first: dict[str, dict] = {}
+    for row in sorted((row for row in table if row["name"] in KINDS), key=clearness):
+        first.setdefault(row["name"], row)
 
     def order(row: dict) -> tuple:
         telling, place = KINDS[row["name"]].telling, row["holds_on"]
-        return telling == 0, place == "prompts", -telling, place == "text"
+        is_positional = row["name"] == "positional"
+        return (
+            is_positional,
+            telling == 0,
+            place == "prompts",
+            -telling,
+            place == "text",
+            row["rank"],
+        )
 
-    return sorted((row for row in rows if row is first[row["name"]]), key=order)
-
-
-def clearest(table: Sequence[dict]) -> list[dict]:
-    """Returns the clearest head of each name in KINDS: as `most_significant`, then the positional
-    head with the largest value."""
-    positional = [row for row in table if row["name"] == "positional"]
-    largest = sorted(positional, key=lambda row: row["positional"], reverse=True)
-    return most_significant(table) + largest[:1]
+    return sorted(first.values(), key=order)
 
 
 def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:

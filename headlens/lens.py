@@ -187,7 +187,7 @@ class Lens:
             if is_last:
                 snapshot.images |= draw_animation(self.folder)
             count = len(self.history.rows)
-            if self.has_page and (is_last or count & (count - 1) == 0):  # the 1st, 2nd, 4th, ...
+            if self.has_page and (step >= self.max_steps or count & (count - 1) == 0):
                 path = self.folder / "page.html"
                 page = folder_page(self.folder, self.run_name, curves())
                 atomic_write(path, page.encode())
@@ -236,7 +236,9 @@ class Lens:
         if self.config.ablation == "off" or not groups or not is_known or is_sharded:
             return
         run, token_bytes = functools.partial(capture, model), self.tokenizer.token_bytes
-        found = record_without(run, unwrapped(model), self.prompts, groups, token_bytes)
+        found = record_without(
+            run, unwrapped(model), self.prompts, groups, data.row.names.shape[1], token_bytes
+        )
         if found:
             data.details["without"] = found
 
@@ -256,8 +258,8 @@ class Lens:
     def most_important_heads(self) -> list[str]:
         """Describes the head, and the name of several heads, that the model needs most, in the last
         snapshot of a training or of `inspect`. Empty without ablation."""
-        found = self.last and self.last.ablation
-        return removal_lines(found, self.last.row) if self.last and found else []
+        last = self.last
+        return removal_lines(last.ablation, last.row) if last and last.ablation else []
 
     def _add_ablation(self, found: dict) -> None:
         """Writes ablation.json and adds the results to the table."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .finding import events, head_name
 from .heads import ALL_NAMES, KINDS, NAMES, head_table, heads_by_name, title_of
 from .history import Row, copying_step, evenly_spaced
 from .prompts import BYTES_OF_TOKEN, Prompt
@@ -255,14 +256,10 @@ class _Story:
         shown = self._shown()
         if self.layout == "lines":
             return self.prompt.period + 1
-        most, taken = np.zeros(shown), np.zeros((shown, shown), bool)
+        most = np.zeros(shown)
         for place, card in enumerate(self.cards_json):
-            weights = self._weights(card["heads"])[:shown, :shown].copy()
-            np.fill_diagonal(weights, 0)
-            weights[:, 0] = 0
-            weights[taken] /= 4  # two cards should not show the same token
-            taken[np.arange(shown), weights.argmax(1)] = True
-            most += np.sqrt(weights.max(1)) / (1 + place / 2)
+            weights = self._weights(card["heads"])[:shown, :shown]
+            most += np.sqrt(np.tril(weights, -1)[:, 1:].max(1)) / (1 + place / 2)
         spaces = np.array([not token.strip() for token in self.prompt.tokens[:shown]])
         most[spaces] /= 2
         first = min(shown - 2, shown * 3 // 5)
@@ -282,7 +279,7 @@ class _Story:
             switched = self._headline_without(group, right) | {"line": line}
         lines = f"lines: mean attention of {number_word(min(count, MAX_DRAWN))} heads"
         if count == 1:
-            lines = f"lines: attention of L{row['layer']} H{row['head']}"
+            lines = f"lines: attention of {head_name(row['layer'], row['head'])}"
         is_repeated = self.prompt.period and STATISTICS[group.name].on == "repeated"
         return {
             "name": group.name,
@@ -300,14 +297,13 @@ class _Story:
     def _nameless(self) -> dict:
         """Returns a card of the head that is nearest to a name: no head has one."""
         row = self.table[0]
-        place = f"L{row['layer']} H{row['head']}"
+        place = head_name(row["layer"], row["head"])
         return {
             "name": "",
             "heads": [row["layer"] * self.last.row.names.shape[1] + row["head"]],
             "title": "No head has a name yet",
             "note": f"the lines are of {place}",
-            "meaning": "A head gets a name when it attends to certain tokens clearly more than "
-            "equal weights on all tokens would.",
+            "meaning": "A name needs clearly more weight on certain tokens than on all others.",
             "lines": f"lines: attention of {place}",
             "from": 1,
             "effect": "",
@@ -395,11 +391,10 @@ class _Story:
         return {"title": title, "points": evenly_spaced(finite[title], MAX_POINTS)}
 
     def _births(self) -> list[dict]:
-        """Returns when the first head of each card got its name, [{step, name, text}]."""
-        found = []
-        for group in self.cards if len(self.history) > 1 else ():
-            number = ALL_NAMES.index(group.name)
-            has = [(row.names.ravel()[group.heads] == number).any() for row in self.history]
-            step = self.history[has.index(True)].step
-            found.append({"step": step, "name": group.name, "text": title_of(group.name)})
-        return found
+        """Returns when the first head got the name of each card, [{step, name, text}]."""
+        found: dict[str, dict] = {}
+        for event in events(self.history) if len(self.history) > 1 else ():
+            name = event["key"]
+            birth = {"step": event["step"], "name": name, "text": title_of(name)}
+            found.setdefault(name, birth)
+        return [found[group.name] for group in self.cards if group.name in found]

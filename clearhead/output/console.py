@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 LINE_SECONDS = 10  # between two lines about the same work
 MAX_WITHOUT_LINE = 0.1  # of a run: steps without a line, where there is no progress bar
 IN_NOTEBOOK = "JPY_PARENT_PID"  # a variable that Jupyter sets
-MAX_NAMED = 3  # heads in one line
 Report = Callable[[int, int], None]  # called with the number of finished and of all parts
 
 

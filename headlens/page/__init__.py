@@ -1,6 +1,6 @@
 """The interactive page of attention heads: one self-contained HTML file.
 
-    html = page([run_data(snapshots, rows)], title="my run")
+    html = page_html([run_data(snapshots, rows)], title="my run")
 
 assemble.py joins index.html, style.css and the JavaScript modules of this folder. The data is
 JSON in a block that the browser does not execute; weights are one byte each, then compressed. The
@@ -32,7 +32,7 @@ from ..finding import (
     subject,
 )
 from ..heads import ALL_NAMES, KINDS, NAMES, significances
-from ..heatmap import VIRIDIS
+from ..heatmap import VIRIDIS, grid_url
 from ..history import Row, copying_step, evenly_spaced, json_values
 from ..prompts import Prompt, labels_of, signs_of, texts_of, visible
 from ..snapshot_data import SnapshotData
@@ -227,12 +227,17 @@ def trainer_curves(log: object) -> dict[str, list[tuple[int, float]]]:
     return {name: points for name, points in found.items() if points}
 
 
-def page(runs: Sequence[dict], title: str, picture: str = "", training: dict | None = None) -> str:
+def page_html(
+    runs: Sequence[dict],
+    title: str,
+    last: SnapshotData | None = None,
+    training: dict | None = None,
+) -> str:
     """Returns the page as HTML, for one run, for two runs to compare, or for `training` alone.
-    picture: the address of an image that a browser without JavaScript shows, such as
-    heatmap.grid_url. training: see training.js."""
+    runs: of run_data. last: the snapshot that a browser without JavaScript shows, as a picture.
+    training: losses, samples and settings, as training.js describes them."""
     content = {"version": VERSION, "runs": list(runs), "training": training}
-    return _filled(content, title, picture)
+    return _filled(content, title, grid_url(last.codes[0]) if last else "")
 
 
 def live_page(title: str, tabs: Sequence[str]) -> str:

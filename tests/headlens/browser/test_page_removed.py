@@ -6,11 +6,11 @@ import re
 
 import numpy as np
 import pytest
+from headlens.removed import removed_heads
 from helpers import pages
 from helpers.pages import STEPS, a_run
 
 from headlens.heads import ALL_NAMES
-from headlens.removed import removed_heads
 from headlens.rounding import formatted_loss
 
 CHANGES = (0.0004, 1.25, -0.3, 0.002, 2.5, 0.05)  # of the six heads
