@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .passages import BLANK_LINE, SENTENCE_END, UNSPACED
-from .prompts import LABEL, clipped, labels_of, texts_of
+from .prompts import LABEL, labels_of, texts_of
 
 AROUND = 90  # characters that a line has on each side of its tokens, at most
 SLACK = 20  # of these, in which the line looks for a space
@@ -80,13 +80,11 @@ class Words:
                 begins = is_alone or text[:1].isspace()
                 is_alone = bool(ALONE.fullmatch(text))
                 starts[n] = n if begins or is_alone else starts[n - 1]
-            parts = [slice(start, starts.count(start) + start) for start in starts]
-            labels = ["".join(texts[part]).strip() for part in parts]
-            labels = [
-                label or other for label, other in zip(labels, labels_of(window), strict=True)
-            ]
-            words += [known.setdefault(clipped(label, LABEL), len(known)) for label in labels]
-            places += starts
+            for n, (start, label) in enumerate(zip(starts, labels_of(window), strict=True)):
+                word = "".join(texts[start : start + starts.count(start)]).strip()
+                is_word = 0 < len(word) <= LABEL  # a sequence without spaces has no words
+                words.append(known.setdefault(word if is_word else label, len(known)))
+                places.append(start if is_word else n)
         shape = len(windows), -1
         self.texts = list(known)
         # (N, T) each: the number in `texts` of the word that contains a token, and its first token.

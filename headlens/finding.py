@@ -369,7 +369,7 @@ def subject(data: SnapshotData, history: Sequence[Row]) -> list[Part]:
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 # ------------------------------------------------------------------- removed heads

@@ -131,7 +131,7 @@ def read_snapshot(path: str | Path) -> SnapshotData:
             contexts = None
             if found := values.get("contexts"):
                 cells = arrays["cells"], arrays["cell_weights"]
-                contexts = Contexts(found["text_name"], found["tokens"], *cells, found["pairs"])
+                contexts = Contexts(found["text_name"], found["tokens"], *cells, found.get("pairs"))
         for prompt, of_prompt in zip(prompts, codes, strict=True):
             triangle = prompt.shown * (prompt.shown + 1) // 2
             if (of_prompt.dtype, of_prompt.shape) != (np.uint8, (*row.names.shape, triangle)):

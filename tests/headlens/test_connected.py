@@ -120,6 +120,7 @@ def test_a_head_without_links_has_no_pairs():
         (["日本", "語の"], "日本 語の"),  # no spaces: a token is a word
         ([f"<0x{byte:02X}>" for byte in "éa".encode()[:2]] + ["a"], "é é² a"),
         (["שלום", " עולם"], "שלום עולם"),
+        (list("abcdefghijklmnopqrstuvwxyz"), " ".join("abcdefghijklmnopqrstuvwxyz")),  # too long
     ],
 )
 def test_the_word_of_a_token(tokens, words):

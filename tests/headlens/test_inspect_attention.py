@@ -168,7 +168,7 @@ def test_loss_without_each_head(in_process, home):
     (run,) = read(home / "a.html")
     assert "estimate" not in run["removed"]["notes"][0]
     assert len(run["removed"]["findings"]) == run["layers"] * run["heads"]
-    assert "\n  without " in told
+    assert "\n  Without " in told
     estimate = ("checkpoint=gpt2", "ablation=estimate", "out=b.html")
     code, _, err = in_process(main, home, *estimate)  # of no run, so the text is not known
     assert (code, printed_keys(err)) == (2, ["data.path"])

@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
-from headlens.removed import removed_heads
 from helpers import pages
 from helpers.pages import STEPS, a_run
 
+from headlens.finding import removed_heads
 from headlens.heads import ALL_NAMES
 from headlens.rounding import formatted_loss
 
