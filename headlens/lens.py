@@ -201,7 +201,8 @@ class Lens:
         ablate: Ablate | None = None,
         before: Row | None = None,
     ) -> tuple[SnapshotData, list[str]]:
-        """Returns the data of one step, and `most_significant_heads`. Writes no files.
+        """Returns the data of one step, and `most_significant_heads` or a line without a name.
+        Writes no files.
         ablate: as in `snapshot`. before: data.row of an earlier step of the same training, whose
         names heads keep if they are still nearly clear.
         """
@@ -210,7 +211,7 @@ class Lens:
         if ablate and (found := ablate(heads_by_name(self.table))):
             data.ablation = {"step": step} | found
         self._add_predictions_without(model, data)
-        return data, self.most_significant_heads()
+        return data, self.most_significant_heads() or [counts_of_names(self.table)]
 
     def _row_before(self, step: int) -> Row | None:
         """Returns the row of the snapshot before, also of a run that was resumed."""

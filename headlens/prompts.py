@@ -188,8 +188,23 @@ def _joined(tokens: Sequence[str]) -> list[tuple[str, str]]:
                 known += "" if part else character
                 joined[owner] = known, label + character + (PARTS[part] if parts[1:] else "")
             at += len(character.encode())
+        for each in range(first, n if text else first):
+            joined[each] = joined[each][0], _with_marks_first(joined[each][1])
         first = n if text else first + 1
     return joined
+
+
+def _with_marks_first(label: str) -> str:
+    """Returns a label with the numbers of parts after combining marks, which belong to a letter."""
+    shown, numbers = "", ""
+    for character in label:
+        if character in PARTS:
+            numbers += character
+            continue
+        if not unicodedata.category(character).startswith("M"):
+            shown, numbers = shown + numbers, ""
+        shown += character
+    return shown + numbers
 
 
 def plain_text(tokens: Sequence[str]) -> str:
