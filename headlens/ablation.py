@@ -134,14 +134,11 @@ def most_important(results: Iterable[dict]) -> dict | None:
     return max(clear, key=lambda row: row["loss_change"], default=None)
 
 
-def within_noise(results: Iterable[dict]) -> bool:
-    """Returns whether each result changes the loss by at most two standard errors, which is no
-    evidence of a change. False for a change without a standard error."""
-    return all(
-        row["loss_change_error"] is not None
-        and abs(row["loss_change"]) <= 2 * row["loss_change_error"]
-        for row in results
-    )
+def within_noise(result: dict) -> bool:
+    """Returns whether a result changes the loss by at most two standard errors, which is no
+    evidence of a change. False without a standard error."""
+    error = result["loss_change_error"]
+    return error is not None and abs(result["loss_change"]) <= 2 * error
 
 
 def _clean_pass(run: RunModel) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor]]:

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from . import finding
 from .fonts import DrawnText, drawn, font_of
-from .heads import KINDS, clearest, clearest_prompts, head_table
+from .heads import KINDS, NAMES, clearest, clearest_prompts, head_table
 from .heads import title_of as title_of_name
 from .heatmap import (
     ACCENT_INDEX,
@@ -104,7 +104,8 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     named = clearest(of.table)
     row = (named or of.table)[0]
     index, title = of.index(row), _name_of(row)
-    number = of.shown_prompt(index)
+    name = row["name"] if row["name"] in NAMES else ""
+    number = int(clearest_prompts(data, name)[row["layer"], row["head"]])
     prompt, cell = data.prompts[number], of.cells[number][index]
     meaning = "The clearest head; no head has a name yet."
     if named:

@@ -418,7 +418,7 @@ def removed_heads(found: dict, row: Row) -> dict:
 
 def _without(found: dict, result: dict, what: str) -> list[Part]:
     """Returns the loss and the accuracy after a removal."""
-    is_exact, is_unclear = found["method"] == "exact", within_noise([result])
+    is_exact, is_unclear = found["method"] == "exact", within_noise(result)
     change = formatted_change(result["loss_change"], result["loss_change_error"])
     verb = "changes by" if is_exact else "is estimated to change by"
     said: list[Part] = [f"Without {what}, the loss {verb} "]
@@ -443,7 +443,7 @@ def _table(found: dict) -> list[dict]:
         title, change = group_title(group["name"], group["heads"]), group["loss_change"]
         loss = formatted_loss(found["loss"] + change)
         size = formatted_change(change, group["loss_change_error"])
-        more = {"accuracy": group["accuracy_without"], "is_noise": within_noise([group])}
+        more = {"accuracy": group["accuracy_without"], "is_noise": within_noise(group)}
         rows.append(row(group["name"], title, loss, size, **more))
     return rows
 
@@ -456,13 +456,9 @@ def counts_of_names(table: Sequence[dict]) -> str:
     induction, 1 separator"."""
     counts = Counter(title_of(row["name"]) for row in table if row["name"] in KINDS)
     kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-    has = "has" if counts.total() == 1 else "have"
-    of_all = f"of {_count(len(table), 'head')}"
-    return (
-        f"{counts.total()} {of_all} {has} a name: {kinds}"
-        if counts
-        else f"none {of_all} has a name"
-    )
+    has = "have" if counts.total() > 1 else "has"
+    some = f"{counts.total() or 'none'} of {_count(len(table), 'head')} {has} a name"
+    return f"{some}: {kinds}" if counts else some
 
 
 def head_line(row: Mapping, text_name: str = "", has_steps: bool = True) -> str:

@@ -167,10 +167,10 @@ class Lens:
             self.history = History(self.folder / "statistics.jsonl", step)
         self.history.add(data.row)
         snapshot, is_last = _dashboard_values(data.row), step == self.max_steps
-        found = events(self.history.rows)
-        before = {event["key"] for event in found if event["step"] < step}
-        now = [event for event in found if event["step"] == step and event["key"] not in before]
-        snapshot.new_names = [event["text"] for event in now]
+        before = np.unique([row.names for row in self.history.rows[:-1]])
+        for event in events(self.history.rows[-1:]):
+            if ALL_NAMES.index(event["key"]) not in before:
+                snapshot.new_names.append(event["text"])
         if is_last:
             self.table, self.last = head_table(self.history.rows, data.uniform), data
             found = ablate(heads_by_name(self.table)) if ablate else None
