@@ -150,7 +150,7 @@ class TextRecorder:
     @functools.cached_property
     def contexts(self) -> Contexts:
         """The cells where each head moves most, those of some query tokens at random, and the pairs
-        of words or tokens that each head connects most often."""
+        of words that each head connects most often."""
         moves = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in self.moves]
         found = np.concatenate(moves)  # (N, H, L, S, 4)
         windows, num_heads, num_layers, stretches, _ = found.shape
