@@ -113,7 +113,7 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
     if snapshot_due:
         with run.log.timed("attention snapshots"):
             snapshot = run.lens.snapshot(run.model, step)
-        run.log.console.first_heads(step, snapshot)
+        run.log.console.new_names(step, snapshot)
     if row or snapshot_due or sample:  # equal on all ranks
         row["train/tokens"] = run.state.tokens
         with run.log.timed("logging"), run.strategy.raise_on_all_ranks():

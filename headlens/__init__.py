@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from .lens import Lens, Snapshot
     from .live_snapshots import LiveSnapshots
     from .matching import matched_heads
-    from .page import live_page, run_data, trainer_curves
+    from .page import live_page, page_html, run_data, trainer_curves
     from .passages import beginning, text_prompts
-    from .render import FRAMES, draw_run, folder_page, page_html, show, write_page
+    from .render import FRAMES, draw_run, folder_page, show, write_page
     from .rounding import formatted, rounded
     from .snapshot_data import SnapshotData, read_snapshot, snapshot_bytes, write_snapshot
     from .statistics import STATISTICS

@@ -26,9 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .heads import title_of
-from .rounding import formatted, formatted_change
-
 Head = tuple[int, int]  # (layer, head)
 RunModel = Callable[[Callable[[int, Tensor], Tensor], int], tuple[Tensor, Tensor | None]]
 Ablate = Callable[[dict[str, list[Head]]], dict | None]  # heads by name -> result of `ablate`
@@ -137,39 +134,11 @@ def most_important(results: Iterable[dict]) -> dict | None:
     return max(clear, key=lambda row: row["loss_change"], default=None)
 
 
-def within_noise(results: Iterable[dict]) -> bool:
-    """Returns whether each result changes the loss by at most two standard errors, which is no
-    evidence of a change. False for a change without a standard error."""
-    return all(
-        row["loss_change_error"] is not None
-        and abs(row["loss_change"]) <= 2 * row["loss_change_error"]
-        for row in results
-    )
-
-
-def removal_lines(found: dict, head_name: Callable[[int, int], str]) -> list[str]:
-    """Describes, for the end of a run, the head and the name of several heads that the model needs
-    most. found: the result of `ablate`. head_name(layer, head) returns a name for people."""
-    lines = []
-    if first := most_important(found["heads"]):
-        layer, head = first["layer"], first["head"]
-        lines.append(removal(f"L{layer} H{head} ({head_name(layer, head)})", first))
-    elif within_noise(found["heads"]):
-        lines.append("any single head: the loss changes by less than the noise")
-    else:  # without some heads, the loss is clearly smaller
-        lines.append("any single head: the loss increases by less than the noise")
-    if first := most_important(row for row in found["groups"] if row["heads"] > 1):
-        which = "both" if first["heads"] == 2 else f"all {first['heads']}"
-        lines.append(removal(f"{which} {title_of(first['name'])} heads", first))
-    is_estimate = found["method"] == "estimate"
-    return [line + " (first-order estimate)" * is_estimate for line in lines]
-
-
-def removal(what: str, result: dict) -> str:
-    """Describes a result for people: "L0 H2: loss +5.09 ± 0.03, accuracy 0.02"."""
-    error, accuracy = result["loss_change_error"], result["accuracy_without"]
-    text = f"{what}: loss {formatted_change(result['loss_change'], error)}"
-    return text + ("" if accuracy is None else f", accuracy {formatted(accuracy)}")
+def within_noise(result: dict) -> bool:
+    """Returns whether a result changes the loss by at most two standard errors, which is no
+    evidence of a change. False without a standard error."""
+    error = result["loss_change_error"]
+    return error is not None and abs(result["loss_change"]) <= 2 * error
 
 
 def _clean_pass(run: RunModel) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor]]:

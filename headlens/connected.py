@@ -1,5 +1,5 @@
 """What a head connects in a text: the lines around a query token and its key token, and the pairs
-of words or tokens that it connects most often.
+of words that it connects most often.
 
     Lines(windows).ranges(window=3, query=40, key=12)  # the tokens to show: [8, 47]
     Words(windows).pairs(keys)  # keys: the key token of each query token, or -1
@@ -14,16 +14,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .passages import BLANK_LINE, LETTER, SENTENCE_END, UNSPACED
-from .prompts import LABEL, clipped, labels_of, texts_of
+from .passages import BLANK_LINE, SENTENCE_END, UNSPACED
+from .prompts import LABEL, labels_of, texts_of
 
 AROUND = 90  # characters that a line has on each side of its tokens, at most
 SLACK = 20  # of these, in which the line looks for a space
 LINE_END = re.compile(rf"{SENTENCE_END}|{BLANK_LINE}")
-# A word; each character is one in scripts without spaces between words.
-WORD = re.compile(f"[{UNSPACED}]|(?:(?![{UNSPACED}]){LETTER})+(?:['’](?![{UNSPACED}]){LETTER}+)*")
+# A token that is no part of a word; in scripts without spaces, each token is a word.
+ALONE = re.compile(rf"\s*[{UNSPACED}\W_]*(?<!['’])\s*")
 MOST_KEYS, MOST_QUERIES = 8, 6  # of a head, of a key
-WORDS = 0.25  # part of the links of a head
 
 
 class Lines:
@@ -74,42 +73,32 @@ class Words:
 
     def __init__(self, windows: Sequence[Sequence[str]]):
         known: dict[str, int] = {}
-        tokens, words, places = [], [], []
+        words, places = [], []
         for window in windows:
-            labels, texts = labels_of(window), texts_of(window)
-            joined = "".join(texts)
-            # The word of each character; one that is in no word is a word of its own here.
-            spans = [(place, place + 1) for place in range(len(joined))]
-            for match in WORD.finditer(joined):
-                spans[slice(*match.span())] = [match.span()] * len(match[0])
-            at = 0
-            for label, text in zip(labels, texts, strict=True):
-                first, end = at + len(text) - len(text.lstrip()), at + len(text.rstrip())
-                start, stop = (spans[first][0], spans[end - 1][1]) if first < end else (at, at)
-                word = joined[start:stop]
-                is_cut = start == 0 or stop == len(joined)  # at the edge of the window
-                word, place = (word, start) if WORD.search(word) and not is_cut else (label, -1)
-                tokens.append(known.setdefault(label, len(known)))
-                words.append(known.setdefault(clipped(word, LABEL), len(known)))
-                places.append(place)
-                at += len(text)
+            texts, starts, is_alone = texts_of(window), [0] * len(window), True
+            for n, text in enumerate(texts):
+                begins = is_alone or text[:1].isspace()
+                is_alone = bool(ALONE.fullmatch(text))
+                starts[n] = n if begins or is_alone else starts[n - 1]
+            for n, (start, label) in enumerate(zip(starts, labels_of(window), strict=True)):
+                word = "".join(texts[start : start + starts.count(start)]).strip()
+                is_word = 0 < len(word) <= LABEL  # a sequence without spaces has no words
+                words.append(known.setdefault(word if is_word else label, len(known)))
+                places.append(start if is_word else n)
         shape = len(windows), -1
-        self.texts, self.longest = list(known), 1 + max(places)
-        # (N, T) each: the number in `texts` of each token and of the word that contains it, and
-        # where this word begins in the text of its window, -1 for a token that is no word.
-        self.tokens, self.words, self.places = (
-            np.reshape(found, shape) for found in (tokens, words, places)
-        )
+        self.texts = list(known)
+        # (N, T) each: the number in `texts` of the word that contains a token, and its first token.
+        self.words, self.places = np.reshape(words, shape), np.reshape(places, shape)
 
     def pairs(self, keys: np.ndarray) -> dict:
-        """Returns the pairs that each head connects most often.
+        """Returns the pairs of words that each head connects most often, and of tokens that are no
+        words. Two of them count once, for any number of links between their tokens, and not at all
+        if they are the same.
 
         keys: (L, H, N, T): the key token of each query token, -1 if the head connects it with none.
         The result is {"queries": number of query tokens, "texts": [...], "of_heads": [{"links":
-        number of query tokens with a key token, "of": "words" or "tokens", "keys": [[key, count,
-        [[query, count], ...]], ...]}]}: the most frequent keys, each with its most frequent queries
-        (numbers of texts). Words are counted if at least WORDS of the links are between different
-        words: two words once, for any number of links between them.
+        number of query tokens with a key token, "keys": [[key, count, [[query, count], ...]],
+        ...]}]}: the most frequent keys, each with its most frequent queries (numbers of texts).
         """
         count, length = keys.shape[2:]
         window, query = np.indices((count, length)).reshape(2, -1)
@@ -118,17 +107,13 @@ class Words:
         for of_head in keys.reshape(-1, count * length):
             linked = np.flatnonzero(of_head >= 0)
             from_, to = (window[linked], query[linked]), (window[linked], of_head[linked])
-            starts = self.places[from_], self.places[to]
-            apart = (starts[0] != starts[1]) & (starts[0] >= 0) & (starts[1] >= 0)
-            of, chosen, kind = self.tokens, np.arange(len(linked)), "tokens"
-            if len(linked) and apart.mean() >= WORDS:
-                places = (from_[0] * self.longest + starts[0]) * self.longest + starts[1]
-                _, once = np.unique(places[apart], return_index=True)
-                of, chosen, kind = self.words, np.flatnonzero(apart)[once], "words"
-            found = _grouped(of[from_][chosen], of[to][chosen])
+            places = np.stack([window[linked], self.places[from_], self.places[to]])
+            _, once = np.unique(places, axis=1, return_index=True)
+            once = once[self.places[from_][once] != self.places[to][once]]
+            found = _grouped(self.words[from_][once], self.words[to][once])
             number = lambda n: used.setdefault(n, len(used))  # noqa: E731
             grouped = [[number(k), n, [[number(q), m] for q, m in of_k]] for k, n, of_k in found]
-            of_heads.append({"links": len(linked), "of": kind, "keys": grouped})
+            of_heads.append({"links": len(linked), "keys": grouped})
         texts = [self.texts[n] for n in used]
         return {"queries": count * (length - 2), "texts": texts, "of_heads": of_heads}
 

@@ -20,18 +20,10 @@ import numpy as np
 import PIL.WebPImagePlugin  # noqa: F401  so that Pillow does not import all of its plugins
 from PIL import Image, ImageDraw, ImageFont
 
+from . import finding
 from .fonts import DrawnText, drawn, font_of
-from .heads import (
-    KINDS,
-    NAMES,
-    head_table,
-    most_significant,
-    significances,
-    targets_on,
-)
-from .heads import (
-    title_of as title_of_name,
-)
+from .heads import KINDS, NAMES, clearest, clearest_prompts, head_table
+from .heads import title_of as title_of_name
 from .heatmap import (
     ACCENT_INDEX,
     INK,
@@ -45,9 +37,9 @@ from .heatmap import (
     tile,
 )
 from .history import atomic_write, evenly_spaced
-from .prompts import Prompt, clipped, plain_text
+from .prompts import Prompt, clipped
 from .rounding import formatted
-from .snapshot_data import SnapshotData, from_codes, triangle_to_square
+from .snapshot_data import SnapshotData, triangle_to_square
 
 HEADS = (900, 900)  # pixels of an image of all heads, at most
 HEADS_TOP = 132  # pixels above its heatmaps
@@ -106,31 +98,21 @@ def heads_caption(prompt: Prompt, step: int) -> str:
 
 
 def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
-    """Returns the image of the clearest head and its caption. It has tokens of the prompt on which
-    the head is clearest, and all heads, small, in the corner above the diagonal."""
-    table = head_table([data.row], data.uniform)
-    found = most_significant(table)
-    row = (found or table)[0]
-    layer, head = place = row["layer"], row["head"]
-    number = _clearest_prompt(data, place, row["name"] if found else None)
-    prompt, codes = data.prompts[number], data.codes[number]
-    weights = triangle_to_square(codes[place])
-    on_targets = np.where(_targets(prompt, row), weights, 0)
-    kept = tokens_in_part(prompt, LARGEST_TOKENS, on_targets)
-    weights, on_targets = (each[np.ix_(kept, kept)] for each in (weights, on_targets))
+    """Returns the image of the clearest head and its caption. It has the tokens around the example
+    of the head, which is outlined."""
+    of = finding.Snapshot(data)
+    named = clearest(of.table)
+    row = (named or of.table)[0]
+    index, title = of.index(row), _name_of(row)
+    name = row["name"] if row["name"] in NAMES else ""
+    number = int(clearest_prompts(data, name)[row["layer"], row["head"]])
+    prompt, cell = data.prompts[number], of.cells[number][index]
+    meaning = "The clearest head; no head has a name yet."
+    if named:
+        meaning = KINDS[row["name"]].meaning.partition(". ")[0].rstrip(".") + "."
+    kept = _tokens_around(cell.query, cell.key, prompt.shown)
+    weights = triangle_to_square(data.codes[number][row["layer"], row["head"]])[np.ix_(kept, kept)]
     labels = [prompt.labels[n] for n in kept]
-
-    title, where = f"L{layer} H{head}", ""
-    meaning, example = "The clearest head; no head has a name yet.", None
-    if found:
-        title, meaning = (
-            _name_of(row),
-            KINDS[row["name"]].meaning.partition(". ")[0].rstrip(".") + ".",
-        )
-        example, chance = _example(on_targets), prompt.uniform[row["name"]]
-        if chance is not None:
-            value = formatted(float(data.of_prompts[number][row["name"]][place]))
-            where = f": mean weight {value} (chance {formatted(chance)})"
     (width, height), (image, draw) = LARGEST, _canvas(*LARGEST)
     font, y = font_of(20), 48
     draw.text((16, 10), title, INK, font_of(26, "Bold"))
@@ -138,10 +120,10 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     for line in _wrapped(meaning, font, width - 32)[:2]:
         draw.text((16, y), line, INK, font)
         y += 26
-    if example:
+    if cell.is_name:
         draw.rectangle((16, y + 4, 32, y + 20), outline=ACCENT_INDEX, width=3)
-        query, key = (clipped(labels[n], 12) for n in example)
-        weight = formatted(float(from_codes(weights[example])))
+        query, key = (clipped(prompt.labels[at], 12) for at in (cell.query, cell.key))
+        weight = formatted(cell.weight)
         # Each part alone: a right-to-left token would reverse the sentence.
         x = 42
         for part in ("“", query, "” attends to “", key, f"” (weight {weight})"):
@@ -151,70 +133,28 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     y, room = LARGEST_TOP, min(width - 32, height - LARGEST_TOP - 36)
     size = room - max(0, _label_end(labels, room, 20) - (width - 24))
     _draw_head(image, (16, y), weights[np.tril_indices(len(kept))], labels, size, 20)
-    cell = size / len(kept)
+    pixels = size / len(kept)
     for n in np.flatnonzero(np.diff(kept) > 1) + 1:  # tokens are skipped here
-        at = round(n * cell)
+        at = round(n * pixels)
         draw.line((16, y + at, 16 + at, y + at), WHITE, 2)
         draw.line((16 + at, y + at, 16 + at, y + size), WHITE, 2)
-    if example:
-        top, x = (round(n * cell) for n in example)
-        box = (14 + x, y + top - 2, 17 + x + round(cell), y + top + round(cell) + 1)
+    if cell.is_name:
+        top, x = (round(kept.index(at) * pixels) for at in (cell.query, cell.key))
+        box = (14 + x, y + top - 2, 17 + x + round(pixels), y + top + round(pixels) + 1)
         draw.rectangle(box, outline=ACCENT_INDEX, width=3)
     of_all = f" · {len(kept)} of {prompt.shown} tokens" * (len(kept) < prompt.shown)
     draw.text((16, height - 30), AXES + of_all, PALE_INK, font_of(17))
-    longest = max(drawn(clipped(each, 12), 20).length for each in labels)
-    _draw_corner(image, y, size - cell - longest, codes, row)
-    return image, f"step {data.step:,} · {title}{where} · prompt: {title_of(prompt, 60)}"
+    said = finding.plain(finding.sentence(of, row))
+    return image, f"step {data.step:,} · {title} · {said} · prompt: {title_of(prompt, 60)}"
 
 
-def _draw_corner(
-    image: Image.Image, top: int, room: float, codes: np.ndarray, row: Mapping
-) -> None:
-    """Draws all heads, uint8 (L, H, T (T + 1) / 2), small, in the upper right corner.
-
-    room: width + height, in pixels, of a rectangle in this corner that does not reach the tokens.
-    row: of heads.head_table, the head that is outlined.
-    """
-    num_layers, num_heads, _ = codes.shape
-    font = font_of(13)
-    left, above = _left(font, num_layers), 18
-    pitch = int((room - left - above - 8) / (num_layers + num_heads))
-    if pitch >= 2:
-        x, bottom = image.width - 16 - num_heads * pitch, top + above + num_layers * pitch + 8
-        ImageDraw.Draw(image).rectangle((x - left, top, image.width, bottom), WHITE)
-        _draw_grid(image, (x, top + above), codes, pitch, font, [row])
-
-
-def _targets(prompt: Prompt, row: Mapping) -> np.ndarray:
-    """Returns the key tokens that give a head its name, bool (t, t) for the t tokens that are
-    shown; none without such a name. row: of heads.head_table."""
-    name, none = row["name"], np.zeros((prompt.shown, prompt.shown), bool)
-    key = f"offset_{row['tokens_back']}" if name == "offset" else name
-    return targets_on(prompt).get(key, none)
-
-
-def _example(on_targets: np.ndarray) -> tuple[int, int] | None:
-    """Returns (query, key) of the largest weight on a target, of the last two thirds of the
-    queries; None if there is none. on_targets: weights as bytes (n, n), 0 if not on targets."""
-    found = on_targets.copy()
-    found[: len(found) // 3] = 0
-    query, key = np.unravel_index(found.argmax(), found.shape)
-    return (int(query), int(key)) if found.any() else None
-
-
-def tokens_in_part(prompt: Prompt, most: int, on_targets: np.ndarray) -> list[int]:
-    """Returns the indices of at most `most` tokens of a prompt: of the repeated sequence the first
-    ones of each copy, so that heads that copy can be seen; of a text the first tokens between which
-    there is nearly the largest weight on targets. on_targets: as for _example."""
-    if prompt.period and prompt.shown > most:
-        half = min(most // 2, prompt.period)
-        copies = [*range(1, half + 1), *range(prompt.period + 1, prompt.period + 1 + half)]
-        return [n for n in copies if n < prompt.shown]
-    starts = range(max(1, prompt.shown - most + 1))
-    weights = from_codes(on_targets)
-    sums = [weights[n : n + most, n : n + most].sum() for n in starts]
-    first = next(n for n in starts if sums[n] >= 0.9 * max(sums))
-    return [*range(first, min(prompt.shown, first + most))]
+def _tokens_around(query: int, key: int, shown: int) -> list[int]:
+    """Returns the indices of at most LARGEST_TOKENS tokens: around the query token and, if it is
+    not near, around the key token."""
+    places = [query] if query - key < LARGEST_TOKENS // 2 else [key, query]
+    size = min(shown, LARGEST_TOKENS // len(places))
+    starts = [min(max(0, place - size // 2), shown - size) for place in places]
+    return sorted({n for start in starts for n in range(start, start + size)})
 
 
 def draw_figure(
@@ -226,7 +166,9 @@ def draw_figure(
     the most significant of all heads, is clearest.
     """
     if prompt is None:
-        prompt = _clearest_prompt(data, head)
+        table = head_table([data.row], data.uniform)
+        row = (clearest(table) or table)[0]
+        prompt = int(clearest_prompts(data)[head or (row["layer"], row["head"])])
     codes, shown = data.codes[prompt], data.prompts[prompt]
     heads = _all_heads(codes, shown) if head is None else _one_head(codes[head], shown)
     what = "all heads" if head is None else f"L{head[0]} H{head[1]}"
@@ -262,23 +204,6 @@ def _one_head(codes: np.ndarray, prompt: Prompt) -> Image.Image:
     image, _ = _canvas(MARGIN + width + MARGIN, 10 + size)
     _draw_head(image, (MARGIN, 10), codes, labels, size, 40)
     return image
-
-
-def _clearest_prompt(
-    data: SnapshotData, head: tuple[int, int] | None, name: str | None = None
-) -> int:
-    """Returns the index of the prompt on which a head, or the most significant one, is clearest.
-    name: of the statistic that counts; by default all that name heads."""
-    if head is None:
-        table = head_table([data.row], data.uniform)
-        row = (most_significant(table) or table)[0]
-        head = row["layer"], row["head"]
-    found = [
-        significances(values, prompt.uniform)[:, *head]
-        for values, prompt in zip(data.of_prompts, data.prompts, strict=True)
-    ]
-    of_names = np.nan_to_num(found, nan=-np.inf)  # (prompts, names)
-    return int((of_names[:, NAMES.index(name)] if name else of_names.max(1)).argmax())
 
 
 def write_animation(
@@ -333,7 +258,9 @@ def _whole_cells(prompt: Prompt, size: int, most: int) -> int:
 
 def _name_of(row: Mapping) -> str:
     """Returns the place and the name of a head: "L1 H3 induction"."""
-    return f"L{row['layer']} H{row['head']} {title_of_name(row['name'], row['tokens_back'])}"
+    return (
+        f"L{row['layer']} H{row['head']} {title_of_name(row['name'], row['tokens_back'])}".rstrip()
+    )
 
 
 def _draw_grid(
@@ -431,13 +358,8 @@ def _draw_colour_bar(image: Image.Image, corner: tuple[int, int]) -> None:
 def title_of(prompt: Prompt, fits: int) -> str:
     """Returns the prompt in about `fits` characters, with a note if the prompt is truncated."""
     note = f"  (first {prompt.shown} tokens)" if prompt.truncated else ""
-    text = plain_text(prompt.tokens[: prompt.shown]) if prompt.truncated else prompt.text
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    most = max(4, fits - len(note))
-    if len(text) > most:  # ends with a word, if there are spaces between words
-        end = text.rfind(" ", most // 2, most - 1)
-        text = f"{text[: end if end > 0 else most - 2]} …"
-    return (f"“{text}”" if not prompt.period else text) + note
+    text = clipped(prompt.title, max(4, fits - len(note)))
+    return (text if prompt.period else f"“{text}”") + note
 
 
 def fit_title(prompt: Prompt, width: float, size: int) -> DrawnText:

@@ -1,9 +1,10 @@
-"""What the page and the terminal say about heads: all rules and sentences.
+"""What pages and the terminal say about heads: all sentences.
 
-    statuses(history, steps)  # of each head at each step: its name, since when, and other names
-    findings(snapshot)        # of each head in a snapshot: how clear its name is, and an example
-    events(history)           # when heads first got their names
-    opening(snapshot)         # the head that tells most, on the row where it is clearest
+    statuses(history, steps)   # of each head at each step: its name, since when, and the one before
+    findings(snapshot)         # of each head in a snapshot: how clear its name is, and an example
+    removed_heads(found, row)  # of each head and of each name: the loss without
+    events(history)            # when heads first got their names
+    opening(snapshot)          # the head that tells most, on the row where it is clearest
 
 A sentence is a list of parts for the page: a text, ["bold", text] or ["token", label of a token].
 heads.py decides the names.
@@ -12,30 +13,31 @@ Shapes: L layers, H heads, n = L H heads by the index layer * H + head, t shown 
 """
 
 import functools
-import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from .ablation import most_important
+from .ablation import most_important, within_noise
 from .heads import (
     ALL_NAMES,
     KINDS,
+    MIN_ERRORS,
     NAMES,
     PLACES,
+    WHERES,
     clearest,
+    first_rows,
     head_table,
     significances,
-    strengths_of,
-    target_of,
     targets_on,
     title_of,
     title_of_head,
 )
 from .history import Row
 from .prompts import Prompt
-from .rounding import formatted, formatted_loss, formatted_mean, formatted_weight
+from .rounding import formatted, formatted_change, formatted_loss, formatted_mean, formatted_weight
 from .snapshot_data import SnapshotData, from_codes
 from .statistics import STATISTICS
 
@@ -44,7 +46,7 @@ WEIGHTS = from_codes(np.arange(256))  # of each byte
 FARTHEST = 32  # tokens before the query token, of a positional head
 FIRST_QUERY = 2  # the query tokens before it have too few key tokens for an example
 LIMITS = np.array([KINDS[name].named_from for name in NAMES])
-COVERED_FROM = 0.95  # so much of the tokens is nearly all, which needs no words
+NUMBERS = np.arange(1, 1 + len(NAMES))  # of NAMES in ALL_NAMES
 
 
 def head_name(layer: int, head: int) -> str:
@@ -69,15 +71,6 @@ def group_title(name: str, heads: int) -> str:
 # ------------------------------------------------------------------- names over the steps
 
 
-class Span(NamedTuple):
-    """The rows at which a head has a name without interruption."""
-
-    first: int
-    last: int
-    name: int  # as in Row
-    title: str
-
-
 def statuses(history: Sequence[Row], steps: Sequence[int]) -> list[dict]:
     """Returns for each step, at which the names are those of the last row until then:
 
@@ -85,118 +78,80 @@ def statuses(history: Sequence[Row], steps: Sequence[int]) -> list[dict]:
     titles    [title per head]     "induction head"; "" without a name that the page shows
     wheres    [place per head]     "on the text only", "on repeated sequences only", or ""
     hollow    [bool per head]      whether the name does not hold on the text
-    findings  [sentences per head] the name, since when, and the names before and after
+    findings  [sentences per head] the name, since when, and the last name before
 
     history: the rows of all snapshots.
     """
     known = [row.step for row in history]
-    spans = _spans(history)
+    names = np.stack([row.names.ravel() for row in history])  # (rows, n)
+    since = first_rows(names)
+    is_shown = np.isin(names, [ALL_NAMES.index(name) for name in KINDS])
+
+    def title(at: int, head: int) -> str:
+        name = ALL_NAMES[names[at, head]]
+        return kind_title(name, history[at].offsets.flat[head]) if name in KINDS else ""
+
     found = []
     for step in steps:
         at = max(0, int(np.searchsorted(known, step, side="right")) - 1)
-        row = history[at]
-        names, places, offsets = (a.ravel().tolist() for a in (row.names, row.places, row.offsets))
-        is_named = [ALL_NAMES[name] in KINDS for name in names]
+        row, others = history[at], is_shown[:at] & (names[:at] != names[at])
         # Without a text a name holds everywhere; a positional head has no place.
-        has_place = [bool(row.errors) and ALL_NAMES[name] in NAMES for name in names]
-        places = [PLACES[p] if has else "" for p, has in zip(places, has_place, strict=True)]
-        titles = [
-            kind_title(ALL_NAMES[name], back) if is_shown else ""
-            for name, back, is_shown in zip(names, offsets, is_named, strict=True)
-        ]
-        wheres = [_where(place) for place in places]
-        shown = zip(names, titles, wheres, spans, strict=True)
+        has_place = np.isin(names[at], NUMBERS) & bool(row.errors)
+        places = np.where(has_place, row.places.ravel(), 0).tolist()
+        wheres = [WHERES.get(PLACES[place], "") for place in places]
+        titles = [title(at, head) for head in range(len(wheres))]
+        said = []
+        for head, (of_head, where) in enumerate(zip(titles, wheres, strict=True)):
+            place = head_name(*divmod(head, row.names.shape[1]))
+            text = f"{place} is {with_article(of_head)}" if of_head else f"{place} has no name"
+            if of_head and len(known) > 1:
+                text += f" since step {known[since[at, head]]:,}"
+            text += f", {where}" if of_head and where else ""
+            if len(before := np.flatnonzero(others[:, head])):
+                earlier = with_article(title(before[-1], head))
+                text += f". It was {earlier} until step {known[before[-1]]:,}"
+            said.append(f"{text}.")
+        hollow = [PLACES[place] == "prompts" for place in places]
         found.append(
             {
-                "names": names,
+                "names": names[at].tolist(),
                 "titles": titles,
                 "wheres": wheres,
-                "hollow": [place == "prompts" for place in places],
-                "findings": [
-                    _status(head_name(*divmod(n, row.names.shape[1])), *of_head, at, known)
-                    for n, of_head in enumerate(shown)
-                ],
+                "hollow": hollow,
+                "findings": said,
             }
         )
     return found
 
 
-def _where(place: str) -> str:
-    return {"text": "on the text only", "prompts": "on repeated sequences only"}.get(place, "")
-
-
-def _spans(history: Sequence[Row]) -> list[list[Span]]:
-    """Returns for each head when it had which name, without rows where it has none that the page
-    shows."""
-    names = np.stack([row.names.ravel() for row in history])  # (rows, n)
-    backs = np.stack([row.offsets.ravel() for row in history])
-    changes = np.diff(names, axis=0, prepend=-1) != 0
-    spans = []
-    for head in range(names.shape[1]):
-        firsts = np.flatnonzero(changes[:, head]).tolist()
-        spans.append(
-            [
-                Span(first, end - 1, name, kind_title(ALL_NAMES[name], int(backs[end - 1, head])))
-                for first, end in zip(firsts, [*firsts[1:], len(names)], strict=True)
-                if ALL_NAMES[name := int(names[first, head])] in KINDS
-            ]
-        )
-    return spans
-
-
-def _status(
-    head: str, name: int, title: str, where: str, spans: list[Span], at: int, steps: list
-) -> str:
-    """Returns the name of a head at a row as sentences. name: as in Row. spans: of the head."""
-    said = f"{head} has no name"
-    if title:
-        first = next(span.first for span in spans if span.first <= at <= span.last)
-        said = f"{head} is {with_article(title)}"
-        if len(steps) > 1:
-            said += f" since step {steps[first]:,}"
-            earliest = min(span.first for span in spans if span.name == name)
-            if earliest < first:
-                said += f" (on and off since step {steps[earliest]:,})"
-        said += f", {where}" if where else ""
-    elif len(steps) > 1:
-        said += f" at step {steps[at]:,}"
-    others = [span for span in spans if span.name != name or not title]
-    for span in [span for span in others if span.last < at][-1:]:
-        when = f"from step {steps[span.first]:,} to step {steps[span.last]:,}"
-        if span.first == span.last:
-            when = f"at step {steps[span.first]:,}"
-        said += f". It was {with_article(span.title)} {when}"
-    for span in [span for span in others if span.first > at][:1]:
-        said += f". It becomes {with_article(span.title)} at step {steps[span.first]:,}"
-    return said + "."
-
-
 def events(history: Sequence[Row]) -> list[dict]:
     """Returns when heads first got each of their names: [{step, key, heads: [index], text}]."""
-    known: set[tuple[int, int]] = set()
-    found, before = [], -1
+    found = []
+    known = np.zeros((len(ALL_NAMES), history[0].names.size), bool)
     for row in history:
-        new: dict[int, list[int]] = {}
-        names = row.names.ravel()
-        changed, before = np.flatnonzero(names != before).tolist(), names
-        for head, name in zip(changed, names[changed].tolist(), strict=True):
-            if (head, name) not in known and ALL_NAMES[name] in KINDS:
-                known.add((head, name))
-                new.setdefault(name, []).append(head)
-        for name, heads in new.items():
-            some = [head_name(*divmod(head, row.names.shape[1])) for head in heads[:4]]
-            more = f" and {len(heads) - 4} more" if len(heads) > 4 else ""
-            text = f"{', '.join(some)}{more}: {kind_title(ALL_NAMES[name])}"
-            found.append({"step": row.step, "key": ALL_NAMES[name], "heads": heads, "text": text})
+        for key in KINDS:
+            is_named = row.names.ravel() == ALL_NAMES.index(key)
+            heads = np.flatnonzero(is_named & ~known[ALL_NAMES.index(key)]).tolist()
+            known[ALL_NAMES.index(key)] |= is_named
+            if heads:
+                some = [head_name(*divmod(head, row.names.shape[1])) for head in heads[:4]]
+                more = f" and {len(heads) - 4} more" if len(heads) > 4 else ""
+                text = f"{', '.join(some)}{more}: {kind_title(key)}"
+                found.append({"step": row.step, "key": key, "heads": heads, "text": text})
     return found
 
 
 # ------------------------------------------------------------------- one snapshot
 
-CELL = np.dtype(
-    [("query", int), ("key", int), ("weight", float), ("is_name", bool), ("mean", float)]
-)
-NUMBERS = np.arange(1, 1 + len(NAMES))  # of NAMES in ALL_NAMES
+
+class Cell(NamedTuple):
+    """A weight of a head on a prompt, in which its name can be seen."""
+
+    query: int  # -1: none
+    key: int
+    weight: float
+    is_name: bool  # whether the key token is a target of the name
+    mean: float  # of a positional head, the mean weight at this distance
 
 
 class Snapshot:
@@ -205,59 +160,40 @@ class Snapshot:
     def __init__(self, data: SnapshotData):
         self.data, self.row, self.prompts = data, data.row, data.prompts
         self.num_heads = data.row.names.shape[1]
-        self.names, self.places = data.row.names.ravel(), data.row.places.ravel()
         self.offsets = data.row.offsets.ravel().tolist()
         self.table = head_table([data.row], data.uniform)
-        # Significances on the text, or without one over the prompts, (names, n); on each prompt.
-        self.overall = _flat(significances(data.row.values, data.uniform))
-        self.of_prompts, uniform = data.of_prompts, [prompt.uniform for prompt in data.prompts]
-        on_each = zip(self.of_prompts, uniform, strict=True)
-        self.on_prompts = np.stack([_flat(significances(*pair)) for pair in on_each])
-        self.strengths = _flat(strengths_of(data.row, data.uniform, self.of_prompts, uniform)[0])
         self.cells = [_sharpest(data, number) for number in range(len(data.prompts))]
-        self.examples = self._examples()
-        self.found_names = {row["name"] for row in self.table}
+        on_each = zip(data.of_prompts, data.prompts, strict=True)
+        self.found = [significances(of, prompt.uniform) for of, prompt in on_each]
+        self.examples = [self._example(index) for index in range(len(self.table))]
 
     def index(self, row: Mapping) -> int:
         return row["layer"] * self.num_heads + row["head"]
 
-    def _examples(self) -> np.ndarray:
-        """Returns for each head the prompt on which its name is most significant and has a target,
-        -1 if there is none or the name holds on the text only, (n,). A sequence of random tokens
-        only for names that are defined on no text, because a text is easier to read."""
-        is_mean = np.isin(self.names, NUMBERS)
-        own = self.on_prompts[:, np.where(is_mean, self.names - 1, 0), np.arange(len(self.names))]
-        own = np.where(is_mean, own, 0.0)  # the statistic `positional` is not of one prompt
-        own[~np.stack([of_prompt["is_name"] for of_prompt in self.cells])] = np.nan
-        is_text = np.array([[prompt.period == 0] for prompt in self.prompts])
-        size = np.nan_to_num(own, nan=-np.inf) + 2 * is_text
-        if self.row.errors:
-            size[:, is_mean & (self.places == PLACES.index("text"))] = -np.inf
-        return np.where(size.max(0) > -np.inf, size.argmax(0), -1)
+    def _example(self, index: int) -> int:
+        """Returns the prompt on which the name of a head is most significant and has a target, -1
+        if there is none or the name holds on the text only. A sequence of random tokens only for
+        names that are defined on no text, because a text is easier to read."""
+        place = divmod(index, self.num_heads)
+        name, is_placed = ALL_NAMES[self.row.names[place]], bool(self.row.errors)
+        if name in NAMES and is_placed and PLACES[self.row.places[place]] == "text":
+            return -1
+
+        def clearness(number: int) -> tuple:
+            # The statistic `positional` is not of one prompt.
+            own = self.found[number][NAMES.index(name)][place] if name in NAMES else 0
+            return self.prompts[number].period == 0, own
+
+        found = {n: clearness(n) for n, cells in enumerate(self.cells) if cells[index].is_name}
+        defined = [number for number, (_, own) in found.items() if np.isfinite(own)]
+        return max(defined, key=found.__getitem__, default=-1)
 
     def shown_prompt(self, index: int) -> int:
         """Returns the prompt on which to show a head: that of its example, or else the first text:
         a sequence of random tokens is no example of a head whose name holds on the text only."""
-        _, alone = self.on_one_prompt(index)
         if self.examples[index] >= 0:
-            return int(self.examples[index])
-        if alone >= 0 and not self.names[index] and not self.data.contexts:
-            return alone
+            return self.examples[index]
         return next((n for n, prompt in enumerate(self.prompts) if not prompt.period), 0)
-
-    def on_one_prompt(self, index: int) -> tuple[str, int]:
-        """Returns the name that a head would have on one prompt alone, and the index of this
-        prompt; ("", -1) if there is none."""
-        found = self.on_prompts[:, :, index]  # (prompts, names)
-        possible = np.where(found >= LIMITS, found, -np.inf)
-        number, name = np.unravel_index(int(possible.argmax()), possible.shape)
-        is_any = possible[number, name] > -np.inf
-        return (NAMES[int(name)], int(number)) if is_any else ("", -1)
-
-
-def _flat(values: np.ndarray) -> np.ndarray:
-    """(names, L, H) -> (names, n)"""
-    return values.reshape(len(values), -1)
 
 
 def findings(data: SnapshotData) -> dict:
@@ -271,19 +207,11 @@ def findings(data: SnapshotData) -> dict:
     clearest  {name: [index of its clearest head, prompt that shows it]}
     """
     of = Snapshot(data)
-    sentences: list[list[Part]] = [[] for _ in of.table]
-    for row in of.table:
-        index, name = of.index(row), row["name"]
-        if name in KINDS:
-            sentences[index] = _named(of, row) + _example(of, row) + _second_name(of, index)
-        elif name == "uniform":
-            sentences[index] = ["Its attention is nearly uniform."]
-        else:
-            sentences[index] = _unnamed(of, index)
+    sentences = {of.index(row): sentence(of, row) for row in of.table}
     return {
-        "findings": sentences,
-        "rows": [of_prompt["query"].tolist() for of_prompt in of.cells],
-        "prompts": of.examples.tolist(),
+        "findings": [sentences[index] for index in range(len(of.table))],
+        "rows": [[cell.query for cell in cells] for cells in of.cells],
+        "prompts": of.examples,
         "clearest": {
             row["name"]: [of.index(row), of.shown_prompt(of.index(row))]
             for row in clearest(of.table)
@@ -291,61 +219,66 @@ def findings(data: SnapshotData) -> dict:
     }
 
 
+def sentence(of: Snapshot, row: Mapping) -> list[Part]:
+    """Returns what is said about a head in a snapshot. row: of heads.head_table."""
+    index, name = of.index(row), row["name"]
+    if name == "uniform":
+        return ["Its attention is nearly uniform."]
+    if name in NAMES:
+        said = [f"{_place(of, name)}: ", *_mean_weight(of, name, index), "."]
+        return said + _example(of, row)
+    return _example(of, row) if name else _unnamed(of, index)
+
+
+def plain(sentence: Sequence[Part]) -> str:
+    """Returns a sentence as text."""
+    return "".join(part if isinstance(part, str) else part[1] for part in sentence).strip()
+
+
 def opening(data: SnapshotData, prompt: int | None = None) -> dict | None:
     """Returns the head that tells most, {layer, head, prompt, query}, on the row where its name is
-    clearest; without names the head that is nearest to one. query: None without such a row. None if
-    no statistic is defined. prompt: the one to open with."""
+    clearest; without names the most significant head. query: None without such a row. None if no
+    statistic is defined. prompt: the one to open with."""
     of = Snapshot(data)
-    if named := clearest(of.table):
-        index = of.index(named[0])
-    else:
-        telling = np.array([[KINDS[name].telling > 0] for name in NAMES])
-        nearest = np.where(np.isfinite(of.overall), of.overall + telling, -np.inf).max(0)
-        index = int(nearest.argmax())
-        if nearest[index] == -np.inf:
-            return None
+    row = (clearest(of.table) or of.table)[0]
+    if row["significance"] is None:
+        return None
+    index = of.index(row)
     prompt = of.shown_prompt(index) if prompt is None else prompt
-    query = int(of.cells[prompt][index]["query"])
-    layer, head = divmod(index, of.num_heads)
-    place = {"layer": layer, "head": head, "prompt": prompt}
+    query = of.cells[prompt][index].query
+    place = {"layer": row["layer"], "head": row["head"], "prompt": prompt}
     return place | {"query": query if query >= 0 else None}
 
 
-def _sharpest(data: SnapshotData, number: int) -> np.ndarray:
+def _sharpest(data: SnapshotData, number: int) -> list[Cell]:
     """Returns for each head the target of its name on a prompt whose weight is most above uniform
-    attention, of type CELL (n,); without a target, the weight to an earlier token that is most
-    above it. query: -1 without one. mean: of a positional head, the mean weight at its distance."""
+    attention; without a target, the weight to an earlier token that is most above it."""
     prompt = data.prompts[number]
-    codes = data.codes[number].reshape(-1, data.codes[number].shape[-1])
     query, key = np.tril_indices(prompt.shown)
-    uniform = (1 / (query + 1)).astype(np.float32)
-    found = np.zeros(len(codes), CELL)
-    found["query"] = found["key"] = -1
-
-    def choose(heads: np.ndarray, cells: np.ndarray, is_name: bool = True) -> None:
-        """Chooses one of the cells, bool (N,), for these heads, (m,)."""
-        at = np.flatnonzero(cells & (query >= FIRST_QUERY))
-        if not heads.size or not at.size:
-            return
-        best = at[(WEIGHTS[codes[heads][:, at]] - uniform[at]).argmax(1)]
-        found["query"][heads], found["key"][heads] = query[best], key[best]
-        found["weight"][heads], found["is_name"][heads] = WEIGHTS[codes[heads, best]], is_name
-
+    back, is_late = query - key, query >= FIRST_QUERY
+    earlier = (key > 0) & (back > 0) & is_late
     targets = _targets(tuple(prompt.token_ids), tuple(prompt.tokens), prompt.period)
-    names, offsets = data.row.names.ravel(), data.row.offsets.ravel()
-    for name in {ALL_NAMES[name] for name in names} & {*KINDS}:
-        heads = np.flatnonzero(names == ALL_NAMES.index(name))
-        if name == "positional":
-            back, found["mean"][heads] = _usual_distances(codes[heads], query, key)
-        elif name == "offset":
-            back = offsets[heads]
-        else:
-            if name in targets:
-                choose(heads, targets[name][query, key])
-            continue
-        for distance in np.unique(back):
-            choose(heads[back == distance], query - key == distance)
-    choose(np.flatnonzero(~found["is_name"]), (key > 0) & (key < query), is_name=False)
+    targets = {name: of_name[query, key] & is_late for name, of_name in targets.items()}
+    found = []
+    of_heads = (
+        data.codes[number].reshape(-1, len(query)),
+        data.row.names.flat,
+        data.row.offsets.flat,
+    )
+    for codes, index, offset in zip(*of_heads, strict=True):
+        weights, mean = WEIGHTS[codes], 0.0
+        name = ALL_NAMES[index]
+        cells = targets.get(f"offset_{offset}" if name == "offset" else name, np.zeros(1, bool))
+        if name == "positional" and is_late.any():
+            counts = np.bincount(back[is_late])
+            means = np.bincount(back[is_late], weights[is_late]) / np.maximum(counts, 1)
+            mean = float(means[:FARTHEST].max())
+            cells = is_late & (back == means[:FARTHEST].argmax())
+        is_name = bool(cells.any())
+        cells = cells if is_name else earlier
+        best = int(np.where(cells, weights - 1 / (query + 1), -np.inf).argmax())
+        place = (int(query[best]), int(key[best])) if cells.any() else (-1, -1)
+        found.append(Cell(*place, float(weights[best]), is_name, mean))
     return found
 
 
@@ -356,37 +289,14 @@ def _targets(
     return targets_on(Prompt("", "", [*token_ids], [*tokens], period=period))
 
 
-def _usual_distances(
-    codes: np.ndarray, query: np.ndarray, key: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns how many tokens before the query token heads attend most, and the mean weight at this
-    distance, (m,) each. codes: (m, N)."""
-    means = []
-    for back in range(max(1, min(FARTHEST, query[-1] + 1 - FIRST_QUERY))):
-        at = np.flatnonzero((query - key == back) & (query >= FIRST_QUERY))
-        means.append(WEIGHTS[codes[:, at]].mean(1) if at.size else np.zeros(len(codes)))
-    return np.argmax(means, axis=0), np.max(means, axis=0)
+# ------------------------------------------------------------------- sentences on one snapshot
 
 
-# ------------------------------------------------------------------- sentences
-
-
-def measured(row: Mapping, text_name: str = "") -> str:
-    """Returns what was measured of a head with a name, in a few words: "in your text, mean weight
-    0.83 on the token before". row: of heads.head_table."""
-    name, value = row["name"], formatted(row[row["name"]])
-    if name not in NAMES:  # the value of a positional head is not a weight
-        return f"value {value}, depends on {target_of(row)}"
-    where = f"in {text_name}, " if text_name else ""
-    return f"{where}mean weight {value} on {target_of(row)}"
-
-
-def head_line(row: Mapping, text_name: str = "") -> str:
-    """Returns a line for the terminal: "L5 H1 previous token: mean weight 0.83 on the token before
-    (since step 400)"."""
-    place = head_name(row["layer"], row["head"])
-    since = f"(since step {row['since_step']})"
-    return f"{place} {title_of_head(row)}: {measured(row, text_name)} {since}"
+def _place(of: Snapshot, name: str) -> str:
+    """Returns where the statistics of a snapshot were measured: "In your text"."""
+    if of.data.contexts:
+        return f"In {of.data.contexts.text_name}"
+    return "On the repeated sequence" if STATISTICS[name].on == "repeated" else "On the prompts"
 
 
 def _mean_weight(of: Snapshot, name: str, index: int) -> list[Part]:
@@ -396,144 +306,184 @@ def _mean_weight(of: Snapshot, name: str, index: int) -> list[Part]:
     value = float(of.row.values[name].flat[index])
     error = float(of.row.errors[name].flat[index]) if of.row.errors else None
     chance = formatted(of.data.uniform[name])
-    return [
-        "mean weight ",
-        ["bold", formatted_mean(value, error)],
-        f" on {target} (chance {chance})",
-    ]
-
-
-def _place(of: Snapshot, name: str) -> str:
-    """Returns where the statistics of a snapshot were measured: "In your text"."""
-    if of.data.contexts:
-        return f"In {of.data.contexts.text_name}"
-    if STATISTICS[name].on == "repeated":
-        return "On the repeated sequence"
-    return "On the prompts" if len(of.prompts) > 1 else "On the prompt"
-
-
-def _named(of: Snapshot, row: Mapping) -> list[Part]:
-    """Returns what was measured of a head with a name."""
-    name, contexts = row["name"], of.data.contexts
-    if name not in NAMES:
-        return []
-    said = [f"{_place(of, name)}: ", *_mean_weight(of, name, of.index(row))]
-    if row["holds_on"] == "prompts":
-        return [*said, ", too little for the name."]
-    covered = contexts.coverage.get(name, 1) if contexts else 1
-    if covered < COVERED_FROM:
-        share = f"{100 * covered:.0f} %"
-        said.append(f", as a mean over the {share} of tokens that have such a token before them")
-    return [*said, "."]
+    weight = ["bold", formatted_mean(value, error)]
+    return ["mean weight ", weight, f" on {target} (chance {chance})"]
 
 
 def _example(of: Snapshot, row: Mapping) -> list[Part]:
     """Returns an example of what a head with a name does, if there is one."""
-    index = of.index(row)
-    number = int(of.examples[index])
+    number = of.examples[of.index(row)]
     if number < 0:
         return []
-    labels, cell = of.prompts[number].labels, of.cells[number][index]
-    query, key = int(cell["query"]), int(cell["key"])
-
-    def token(at: int) -> list[Part]:
-        return [["token", labels[at]], f" ({at})"]
-
-    back: list[Part] = [str(query - key)]
-    parts = {"{query}": token(query), "{key}": token(key), "{back}": back}
+    labels, cell = of.prompts[number].labels, of.cells[number][of.index(row)]
     where = f"in prompt {number + 1}, " if len(of.prompts) > 1 else ""
-    said: list[Part] = []
-    text = f" For example, {where}at {{query}} it attends to {KINDS[row['name']].example}"
-    for part in filter(None, re.split(r"({\w+})", text)):
-        said += parts.get(part, [part])
-    chance = formatted(1 / (query + 1))
-    said += [
-        ", with weight ",
-        ["bold", formatted_weight(float(cell["weight"]))],
-        f" (chance {chance})",
+    average = f"; on average {formatted(cell.mean)}" if row["name"] == "positional" else ""
+    return [
+        f" For example, {where}at ",
+        ["token", labels[cell.query]],
+        f" ({cell.query}) it attends to ",
+        ["token", labels[cell.key]],
+        f" ({cell.key}), with weight ",
+        ["bold", formatted_weight(cell.weight)],
+        f" (chance {formatted(1 / (cell.query + 1))}){average}.",
     ]
-    if row["name"] == "positional":
-        said.append(f"; on average {formatted(float(cell['mean']))}")
-    return [*said, "."]
-
-
-def _second_name(of: Snapshot, index: int) -> list[Part]:
-    """Returns which second name of a head also holds clearly, if one does."""
-    strengths = np.where(of.names[index] == NUMBERS, -np.inf, of.strengths[:, index])
-    best = int(strengths.argmax())
-    if strengths[best] == -np.inf or of.names[index] not in NUMBERS:
-        return []
-    title = kind_title(NAMES[best], of.offsets[index])
-    return [f" It is also {with_article(title)}: ", *_mean_weight(of, NAMES[best], index), "."]
 
 
 def _unnamed(of: Snapshot, index: int) -> list[Part]:
-    """Returns why a head has no name: the name that is nearest."""
-    name, number = of.on_one_prompt(index)
-    of_head, back = of.overall[:, index], of.offsets[index]
-    if not of.data.contexts and name:
-        target = KINDS[name].target.format(back)
-        value = of.of_prompts[number][name].flat[index]
-        return [
-            f"In prompt {number + 1}, its mean weight on {target} is ",
-            ["bold", formatted(float(value))],
-            f" (chance {formatted(of.prompts[number].uniform[name])}), but a name needs a large "
-            "weight in every prompt.",
-        ]
-    if not of.data.contexts or not np.isfinite(of_head).any():
+    """Returns why a head has no name: the name that is nearest, and what it needs."""
+    found = significances(of.row.values, of.data.uniform).reshape(len(NAMES), -1)[:, index]
+    if not np.isfinite(found).any():
         return ["Its attention fits none of the named patterns."]
-    at = int(np.nanargmax(of_head / LIMITS))
+    at = int(np.nanargmax(found / LIMITS))
     name, chance = NAMES[at], of.data.uniform[NAMES[at]] or 0
-    why = f"a name needs at least {formatted(chance + LIMITS[at] * (1 - chance))}"
-    if of_head[at] >= LIMITS[at]:
-        why = "for a name, the standard error is too large"
-    nearest = f"{_place(of, name)}, it is nearest to {with_article(kind_title(name, back))}: "
-    return [nearest, *_mean_weight(of, name, index), f"; {why}."]
+    title = with_article(kind_title(name, of.offsets[index]))
+    nearest = f"{_place(of, name)}, it is nearest to {title}: "
+    least = formatted(chance + LIMITS[at] * (1 - chance))
+    where = f"and {MIN_ERRORS} standard errors above chance" if of.row.errors else "on each prompt"
+    return [nearest, *_mean_weight(of, name, index), f"; a name needs at least {least}, {where}."]
 
 
 def subject(data: SnapshotData, history: Sequence[Row]) -> list[Part]:
     """Returns what the model is and what its heads have learned until a snapshot, as sentences.
     history: the rows of all snapshots."""
     layers, heads = data.row.names.shape
-    of, removed = Snapshot(data), data.ablation or {"method": "", "groups": []}
-    named = [row for row in of.table if row["name"] in KINDS]
+    table, removed = head_table([data.row], data.uniform), data.ablation or {}
     when = f". At step {data.step:,}, " if len(history) > 1 else "; "
-    said: list[Part] = [
-        ["bold", data.run],
-        f": {_count(layers, 'layer')} × {_count(heads, 'head')}{when}",
-    ]
-    said.append(f"{len(named) or 'none'} of {_count(layers * heads, 'head')} ")
-    said.append("have" if len(named) > 1 else "has")
-    said.append(
-        " a clear pattern, and a name for it" if named else " a clear pattern, so none has a name"
-    )
-    if (weak := [row for row in named if row["holds_on"] == "prompts"]) and data.contexts:
-        strong = len(named) - len(weak)
-        hold = "holds" if strong == 1 else "hold"
-        said.append(f"; {strong or 'none'} of the names {hold} on {data.contexts.text_name}")
+    sizes = f": {_count(layers, 'layer')} × {_count(heads, 'head')}{when}"
+    said: list[Part] = [["bold", data.run], f"{sizes}{counts_of_names(table)}"]
+    if data.contexts and (weak := sum(row["holds_on"] == "prompts" for row in table)):
+        said.append(f"; {weak} of the names not on {data.contexts.text_name}")
     said.append(". ")
-    groups = removed["groups"] if removed["method"] == "exact" else []
+    groups = removed["groups"] if removed.get("method") == "exact" else []
     if most := most_important(groups):
-        them = "it" if most["heads"] == 1 else "them"
-        before = formatted_loss(removed["loss"])
-        after = formatted_loss(removed["loss"] + most["loss_change"])
-        said.append(
-            f"The model needs {group_title(most['name'], most['heads'])} most: without {them}, "
+        title, them = (
+            group_title(most["name"], most["heads"]),
+            "it" if most["heads"] == 1 else "them",
         )
-        said += [f"the loss rises from {before} to ", ["bold", after], ". "]
-    elif named and not data.ablation:
-        said.append("A name says where a head attends, not whether the model needs it. ")
-    values, chance = data.row.values["induction"], data.uniform["induction"]
-    if np.isfinite(values).all() and chance is not None and "induction" not in of.found_names:
-        index = int(values.argmax())
-        place = head_name(*divmod(index, heads))
+        before, after = (formatted_loss(removed["loss"] + c) for c in (0, most["loss_change"]))
         said.append(
-            "No head is an induction head, which copies from earlier in the text: the largest mean "
-            f"weight is {formatted(float(values.flat[index]))} ({place}), and chance is "
-            f"{formatted(chance)}."
+            f"The model needs {title} most: without {them}, the loss rises from {before} to "
         )
+        said += [["bold", after], "."]
     return said
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+# ------------------------------------------------------------------- removed heads
+
+
+def removed_heads(found: dict, row: Row) -> dict:
+    """Returns what the page shows of the result of `ablate`. row: of the same step.
+
+    step      of the measurement
+    changes   [change of the loss per head]
+    findings  [sentences per head]
+    columns   [title per column] of the table
+    groups    [{key: of the name, cells: [text per column], meaning, is_noise}], the first without a
+              key: nothing removed
+    notes     [how it was measured, what it means]
+    """
+    of_names = {group["name"]: group for group in found["groups"]}
+    sentences = []
+    for head, number in zip(found["heads"], row.names.ravel().tolist(), strict=True):
+        said = _without(found, head, head_name(head["layer"], head["head"]))
+        group = of_names.get(ALL_NAMES[number], {"heads": 1})
+        if group["heads"] > 1:
+            said += [" ", *_without(found, group, group_title(group["name"], group["heads"]))]
+        sentences.append(said)
+    how, change = "Removed: the output of the heads is replaced by its mean.", "change"
+    if found["method"] != "exact":
+        how = "First-order estimates (gradient times change), correct only for small changes."
+        change = "change (estimated)"
+    where = f"{_count(found['targets'], 'prediction')} in "
+    where += _count(found["windows"], "validation window")
+    whole = f"the loss with all heads is {formatted_loss(found['loss'])} there"
+    return {
+        "step": found["step"],
+        "changes": [head["loss_change"] for head in found["heads"]],
+        "findings": sentences,
+        "columns": ["removed", "loss", change, "accuracy"][: 4 - (found["accuracy"] is None)],
+        "groups": _table(found) if found["groups"] else [],
+        "notes": [
+            f"{how} Measured on {where}: {whole}; ± is the standard error.",
+            "Attention is not importance: a head can have a clear pattern that the model does not "
+            "need. Heads of the same name can replace each other: the loss may change little "
+            "without one of them and much without all of them.",
+        ],
+    }
+
+
+def _without(found: dict, result: dict, what: str) -> list[Part]:
+    """Returns the loss and the accuracy after a removal."""
+    is_exact, is_unclear = found["method"] == "exact", within_noise(result)
+    change = formatted_change(result["loss_change"], result["loss_change_error"])
+    verb = "changes by" if is_exact else "is estimated to change by"
+    said: list[Part] = [f"Without {what}, the loss {verb} "]
+    said.append(["bold", change] if is_exact and not is_unclear else change)
+    said.append(" (not clearly different from 0)" * is_unclear)
+    said.append(f" to {formatted_loss(found['loss'] + result['loss_change'])}")
+    if (without := result["accuracy_without"]) is not None:
+        said.append(f", the accuracy from {formatted(found['accuracy'])} to {formatted(without)}")
+    return [*said, "."]
+
+
+def _table(found: dict) -> list[dict]:
+    """Returns the rows of the table: nothing removed, then the names by the change of the loss."""
+
+    def row(key: str, *cells: str, accuracy: float | None, is_noise: bool = False) -> dict:
+        more = [] if found["accuracy"] is None else [formatted(accuracy)]
+        meaning = KINDS[key].meaning if key in KINDS else ""
+        return {"key": key, "cells": [*cells, *more], "meaning": meaning, "is_noise": is_noise}
+
+    rows = [row("", "nothing", formatted_loss(found["loss"]), "", accuracy=found["accuracy"])]
+    for group in sorted(found["groups"], key=lambda group: -group["loss_change"]):
+        title, change = group_title(group["name"], group["heads"]), group["loss_change"]
+        loss = formatted_loss(found["loss"] + change)
+        size = formatted_change(change, group["loss_change_error"])
+        more = {"accuracy": group["accuracy_without"], "is_noise": within_noise(group)}
+        rows.append(row(group["name"], title, loss, size, **more))
+    return rows
+
+
+# ------------------------------------------------------------------- the terminal
+
+
+def counts_of_names(table: Sequence[dict]) -> str:
+    """Returns the number of heads with a name, and of each name: "3 of 32 heads have a name: 2
+    induction, 1 separator"."""
+    counts = Counter(title_of(row["name"]) for row in table if row["name"] in KINDS)
+    kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    has = "have" if counts.total() > 1 else "has"
+    some = f"{counts.total() or 'none'} of {_count(len(table), 'head')} {has} a name"
+    return f"{some}: {kinds}" if counts else some
+
+
+def head_line(row: Mapping, text_name: str = "", has_steps: bool = True) -> str:
+    """Returns a line about a head with a name: "L5 H1 previous token: in your text, mean weight
+    0.83 on the token before (since step 400)". row: of heads.head_table."""
+    where = f"in {text_name}, " if text_name else ""
+    target = KINDS[row["name"]].target.format(row["tokens_back"])
+    said = f"{where}mean weight {formatted(row[row['name']])} on {target}"
+    if row["name"] not in NAMES:  # the value of a positional head is not a weight
+        said = f"value {formatted(row['positional'])}, depends on {target}"
+    place = head_name(row["layer"], row["head"])
+    since = f" (since step {row['since_step']})" * has_steps
+    return f"{place} {title_of_head(row)}: {said}{since}"
+
+
+def removal_lines(found: dict, row: Row) -> list[str]:
+    """Describes the head, and the name of several heads, that the model needs most. found: the
+    result of `ablate`. row: of the same step."""
+    said = []
+    if first := most_important(found["heads"]):
+        place = first["layer"], first["head"]
+        title = title_of(ALL_NAMES[row.names[place]]) or "no name"
+        said.append(_without(found, first, f"{head_name(*place)} ({title})"))
+    else:
+        said.append(["Without any single head, the loss increases by less than the noise."])
+    if first := most_important(group for group in found["groups"] if group["heads"] > 1):
+        said.append(_without(found, first, group_title(first["name"], first["heads"])))
+    return [plain(sentence) for sentence in said]

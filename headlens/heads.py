@@ -28,7 +28,6 @@ Shapes: L layers, H heads.
 
 import csv
 import io
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +36,7 @@ import torch
 
 from .history import Row, json_values
 from .prompts import Prompt
+from .snapshot_data import SnapshotData
 from .statistics import STATISTICS, TARGETS, HeadStatistics
 
 
@@ -49,16 +49,12 @@ class Kind:
     colours: tuple[str, str]  # of the sign, on a light and on a dark page
     meaning: str  # one sentence
     target: str  # of the mean weight that the statistic measures: "mean weight on ..."
-    # What the page says about one query token: "at {query} it attends to ...", with {key}, or
-    # {back} for the number of tokens from query to key.
-    example: str
     # What one head does and what several heads do, with {unit} for "letter" or "token".
     verbs: tuple[str, str]
     named_from: float = 0.25  # the significance that a name needs
     # 0: says least, such as attention to the token itself; 1: depends on positions; 2: depends on
     # the tokens. Pages, printed lines and images begin with the heads that tell most.
     telling: int = 2
-    removal: str = ""  # what the loss without these heads measures, if it is not attention
 
 
 KINDS = {
@@ -67,7 +63,6 @@ KINDS = {
         ("#1a62b0", "#7fb9ff"),
         "Each token attends to the token before it.",
         "the token before",
-        "the token before it, {key}",
         ("looks one {unit} back", "look one {unit} back"),
         telling=1,
     ),
@@ -77,7 +72,6 @@ KINDS = {
         "Each token attends to the token that followed its earlier occurrence. So the model can"
         " continue a sequence that it has seen before.",
         "the tokens that followed earlier occurrences of the query token",
-        "{key}, which followed an earlier occurrence of this token",
         ("copies what came next", "copy what came next"),
     ),
     "duplicate_token": Kind(
@@ -85,7 +79,6 @@ KINDS = {
         ("#6f3aa8", "#c9a4f5"),
         "Each token attends to its earlier occurrences.",
         "earlier occurrences of the query token",
-        "its earlier occurrence, {key}",
         ("finds the same {unit} again", "find the same {unit} again"),
     ),
     "first_token": Kind(
@@ -93,7 +86,6 @@ KINDS = {
         ("#5f666e", "#9ba3ac"),
         "Most tokens attend to the first token, an attention sink.",
         "the first token",
-        "the first token, {key}",
         ("rests on the first {unit}", "rest on the first {unit}"),
         telling=0,
     ),
@@ -102,21 +94,16 @@ KINDS = {
         ("#4a45c4", "#aeabff"),
         "Each token attends to the token a fixed number of places before it, from 2 to 8.",
         "the token {} places before",
-        "the token {back} places before it, {key}",
         ("looks {back} {unit}s back", "look {back} {unit}s back"),
         telling=1,
     ),
     "diagonal": Kind(
         "S",
         ("#b8125a", "#ff8ab5"),
-        "Each token attends to itself.",
+        "Each token attends to itself: the token is passed on, in a form for later layers.",
         "the token itself",
-        "itself",
         ("looks at the {unit} itself", "look at the {unit} itself"),
         telling=0,
-        removal="A self head mostly passes on the token itself, in a form for later layers. So this"
-        " change says more about this form than about attention to other tokens, and can be as"
-        " large as without heads that copy.",
     ),
     # A text has few different separators: heads of random models reach 0.36.
     "separator": Kind(
@@ -124,7 +111,6 @@ KINDS = {
         ("#00695c", "#5cc9b5"),
         "The tokens attend to punctuation and white space.",
         "separators",
-        "the separator {key}",
         ("watches spaces and punctuation", "watch spaces and punctuation"),
         named_from=0.4,
     ),
@@ -134,7 +120,6 @@ KINDS = {
         "The tokens attend to tokens that follow white space or punctuation. In a model of letters,"
         " these are the first letters of words.",
         "tokens after separators",
-        "{key}, the first token after a separator",
         ("finds where words begin", "find where words begin"),
         named_from=0.4,
     ),
@@ -144,7 +129,6 @@ KINDS = {
         ("#3b6b1c", "#a2cf7c"),
         "The attention depends on the positions of the tokens, hardly on the tokens.",
         "positions",
-        "{key}, the token {back} places before it",
         ("goes by position, not by {unit}", "go by position, not by {unit}"),
         telling=0,
     ),
@@ -152,6 +136,7 @@ KINDS = {
 NAMES = tuple(key for key in KINDS if key != "positional")
 ALL_NAMES = ("", *KINDS, "uniform")
 PLACES = ("text and prompts", "text", "prompts")
+WHERES = {"text": "on the text only", "prompts": "on repeated sequences only"}
 UNIFORM_FROM = 0.95  # normalised entropy
 MIN_ERRORS = 3  # standard errors
 KEPT_FROM = 0.75  # a head keeps its name from this part of the limits on
@@ -170,18 +155,8 @@ def title_of(name: str, tokens_back: int | None = None) -> str:
 def title_of_head(row: Mapping) -> str:
     """Returns the name of a head in a row of the table, and where it holds if it does not hold on
     text and prompts: "induction (on repeated sequences only)"."""
-    return title_of(row["name"], row["tokens_back"]) + only_on(row["holds_on"])
-
-
-def only_on(place: str | None) -> str:
-    """Returns where a name holds if it does not hold on text and prompts; else ""."""
-    where = {"prompts": " (on repeated sequences only)", "text": " (on the text only)"}
-    return where.get(place or "", "")
-
-
-def target_of(row: Mapping) -> str:
-    """Returns the target tokens of the name of a head: "the token before"."""
-    return KINDS[row["name"]].target.format(row["tokens_back"])
+    where = WHERES.get(row["holds_on"], "")
+    return title_of(row["name"], row["tokens_back"]) + (f" ({where})" if where else "")
 
 
 def targets_on(prompt: Prompt) -> dict[str, np.ndarray]:
@@ -198,16 +173,6 @@ def targets_on(prompt: Prompt) -> dict[str, np.ndarray]:
     }
 
 
-def prompt_of(name: str, periods: Sequence[int]) -> int:
-    """Returns the index of the first prompt that shows what heads of a name do: for a name that is
-    defined on the repeated sequence, that one, else a text. 0 if there is none.
-
-    periods: of all prompts; 0 for a text.
-    """
-    is_repeated = name in STATISTICS and STATISTICS[name].on == "repeated"
-    return next((n for n, period in enumerate(periods) if bool(period) == is_repeated), 0)
-
-
 def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndarray:
     """Returns the significance of each statistic in NAMES, (names, L, H); NaN if it is undefined.
 
@@ -217,15 +182,20 @@ def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndar
     return np.stack([(values[key] - c) / (1 - c) for key, c in zip(NAMES, chance, strict=True)])
 
 
-def strengths_of(
+def names_of(
     row: Row,
     uniform: Mapping,
     of_prompts: Sequence[Mapping[str, np.ndarray]],
     uniform_of_prompts: Sequence[Mapping],
     before: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns for the names in NAMES, (names, L, H) each: how clear each is, -inf where it does not
-    hold; whether it holds on the text; and on the prompts. Arguments as for `names_of`."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the name of each head as its index in ALL_NAMES, and where it holds as an index in
+    PLACES, (L, H) each.
+
+    row: with errors if it has the statistics on a text. of_prompts: the statistics on each prompt.
+    uniform, uniform_of_prompts: their values for uniform attention. before: the names at the
+    snapshot before, if there is one.
+    """
     limits = np.array([KINDS[key].named_from for key in NAMES])[:, None, None]
     # So the limits for the name that a head has are KEPT_FROM of those for other names.
     numbers = 1 + np.arange(len(NAMES))[:, None, None]
@@ -243,25 +213,6 @@ def strengths_of(
         # A significance is at most 1, and with its factor less than 2: names that hold on the text
         # come first.
         strengths = np.where(on_text, 2 + significant, strengths)
-    return strengths, on_text, on_prompts
-
-
-def names_of(
-    row: Row,
-    uniform: Mapping,
-    of_prompts: Sequence[Mapping[str, np.ndarray]],
-    uniform_of_prompts: Sequence[Mapping],
-    before: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the name of each head as its index in ALL_NAMES, and where it holds as an index in
-    PLACES, (L, H) each.
-
-    row: with errors if it has the statistics on a text. of_prompts: the statistics on each prompt.
-    uniform, uniform_of_prompts: their values for uniform attention. before: the names at the
-    snapshot before, if there is one.
-    """
-    found = strengths_of(row, uniform, of_prompts, uniform_of_prompts, before)
-    strengths, on_text, on_prompts = found
     entropy, limit = row.values["entropy"], KINDS["positional"].named_from
     others = np.where(entropy >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
     if before is not None:
@@ -313,38 +264,32 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
     return table
 
 
-def most_significant(table: Sequence[dict]) -> list[dict]:
-    """Returns the most significant head of each name in a table, without positional and uniform
-    heads. Names that hold on the text come first, of these the names that tell most, and of these
-    the names that also hold on the prompts. Names that say least are last."""
-    rows = [row for row in table if row["name"] in NAMES]
-    rows.sort(key=lambda row: (row["holds_on"] == "prompts", row["rank"]))
-    first = {row["name"]: row for row in reversed(rows)}
+def clearest(table: Sequence[dict]) -> list[dict]:
+    """Returns the most significant head of each name in KINDS in a table; of a positional head, the
+    one with the largest value. Names that hold on the text come first, of these the names that tell
+    most, and of these the names that also hold on the prompts. Names that say least are last."""
+
+    def clearness(row: dict) -> tuple:
+        value = -row["positional"] if row["name"] == "positional" else row["rank"]
+        return row["holds_on"] == "prompts", value
+
+    first: dict[str, dict] = {}
+    for row in sorted((row for row in table if row["name"] in KINDS), key=clearness):
+        first.setdefault(row["name"], row)
 
     def order(row: dict) -> tuple:
         telling, place = KINDS[row["name"]].telling, row["holds_on"]
-        return telling == 0, place == "prompts", -telling, place == "text"
+        is_positional = row["name"] == "positional"
+        return (
+            is_positional,
+            telling == 0,
+            place == "prompts",
+            -telling,
+            place == "text",
+            row["rank"],
+        )
 
-    return sorted((row for row in rows if row is first[row["name"]]), key=order)
-
-
-def clearest(table: Sequence[dict]) -> list[dict]:
-    """Returns the clearest head of each name in KINDS: as `most_significant`, then the positional
-    head with the largest value."""
-    positional = [row for row in table if row["name"] == "positional"]
-    largest = sorted(positional, key=lambda row: row["positional"], reverse=True)
-    return most_significant(table) + largest[:1]
-
-
-def counts_of_names(table: Sequence[dict]) -> str:
-    """Returns the number of heads with a name, and of each name: "3 of 32 heads have a name: 2
-    induction, 1 separator"."""
-    counts = Counter(title_of(row["name"]) for row in table if row["name"] in KINDS)
-    if not counts:
-        return f"none of {len(table)} heads has a name"
-    kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-    has = "has" if counts.total() == 1 else "have"
-    return f"{counts.total()} of {len(table)} heads {has} a name: {kinds}"
+    return sorted(first.values(), key=order)
 
 
 def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
@@ -356,12 +301,12 @@ def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def clearest_prompts(
-    of_prompts: Sequence[Mapping[str, np.ndarray]], uniform: Sequence[Mapping]
-) -> np.ndarray:
-    """Returns the index of the prompt on which each head is most significant, (L, H). Arguments as
-    for `names_of`."""
-    found = [significances(*pair) for pair in zip(of_prompts, uniform, strict=True)]
+def clearest_prompts(data: SnapshotData, name: str = "") -> np.ndarray:
+    """Returns the index of the prompt on which each head is most significant, (L, H). name: of the
+    statistic that counts; by default all that name heads."""
+    pairs = zip(data.of_prompts, data.prompts, strict=True)
+    found = np.stack([significances(values, prompt.uniform) for values, prompt in pairs])
+    found = found[:, [NAMES.index(name)]] if name else found  # (prompts, names, L, H)
     return np.nan_to_num(found, nan=-np.inf).max(1).argmax(0)
 
 

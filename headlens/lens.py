@@ -16,22 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .ablation import COLUMNS, Ablate, removal_lines
+from .ablation import COLUMNS, Ablate
 from .capturing import AttentionFunction, capture, unwrapped
 from .config import DEFAULT_PROMPTS, LensConfig
-from .finding import head_line
+from .finding import counts_of_names, events, head_line, removal_lines
 from .heads import (
     ALL_NAMES,
     KINDS,
-    NAMES,
     as_csv,
     clearest,
     clearest_prompts,
-    counts_of_names,
     head_table,
     heads_by_name,
-    only_on,
-    title_of,
     title_of_head,
 )
 from .heatmap import fitted, rgb
@@ -41,7 +37,6 @@ from .passages import excerpts, text_prompts
 from .prompts import make_prompt, repeated_prompt
 from .recording import record, record_without
 from .render import draw_animation, draw_snapshot, folder_page
-from .rounding import formatted
 from .snapshot_data import SnapshotData, write_snapshot
 from .statistics import STATISTICS
 from .tokens import lens_tokenizer
@@ -72,9 +67,8 @@ class Snapshot:
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
     # Rows with the same keys. A cell may be an image, uint8 (height, width, 3).
     tables: dict[str, list[dict]] = field(default_factory=dict, repr=False)
-    # (layer, head) of all heads with a name that no head had before in this run, by the title of
-    # the name: {"previous token": [(0, 1)]}
-    first_heads: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    # Of each name that no head had before in this run: "L0 H1: previous-token head"
+    new_names: list[str] = field(default_factory=list)
     # At the last step, curves of each statistic: (steps, for each layer the mean over its heads at
     # each step).
     charts: dict[str, tuple[list[int], dict[str, list[float]]]] = field(
@@ -173,7 +167,10 @@ class Lens:
             self.history = History(self.folder / "statistics.jsonl", step)
         self.history.add(data.row)
         snapshot, is_last = _dashboard_values(data.row), step == self.max_steps
-        snapshot.first_heads = self._first_heads(data)
+        before = np.unique([row.names for row in self.history.rows[:-1]])
+        for event in events(self.history.rows[-1:]):
+            if ALL_NAMES.index(event["key"]) not in before:
+                snapshot.new_names.append(event["text"])
         if is_last:
             self.table, self.last = head_table(self.history.rows, data.uniform), data
             found = ablate(heads_by_name(self.table)) if ablate else None
@@ -189,7 +186,8 @@ class Lens:
             snapshot.images, snapshot.captions = draw_snapshot(data, self.folder)
             if is_last:
                 snapshot.images |= draw_animation(self.folder)
-            if self.has_page and self._page_is_due(step):
+            count = len(self.history.rows)
+            if self.has_page and (step >= self.max_steps or count & (count - 1) == 0):
                 path = self.folder / "page.html"
                 page = folder_page(self.folder, self.run_name, curves())
                 atomic_write(path, page.encode())
@@ -203,19 +201,17 @@ class Lens:
         ablate: Ablate | None = None,
         before: Row | None = None,
     ) -> tuple[SnapshotData, list[str]]:
-        """Returns the data of one step, and a line for each name of heads with the most significant
-        heads and, in parentheses, the value for uniform attention. Writes no files.
+        """Returns the data of one step, and `most_significant_heads` or a line without a name.
+        Writes no files.
         ablate: as in `snapshot`. before: data.row of an earlier step of the same training, whose
         names heads keep if they are still nearly clear.
         """
         data = self._record(model, step, before)
-        table = head_table([data.row], data.uniform)
-        lines = [_line(key, table, data.uniform[key]) for key in KINDS]
-        if ablate and (found := ablate(heads_by_name(table))):
+        self.table, self.last = head_table([data.row], data.uniform), data
+        if ablate and (found := ablate(heads_by_name(self.table))):
             data.ablation = {"step": step} | found
         self._add_predictions_without(model, data)
-        self.last = data
-        return data, [line for line in lines if line]
+        return data, self.most_significant_heads() or [counts_of_names(self.table)]
 
     def _row_before(self, step: int) -> Row | None:
         """Returns the row of the snapshot before, also of a run that was resumed."""
@@ -241,7 +237,9 @@ class Lens:
         if self.config.ablation == "off" or not groups or not is_known or is_sharded:
             return
         run, token_bytes = functools.partial(capture, model), self.tokenizer.token_bytes
-        found = record_without(run, unwrapped(model), self.prompts, groups, token_bytes)
+        found = record_without(
+            run, unwrapped(model), self.prompts, groups, data.row.names.shape[1], token_bytes
+        )
         if found:
             data.details["without"] = found
 
@@ -250,34 +248,19 @@ class Lens:
         for example "previous token L5 H1: mean weight 0.83 on the token before (since step 400)".
         Empty before the last snapshot and without a name.
         """
-        stage = copying_step(self.prompts, self.history.rows) if self.history else None
+        rows, stage = clearest(self.table), None
+        if self.history:
+            stage = copying_step(self.prompts, self.history.rows)
         copies = f"the loss on the repeated sequence drops at step {stage}"
-        rows, text_name = clearest(self.table), self.text.name if self.text else ""
         lines = [copies] * (stage is not None) + [counts_of_names(self.table)] * bool(rows)
-        return lines + [head_line(row, text_name) for row in rows]
+        text_name, has_steps = self.text.name if self.text else "", self.history is not None
+        return lines + [head_line(row, text_name, has_steps) for row in rows]
 
     def most_important_heads(self) -> list[str]:
         """Describes the head, and the name of several heads, that the model needs most, in the last
         snapshot of a training or of `inspect`. Empty without ablation."""
-        if not self.last or not self.last.ablation:
-            return []
-        names = self.last.row.names
-        return removal_lines(
-            self.last.ablation, lambda *head: title_of(ALL_NAMES[names[head]]) or "no name"
-        )
-
-    def _first_heads(self, data: SnapshotData) -> dict[str, list[tuple[int, int]]]:
-        """Returns the heads of the last row with a name that no row before has, by its title."""
-        assert self.history is not None
-        before = self.history.rows[:-1]
-        first: dict[str, list[tuple[int, int]]] = {}
-        for row in head_table([data.row], data.uniform):
-            name = row["name"]
-            number = ALL_NAMES.index(name)
-            if name in KINDS and not any((other.names == number).any() for other in before):
-                title = title_of(name) + only_on(row["holds_on"])
-                first.setdefault(title, []).append((row["layer"], row["head"]))
-        return first
+        last = self.last
+        return removal_lines(last.ablation, last.row) if last and last.ablation else []
 
     def _add_ablation(self, found: dict) -> None:
         """Writes ablation.json and adds the results to the table."""
@@ -297,19 +280,10 @@ class Lens:
         every = max(1, self.config.interval(self.max_steps))
         return every * max(1, math.ceil(self.max_steps / every / (drawn - 1)))
 
-    def _page_is_due(self, step: int) -> bool:
-        """Whether this is the 1st, 2nd, 4th, 8th ... snapshot, or another quarter of the run was
-        completed since the last images."""
-        count = len(self.history.rows) if self.history else 0
-        if count & (count - 1) == 0:
-            return True
-        before, last = max(0, step - self._drawn_every()), self.max_steps
-        return step >= last or 4 * step // last > 4 * before // last
-
     def _with_thumbnails(self, data: SnapshotData) -> list[dict]:
         """Returns the table with a heatmap of the first heads, on the prompt where each is most
         significant."""
-        prompts = clearest_prompts(data.of_prompts, [p.uniform for p in data.prompts])
+        prompts = clearest_prompts(data)
         rows, most = [], MAX_IMAGES - len(data.prompts) - 2  # the clearest head, the animation
         for row in self.table:
             layer, head = row["layer"], row["head"]
@@ -318,37 +292,6 @@ class Lens:
             shown = {dashboard_name(k) if k in STATISTICS else k: v for k, v in row.items()}
             rows.append({"heatmap": image} | shown | {"name": title_of_head(row)})
         return rows
-
-
-def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:
-    """Returns the heads of a name with their values, or why no head has it; "" if the statistic is
-    undefined, or without a positional head. uniform: the value for uniform attention."""
-    named = [row for row in table if row["name"] == key]
-    if uniform is None or any(row[key] is None for row in table):
-        return ""
-    what = f"{title_of(key)} ({formatted(uniform)})"
-    if named:
-        values = [
-            f"L{row['layer']} H{row['head']} {formatted(row[key])}{_number(row)}"
-            f"{only_on(row['holds_on'])}"
-            for row in named[:5]
-        ]
-        return f"{what:<24} {'   '.join(values)}"
-    if key not in NAMES:
-        return ""
-    row = max(table, key=lambda row: row[key])
-    is_above = (row[key] - uniform) / (1 - uniform) >= KINDS[key].named_from
-    # A mean above the limit: another name fits better, one prompt is below the limit, or the
-    # standard error is large.
-    where = " clearly" if is_above and row["name"] not in NAMES else ""
-    other = f" ({title_of(row['name'])})" if is_above and row["name"] in NAMES else ""
-    largest = f"L{row['layer']} H{row['head']} {formatted(row[key])}{other}"
-    return f"{what:<24} no head{where}; largest mean: {largest}"
-
-
-def _number(row: dict) -> str:
-    """Returns how many tokens back an offset head attends: " (3 back)"."""
-    return f" ({row['tokens_back']} back)" if row["tokens_back"] else ""
 
 
 def dashboard_name(statistic: str) -> str:

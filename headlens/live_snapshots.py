@@ -14,8 +14,8 @@ import hashlib
 import json
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .heads import clearest, clearest_prompts, head_table
 from .heatmap import png_of_head
@@ -28,8 +28,7 @@ PICTURE = 96  # pixels
 KEPT = 32  # frames in memory; to compress one takes longer than to read a snapshot
 
 
-@dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     """A version of a file."""
 
     path: Path
@@ -52,44 +51,42 @@ class LiveSnapshots:
         self.folder = folder
 
     def version(self) -> str:
-        return self._version(self._files())
+        files = self._files()
+        known = [*files, *_regular(self.folder / "statistics.jsonl")]
+        return hashlib.sha256(repr(known).encode()).hexdigest()[:16] if files else ""
 
     def data(self) -> bytes:
         """Returns the JSON of the page, also with the version as "snapshots". Raises ValueError for
         an invalid snapshot, FileNotFoundError without one."""
-        files = self._files()
-        if not files:
-            raise FileNotFoundError("the run has no snapshot yet")
-        chosen = steadily_spaced(files, most_frames(_read(files[-1])))
-        same = [file for file in chosen if _prompts(file) == _prompts(chosen[-1])]
+        version, files = self.version(), self._files()
+        last = _last(files)
+        chosen = steadily_spaced(files, most_frames(_read(last)))
+        same = [file for file in chosen if _prompts(file) == _prompts(last)]
         frames = [{"step": file.step, "address": file.address} for file in same]
         history = read_history(self.folder / "statistics.jsonl")
-        run = run_data([_read(chosen[-1])], history, frames=frames)
-        content = {"version": VERSION, "runs": [run], "snapshots": self._version(files)}
-        return json.dumps(content).encode()
+        run = run_data([_read(last)], history, frames=frames)
+        return json.dumps({"version": VERSION, "runs": [run], "snapshots": version}).encode()
 
     def frame(self, step: int) -> bytes:
         """Returns the JSON of a frame. Raises FileNotFoundError without a snapshot of this step,
         ValueError for an invalid one."""
-        for file in self._files():
-            if file.step == step:
-                return _frame(file)
-        raise FileNotFoundError(f"the run has no snapshot of step {step}")
+        file = next((file for file in self._files() if file.step == step), None)
+        if not file:
+            raise FileNotFoundError(f"the run has no snapshot of step {step}")
+        return _frame(file)
 
     def picture(self) -> bytes:
         """Returns the heatmap of the clearest head at the last step as a PNG. Raises as `frame`."""
-        if not (files := self._files()):
-            raise FileNotFoundError("the run has no snapshot yet")
-        return _picture(files[-1])
+        return _picture(_last(self._files()))
 
     def _files(self) -> list[File]:
         return [file for path in snapshot_files(self.folder) for file in _regular(path)]
 
-    def _version(self, files: list[File]) -> str:
-        if not files:
-            return ""
-        known = [*files, *_regular(self.folder / "statistics.jsonl")]
-        return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+
+def _last(files: list[File]) -> File:
+    if not files:
+        raise FileNotFoundError("the run has no snapshot yet")
+    return files[-1]
 
 
 def steadily_spaced(items: list, most: int) -> list:
@@ -135,5 +132,5 @@ def _picture(file: File) -> bytes:
     table = head_table([data.row], data.uniform)
     head = (clearest(table) or table)[0]
     layer, number = head["layer"], head["head"]
-    prompts = clearest_prompts(data.of_prompts, [prompt.uniform for prompt in data.prompts])
-    return png_of_head(data.codes[prompts[layer, number]][layer, number], PICTURE)
+    prompt = clearest_prompts(data)[layer, number]
+    return png_of_head(data.codes[prompt][layer, number], PICTURE)

@@ -255,29 +255,26 @@ def record_without(
     model: nn.Module,
     prompts: Sequence[Prompt],
     groups: Mapping[str, Sequence[Head]],
+    num_heads: int,
     token_bytes: Callable[[int], bytes],
 ) -> dict[str, dict] | None:
     """Returns what the model predicts on the prompts without each group of heads: for each name the
     same as details["predictions"]. None if the output projections of the model are not known.
 
-    capture: runs this model. A removed head has its mean context vector over all tokens of the
-    prompts, see ablation.py. Costs two forward passes on the prompts, and one for each group.
+    capture: runs this model, whose layers have num_heads heads. A removed head has its mean context
+    vector over all tokens of the prompts, see ablation.py. Costs a forward pass on the prompts, and
+    one for each group.
     """
     projections = output_projections(model)
     if projections is None:
         return None
-    heads_of = [0] * len(projections)  # the number of heads of each layer
     sums: list[Tensor] = [torch.zeros(())] * len(projections)
 
-    def count(layer: int, attention: LayerAttention) -> None:
-        heads_of[layer] = attention.weights.shape[1]
-
-    def run(edit: Edit, visit: Visit = lambda *_: None) -> list[list[Predictions]]:
+    def run(edit: Edit) -> list[list[Predictions]]:
         found = []
         for prompt in prompts:
-            ids = torch.tensor([prompt.token_ids])
             with edited_contexts(projections, edit):
-                logits = capture(ids, visit).logits
+                logits = capture(torch.tensor([prompt.token_ids]), lambda *_: None).logits
             if logits is None:
                 return []
             found.append([predict(logits, prompt.token_ids)])
@@ -287,14 +284,14 @@ def record_without(
         sums[layer] = sums[layer].to(context.device) + context.float().sum((0, 1))
         return context
 
-    if not run(add, count):
+    if not run(add):
         return None
     total = sum(len(prompt.token_ids) for prompt in prompts)
 
     def without(group: Sequence[Head]) -> list[list[Predictions]]:
         def edit(layer: int, context: Tensor) -> Tensor:
             context = context.clone()
-            size = context.shape[-1] // heads_of[layer]
+            size = context.shape[-1] // num_heads
             for head in (head for of_layer, head in group if of_layer == layer):
                 columns = slice(head * size, (head + 1) * size)
                 context[..., columns] = (sums[layer][columns] / total).to(context.dtype)

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from .drawing import heads_caption, heads_image, largest_image, write_animation
-from .heads import head_table, heads_by_name, most_significant, prompt_of
-from .heatmap import grid_url, png_of
+from .finding import opening
+from .heads import clearest, head_table
+from .heatmap import png_of
 from .history import Row, atomic_write, evenly_spaced, read_history
-from .page import page, run_data
+from .page import page_html, run_data
 from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
 
 FRAMES, SMALL_FRAMES = 24, 48  # steps of a page and of the animated image, at most
@@ -39,7 +40,7 @@ def draw_snapshot(data: SnapshotData, folder: Path) -> tuple[Images, dict[str, l
     step = f"step_{data.step:08d}"
     image, caption = largest_image(data)
     drawn = {"attention/heads": [], "attention/largest": [(f"{step}.png", image, caption)]}
-    table = most_significant(head_table([data.row], data.uniform))
+    table = clearest(head_table([data.row], data.uniform))
     for prompt, codes, values in zip(data.prompts, data.codes, data.of_prompts, strict=True):
         # Without names of statistics that this prompt does not have, such as induction.
         named = [row for row in table if np.isfinite(values[row["name"]]).all()]
@@ -59,17 +60,14 @@ def draw_animation(folder: Path) -> Images:
     if not snapshots:
         return {}
     path = folder / "timelapse.webp"
-    prompts = snapshots[-1].prompts
-    # The repeated sequence if a head of the last step needs it, for example an induction head.
-    uniform, periods = snapshots[-1].uniform, [prompt.period for prompt in prompts]
-    named = heads_by_name(head_table([snapshots[-1].row], uniform))
-    number = max((prompt_of(name, periods) for name in named), default=0)
+    last = snapshots[-1]
+    number = (opening(last) or {"prompt": 0})["prompt"]  # of the clearest head at the end
     write_animation(
         path,
-        prompts[number],
+        last.prompts[number],
         [snapshot.codes[number] for snapshot in snapshots],
         [snapshot.step for snapshot in snapshots],
-        [most_significant(head_table([snapshot.row], uniform))[:3] for snapshot in snapshots],
+        [clearest(head_table([snapshot.row], last.uniform))[:3] for snapshot in snapshots],
     )
     return {"attention/animation": [path]}
 
@@ -104,18 +102,6 @@ def folder_page(
     history = read_history(folder / "statistics.jsonl")
     data = run_data(snapshots, history, curves)
     return page_html([data], title, snapshots[-1], training)
-
-
-def page_html(
-    runs: Sequence[dict],
-    title: str,
-    last: SnapshotData | None = None,
-    training: dict | None = None,
-) -> str:
-    """Returns the page of one run, or of two runs to compare. runs: of run_data. last: the snapshot
-    that a browser without JavaScript shows, as a picture. training: losses, samples and settings,
-    as page/training.js describes them."""
-    return page(runs, title, grid_url(last.codes[0]) if last else "", training)
 
 
 def write_page(

@@ -20,7 +20,6 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,17 +44,7 @@ class Contexts:
     # that the head moves most, then those of query tokens at random.
     cells: np.ndarray
     codes: np.ndarray  # their weights as bytes, uint8 (L, H, 2, CONTEXTS)
-    # The fraction of query tokens that have a target, for each statistic with targets but `offset`.
-    coverage: dict[str, float]
     pairs: dict | None = None  # that each head connects, see connected.Words.pairs
-
-    def explained(self, head: Mapping) -> float:
-        """Returns the fraction of the attention of a head that its name explains: the weight on the
-        targets, of all query tokens. head: a row of heads.head_table with a name."""
-        name, last = head["name"], len(self.tokens[0]) - 1
-        back = head["tokens_back"]
-        covered = (last + 1 - back) / last if name == "offset" else self.coverage[name]
-        return head[name] * covered
 
 
 @dataclass
@@ -105,7 +94,7 @@ def snapshot_bytes(data: SnapshotData) -> bytes:
         "ablation": data.ablation,
     }
     if contexts := data.contexts:
-        keys = ("text_name", "tokens", "coverage", "pairs")
+        keys = ("text_name", "tokens", "pairs")
         values["contexts"] = {key: getattr(contexts, key) for key in keys}
     arrays: dict[str, Any] = {"json": np.frombuffer(json.dumps(values).encode(), np.uint8)}
     for key, of_prompts in (("weights", data.codes), ("norms", data.norms)):
@@ -142,8 +131,7 @@ def read_snapshot(path: str | Path) -> SnapshotData:
             contexts = None
             if found := values.get("contexts"):
                 cells = arrays["cells"], arrays["cell_weights"]
-                known = found["text_name"], found["tokens"]
-                contexts = Contexts(*known, *cells, found["coverage"], found.get("pairs"))
+                contexts = Contexts(found["text_name"], found["tokens"], *cells, found.get("pairs"))
         for prompt, of_prompt in zip(prompts, codes, strict=True):
             triangle = prompt.shown * (prompt.shown + 1) // 2
             if (of_prompt.dtype, of_prompt.shape) != (np.uint8, (*row.names.shape, triangle)):

@@ -24,8 +24,6 @@ from .connected import Words
 from .prompts import token_texts
 from .snapshot_data import CONTEXTS, Contexts
 from .statistics import (
-    STATISTICS,
-    TARGETS,
     HeadStatistics,
     best_offsets,
     by_statistic,
@@ -100,14 +98,6 @@ class Text:
         found = by_statistic(means, best_offsets(means))
         return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}
 
-    @property
-    def coverage(self) -> dict[str, float]:
-        """The fraction of query tokens that have a target, for each statistic with targets but
-        `offset`, which has n targets less than query tokens in each window."""
-        queries = self.counts[:, : len(TARGETS)].sum(0) / self.token_ids[:, 1:].numel()
-        found = zip(TARGETS, queries.tolist(), strict=True)
-        return {key: round(value, 4) for key, value in found if key in STATISTICS}
-
 
 class TextRecorder:
     """Measures all heads on a text. After `run`:
@@ -160,7 +150,7 @@ class TextRecorder:
     @functools.cached_property
     def contexts(self) -> Contexts:
         """The cells where each head moves most, those of some query tokens at random, and the pairs
-        of words or tokens that each head connects most often."""
+        of words that each head connects most often."""
         moves = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in self.moves]
         found = np.concatenate(moves)  # (N, H, L, S, 4)
         windows, num_heads, num_layers, stretches, _ = found.shape
@@ -181,7 +171,7 @@ class TextRecorder:
         codes = (np.sqrt(np.nan_to_num(weights)) * 255).round().astype(np.uint8)
         linked = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in self.linked]
         pairs = self.text.words.pairs(np.concatenate(linked).transpose(2, 1, 0, 3))
-        return Contexts(self.text.name, self.text.tokens, cells, codes, self.text.coverage, pairs)
+        return Contexts(self.text.name, self.text.tokens, cells, codes, pairs)
 
     def _most_different(self, moves: np.ndarray, window: np.ndarray) -> list[int]:
         """Returns the indices of the largest moves, (n, 4), of one head, of which no two have the

@@ -195,7 +195,7 @@ def inspect(
         data, lines = inspected(key, path, lens, model, step, ablate)
     print_heads(path, lines)
     print("largest increases of the loss:")
-    print("\n".join(f"  without {line}" for line in lens.most_important_heads()))
+    print("\n".join(f"  {line}" for line in lens.most_important_heads()))
     return data
 
 
@@ -211,7 +211,7 @@ def inspected(
 
 
 def print_heads(what: str, lines: Sequence[str]) -> None:
-    print(sanitize(f"{what}: most significant heads (in parentheses: uniform attention)"))
+    print(sanitize(f"{what}: clearest heads"))
     print("\n".join(f"  {line}" for line in lines))
 
 

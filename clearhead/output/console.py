@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 LINE_SECONDS = 10  # between two lines about the same work
 MAX_WITHOUT_LINE = 0.1  # of a run: steps without a line, where there is no progress bar
 IN_NOTEBOOK = "JPY_PARENT_PID"  # a variable that Jupyter sets
-MAX_NAMED = 3  # heads in one line
 Report = Callable[[int, int], None]  # called with the number of finished and of all parts
 
 
@@ -115,14 +114,11 @@ class Console:
             return f"step {step:>{len(str(last))}}/{last}"
         return f"step {step:>5} ({self.done:4.0%})"
 
-    def first_heads(self, step: int, snapshot: "Snapshot | None") -> None:
+    def new_names(self, step: int, snapshot: "Snapshot | None") -> None:
         """Prints the heads of each name that no head had before, one line for each name."""
-        for name, heads in (snapshot.first_heads if snapshot else {}).items():
-            listed = ", ".join(f"L{layer} H{head}" for layer, head in heads[:MAX_NAMED])
-            if len(heads) > MAX_NAMED:
-                listed += f" and {len(heads) - MAX_NAMED} more"
-            width = len(str(self.max_steps or 10_000))
-            self.print(f"step {step:>{width}}  new name: {name} {listed}")
+        width = len(str(self.max_steps or 10_000))
+        for text in snapshot.new_names if snapshot else []:
+            self.print(f"step {step:>{width}}  new name: {text}")
 
     def validation_progress(self) -> Report:
         """Returns a function that shows how many windows of a validation are done."""

@@ -98,7 +98,7 @@ class LensRunner:
             some = " except positional" * bool(names)
             advice = "" if has_converged else self._train_longer()
             lines.append(f"attention heads  no head has a name yet{some}{advice}")
-        return lines + [f"without heads    {t}" for t in self.lens.most_important_heads()]
+        return lines + [f"removed heads    {t}" for t in self.lens.most_important_heads()]
 
     def _train_longer(self) -> str:
         """Returns the command that trains twice as long; "" for a job of a sweep."""

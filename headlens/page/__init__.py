@@ -1,6 +1,6 @@
 """The interactive page of attention heads: one self-contained HTML file.
 
-    html = page([run_data(snapshots, rows)], title="my run")
+    html = page_html([run_data(snapshots, rows)], title="my run")
 
 assemble.py joins index.html, style.css and the JavaScript modules of this folder. The data is
 JSON in a block that the browser does not execute; weights are one byte each, then compressed. The
@@ -22,18 +22,24 @@ import numpy as np
 
 from ..assemble import assemble_html, content_security_policy
 from ..connected import Lines
-from ..finding import events, findings, kind_title, opening, statuses, subject
+from ..finding import (
+    events,
+    findings,
+    kind_title,
+    opening,
+    removed_heads,
+    statuses,
+    subject,
+)
 from ..heads import ALL_NAMES, KINDS, NAMES, significances
-from ..heatmap import VIRIDIS
-from ..history import Row, copying_step, evenly_spaced, json_values, loss_of_copy
+from ..heatmap import VIRIDIS, grid_url
+from ..history import Row, copying_step, evenly_spaced, json_values
 from ..prompts import Prompt, labels_of, signs_of, texts_of, visible
-from ..removed import removed_heads
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
 from ..story import story
 
 VERSION = 6
-COPIES_FROM = 0.9
 MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
 TRAINER_CURVES = {"loss": "training loss", "eval_loss": "validation loss"}
 START, END = '<script type="application/json" id="data">', "</script>"
@@ -98,10 +104,9 @@ def run_data(
         "text": _text(last.contexts.tokens) if last.contexts else None,
         "history": _history(history, last.uniform, {*steps}),
         "curves": {name: _finite(points) for name, points in (curves or {}).items()},
-        "copy_losses": _copy_losses(last.prompts, history),
         "stage": copying_step(last.prompts, history),
         "frames": list(frames),
-        "removed": removed_heads(last.ablation, last.row, text_name) if last.ablation else None,
+        "removed": removed_heads(last.ablation, last.row) if last.ablation else None,
         "story": _packed_json(story(last, steps, history, curves)),
     }
 
@@ -190,21 +195,6 @@ def _significance(values: Mapping[str, np.ndarray], uniform: Mapping) -> list:
     return json_values(largest.ravel())
 
 
-def _copy_losses(prompts: Sequence[Prompt], history: Sequence[Row]) -> list[tuple[int, float]]:
-    """Returns the mean loss on the second copy of the repeated sequence, [(step, loss)]; [] if it
-    never falls below COPIES_FROM of the first one: a model of texts need not learn to copy."""
-    rows = [row for row in history if len(row.losses) == len(prompts)]
-    points: list[tuple[int, float]] = []
-    for number, prompt in enumerate(prompts):
-        if prompt.period > 1:
-            losses = [(row.step, row.losses[number]) for row in evenly_spaced(rows, MAX_HISTORY)]
-            points = [(step, float(loss_of_copy(of, prompt.period))) for step, of in losses]
-            points = _finite(points)
-            break
-    has_fallen = any(loss < COPIES_FROM * points[0][1] for _, loss in points)
-    return [(step, round(loss, 4)) for step, loss in points] if has_fallen else []
-
-
 def _history(rows: Sequence[Row], uniform: Mapping, steps: set[int]) -> str:
     """Returns statistics and losses at some steps, packed. steps: these are included."""
     kept = {row.step for row in evenly_spaced(list(rows), MAX_HISTORY)} | steps
@@ -237,12 +227,17 @@ def trainer_curves(log: object) -> dict[str, list[tuple[int, float]]]:
     return {name: points for name, points in found.items() if points}
 
 
-def page(runs: Sequence[dict], title: str, picture: str = "", training: dict | None = None) -> str:
+def page_html(
+    runs: Sequence[dict],
+    title: str,
+    last: SnapshotData | None = None,
+    training: dict | None = None,
+) -> str:
     """Returns the page as HTML, for one run, for two runs to compare, or for `training` alone.
-    picture: the address of an image that a browser without JavaScript shows, such as
-    heatmap.grid_url. training: see training.js."""
+    runs: of run_data. last: the snapshot that a browser without JavaScript shows, as a picture.
+    training: losses, samples and settings, as training.js describes them."""
     content = {"version": VERSION, "runs": list(runs), "training": training}
-    return _filled(content, title, picture)
+    return _filled(content, title, grid_url(last.codes[0]) if last else "")
 
 
 def live_page(title: str, tabs: Sequence[str]) -> str:

@@ -1,5 +1,5 @@
 /* Where a head does what it does: lines of the text around a query token and its key token, and the
- * pairs of words or tokens that it connects most often. Python chooses all of them
+ * pairs of words that it connects most often. Python chooses all of them
  * (headlens/whole_text.py, headlens/connected.py). */
 
 import { formatWeight, plural } from "./text.js";
@@ -44,9 +44,8 @@ function listOf(title, about, cells, windows) {
 
 /** Returns the table of the pairs that a head connects most often. */
 function pairTable({ queries, texts, of_heads: ofHeads }, index) {
-  const { links, of, keys } = ofHeads[index];
-  const one = of.slice(0, -1);
-  const head = [`key ${one}`, "times", `from the query ${of}`].map((textContent) =>
+  const { links, keys } = ofHeads[index];
+  const head = ["key", "times", "from the queries"].map((textContent) =>
     make("th", { scope: "col", textContent }));
   const rows = keys.map(([key, count, from]) => make("tr", {},
     make("th", { scope: "row" }, make("mark", {}, make("bdi", { textContent: texts[key] }))),
@@ -54,7 +53,7 @@ function pairTable({ queries, texts, of_heads: ofHeads }, index) {
     make("td", {}, ...from.flatMap(([query, times]) =>
       [make("bdi", { textContent: texts[query] }), make("small", { textContent: ` ${times} ` }), " "]))));
   return make("div", { id: "pairs" },
-    make("h4", {}, `${of} it connects most often`, make("span", { textContent:
+    make("h4", {}, "words it connects most often", make("span", { textContent:
       ` ${plural(links, "query token")} of ${queries} with a weight of at least 0.2` })),
     rows.length ? make("table", {}, make("thead", {}, make("tr", {}, ...head)),
       make("tbody", {}, ...rows)) : make("p", { textContent: "no pair twice" }));

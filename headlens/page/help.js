@@ -69,8 +69,8 @@ export function buildHelp() {
         "windows, of different pairs of tokens. They show a head at its best; the five query tokens " +
         "at random, the same for all heads, show what it usually does. A head connects a query token " +
         "with the key token that it moves most if the weight is at least 0.2: the table has the most " +
-        "frequent key tokens, or words if it often connects different words, and the query tokens " +
-        "from which it attends to them. The first token of a window " +
+        "frequent words of key tokens, and the words of query tokens from which it attends to them. " +
+        "Two words count once, for any number of their tokens. The first token of a window " +
         "and the query token itself do not count: many heads rest their attention there. A mean " +
         "weight is a mean over the query tokens that have a key token of this kind before them.")] : []),
     heading("Predictions"),

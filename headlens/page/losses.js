@@ -6,7 +6,6 @@ import { here, run, state, update } from "./state.js";
 import { pause } from "./player.js";
 import { setColour } from "./names.js";
 
-const COPY = "loss on the second copy";
 const THUMB = 8; // half the width of the slider's handle
 const AXIS = 34; // width of the axis at the right, in pixels; the slider leaves this room
 let timeCurves = []; // {points: [[step, value]], label: its legend, isPart: from 0 to 1}
@@ -21,10 +20,9 @@ export function placeOf(step) {
 
 export function buildTimeline() {
   document.documentElement.style.setProperty("--axis", `${AXIS}px`);
-  const known = { ...run.curves, [COPY]: run.copy_losses };
-  timeCurves = Object.entries(known).filter(([, points]) => points.length > 1)
+  timeCurves = Object.entries(run.curves).filter(([, points]) => points.length > 1)
     .map(([title, points]) => {
-      const short = title.replace(/ loss\b|^loss on the |^validation (?=acc)/, "");
+      const short = title.replace(/ loss\b|^validation (?=acc)/, "");
       const isPart = title.includes("accuracy");
       const label = make("span", { title }, `${isPart ? "· " : ""}${short} `,
         make("b", { className: "number" }));
@@ -112,10 +110,7 @@ export function drawTimeline() {
   if (!width || !tall) return; // hidden in a small window
   const context = prepareCanvas($("losses"), width, tall);
   const losses = timeCurves.filter(({ isPart }) => !isPart);
-  // The loss on the second copy can become very large in a model that does not learn to copy.
-  const usual = losses.filter(({ label }) => label.dataset.curve !== COPY);
-  const most = Math.max(...(usual.length ? usual : losses)
-    .flatMap(({ points }) => points.map(([, value]) => value)));
+  const most = Math.max(...losses.flatMap(({ points }) => points.map(([, value]) => value)));
   const x = (step) => THUMB + placeOf(step) * (width - AXIS - 2 * THUMB);
   drawAxis(context, width, tall, most);
   context.lineWidth = 1.3;

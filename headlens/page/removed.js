@@ -1,4 +1,4 @@
-/* What happens without a head: loss and accuracy when heads are removed, see headlens/removed.py. */
+/* What happens without a head: loss and accuracy when heads are removed, see headlens/finding.py. */
 
 import { $, bold, make, sentence } from "./dom.js";
 import {

@@ -4,7 +4,6 @@ import csv
 import functools
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from clearhead.models.head_removal import ablate_heads
 from clearhead.run import lens_runner
 from clearhead.tokens.windows import IGNORED, WindowDataset
 from headlens import read_snapshot
-from headlens.ablation import COLUMNS, removal_lines
+from headlens.ablation import COLUMNS
 from train import fit
 
 HEADS = [(layer, head) for layer in (0, 1) for head in range(4)]
@@ -176,33 +175,3 @@ def test_results_of_a_run(make_run, monkeypatch, small, batch_size, method):
     found = {(int(row["layer"]), int(row["head"])): float(row["loss_change"]) for row in table}
     assert found == changes
     assert read_snapshot(folder / "step_00000004.npz").ablation == result
-
-
-def removed(change, error=0.01, **more):
-    return {"loss_change": change, "loss_change_error": error, "accuracy_without": None} | more
-
-
-def lines_of(changes, groups=(), method="exact"):
-    """changes: of the loss without head 0, 1, ... of layer 2."""
-    heads = [change | {"layer": 2, "head": n} for n, change in enumerate(changes)]
-    found = {"heads": heads, "groups": list(groups), "method": method}
-    return removal_lines(found, lambda layer, head: f"name of {layer}.{head}")
-
-
-def test_lines_about_the_heads_that_the_model_needs():
-    """The largest increase of more than two standard errors; a decrease is not noise."""
-    (line,) = lines_of([removed(0.01), removed(0.8, 0.5), removed(0.5), removed(0.3), removed(-2)])
-    assert all(part in line for part in ("L2 H2", "name of 2.2", "+0.50 ± 0.01"))
-    assert "L2 H0" in lines_of([removed(0.1, None)])[0]  # one window: the noise is unknown
-    quiet, harmful = [removed(0.019), removed(-0.019), removed(0.0, 0.0)], [removed(-0.021)]
-    (noise,), (fewer,) = lines_of(quiet), lines_of([*quiet, *harmful])
-    assert noise != fewer == lines_of([removed(-0.0001, None)])[0]
-    assert not re.search(r"\d", noise + fewer)
-    groups = [removed(0.7, name="induction", heads=3), removed(9, name="diagonal", heads=1)]
-    first, second = lines_of(quiet, groups)
-    assert first == noise
-    assert "3 induction" in second
-    assert "+0.70" in second
-    (estimate,) = lines_of(quiet, method="estimate")
-    assert estimate.startswith(noise)
-    assert estimate != noise

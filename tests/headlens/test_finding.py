@@ -10,7 +10,16 @@ from helpers.pages import PROMPTS, a_run, prompt
 from helpers.stories import PLANTED, REPEATED, SOME, planted, story_run
 
 from headlens import STATISTICS
-from headlens.finding import events, findings, opening, statuses, subject
+from headlens.finding import (
+    events,
+    findings,
+    opening,
+    plain,
+    removal_lines,
+    removed_heads,
+    statuses,
+    subject,
+)
 from headlens.heads import ALL_NAMES, KINDS, NAMES
 from headlens.history import Row
 from headlens.rounding import formatted
@@ -19,12 +28,8 @@ from headlens.snapshot_data import Contexts
 STEPS = (0, 40, 80, 1200)
 
 
-def text_of(sentence):
-    return "".join(part if isinstance(part, str) else part[1] for part in sentence)
-
-
 def numbers(sentence):
-    return [float(n) for n in re.findall(r"\d+\.\d+", text_of(sentence))]
+    return [float(n) for n in re.findall(r"\d+\.\d+", plain(sentence))]
 
 
 def named(data, *names, tokens_back=2):
@@ -36,7 +41,7 @@ def named(data, *names, tokens_back=2):
     return data
 
 
-def on_text(values, places=None, error=0.02, coverage=None):
+def on_text(values, places=None, error=0.02):
     """Returns the last snapshot of a run without clear heads, measured on a text where the heads
     have these statistics: {name: [value of each of six heads]}. The value of chance is 0.1."""
     data = copy.deepcopy(story_run({}).snapshots[-1])
@@ -47,8 +52,7 @@ def on_text(values, places=None, error=0.02, coverage=None):
         data.row.errors[key] = np.full(shape, error, np.float32)
         data.uniform[key] = 0.1
     cells = np.full((*shape, 2, 5, 3), -1, np.int16)
-    known = dict.fromkeys(NAMES, 1.0) | (coverage or {})
-    data.contexts = Contexts("the book", [["a", "b"]], cells, cells[..., 0].astype("u1"), known)
+    data.contexts = Contexts("the book", [["a", "b"]], cells, cells[..., 0].astype("u1"))
     best = {0: {}}
     for head in range(6):
         name = max(values, key=lambda key: values[key][head])
@@ -81,30 +85,21 @@ def steps_in(text):
     return [int(n.replace(",", "")) for n in re.findall(r"step ([\d,]+)", text)]
 
 
-def test_a_head_says_since_when_it_has_its_name():
+def test_a_head_says_since_when_it_has_its_name_and_which_it_had():
     rows = history_of("induction", "", "induction", "induction")
-    assert steps_in(status(rows, 1200)) == [80, 0]  # and since when on and off
-    assert steps_in(status(rows, 1000)) == [80, 0]  # the last row until then
-    assert steps_in(status(rows, 0)) == [0]
+    assert steps_in(status(rows, 1200)) == [80]
+    assert steps_in(status(rows, 1000)) == [80]  # the last row until then
     assert steps_in(status(rows[:1], 0)) == []  # a single snapshot
     (found,) = statuses(rows, [80])
     assert [ALL_NAMES[name] for name in found["names"]] == ["induction"]
-
-
-def test_a_head_that_lost_its_name_says_when_it_had_it():
     rows = history_of("", "segment_start", "segment_start", "")
-    assert steps_in(status(rows, 1200)) == [1200, 40, 80]
+    assert steps_in(status(rows, 1200)) == [80]  # until then
     assert "segment-start head" in status(rows, 1200)
-    assert steps_in(status(rows, 0)) == [0, 40]  # and which name it gets
-    assert steps_in(status(history_of("", "induction", "", ""), 1200)) == [1200, 40]
-    assert steps_in(status(history_of("", "uniform", "", ""), 1200)) == [1200]  # is not a name
-
-
-def test_a_head_with_two_names_in_turn_has_both_in_its_sentence():
+    assert steps_in(status(history_of("", "uniform", "", ""), 1200)) == []  # is not a name
     rows = history_of("diagonal", "diagonal", "offset", "offset", backs=[2, 2, 3, 4])
+    assert "offset-4 head" in status(rows, 1200)
     assert "self head" in status(rows, 1200)
-    assert steps_in(status(rows, 1200)) == [80, 0, 40]
-    assert "offset-4 head" in status(rows, 0)
+    assert steps_in(status(rows, 1200)) == [80, 40]
     # An offset head with another offset has the same name.
     assert steps_in(status(history_of("offset", "offset", "offset", backs=[2, 3, 2]), 80)) == [0]
 
@@ -188,7 +183,7 @@ def test_example_of_a_head():
         query = found["rows"][number][head]
         tokens = [part[1] for part in sentence if isinstance(part, list) and part[0] == "token"]
         assert tokens == [data.prompts[number].labels[n] for n in (query, query - 1)]
-        assert re.findall(r"\((\d+)\)", text_of(sentence)) == [str(query), str(query - 1)]
+        assert re.findall(r"\((\d+)\)", plain(sentence)) == [str(query), str(query - 1)]
         weight = run.weights[120][number][divmod(head, 3)][query, query - 1]
         assert numbers(sentence)[2:4] == pytest.approx([weight, 1 / (query + 1)], abs=0.011)
         size = [of["previous_token"][divmod(head, 3)] for of in data.of_prompts[:2]]
@@ -202,7 +197,7 @@ def test_a_positional_head_says_how_far_back():
     data = run.snapshots[-1]
     assert ALL_NAMES[data.row.names[0, 1]] == "positional"
     found = findings(data)
-    sentence = text_of(found["findings"][1])
+    sentence = plain(found["findings"][1])
     (query, key) = map(int, re.findall(r"\((\d+)\)", sentence))
     maps = planted("two to four back", SOME)
     means = {
@@ -211,7 +206,6 @@ def test_a_positional_head_says_how_far_back():
     }
     distance, mean = max(means.items(), key=lambda item: item[1])
     assert query - key == distance
-    assert f"{distance} places" in sentence
     assert numbers([sentence])[-1] == pytest.approx(mean, abs=0.0051 + 1 / 255)
     assert found["rows"][0][1] == query
 
@@ -228,53 +222,29 @@ def test_short_prompts_have_no_rows():
 
 
 def test_mean_weight_on_a_text():
-    """With its error and its chance; a mean over a part of the tokens says so."""
-    values = {"induction": [0.9] * 6, "separator": [0.1] * 6}
-    for covered in (1, 0.5):
-        data = on_text(values, coverage={"induction": covered})
-        sentence = findings(data)["findings"][0]
-        assert numbers(sentence) == [0.9, 0.02, 0.1]
-        assert ["bold", "0.90 ± 0.02"] in sentence
-        assert data.contexts.text_name in text_of(sentence)
-        assert ("50 %" in text_of(sentence)) == (covered == 0.5)
-    weak = findings(on_text({"induction": [0.9] * 6}, places=[2] * 6))["findings"][0]
-    both = findings(on_text({"induction": [0.9] * 6}, places=[0] * 6))["findings"][0]
-    assert len(text_of(weak)) != len(text_of(both))  # too little for the name
+    """With its error and its chance."""
+    data = on_text({"induction": [0.9] * 6})
+    sentence = findings(data)["findings"][0]
+    assert numbers(sentence) == [0.9, 0.02, 0.1]
+    assert ["bold", "0.90 ± 0.02"] in sentence
+    assert data.contexts.text_name in plain(sentence)
 
 
-def test_a_second_name_that_also_holds_is_said():
-    values = {"separator": [0.6, 0.6, 0.6, 0, 0, 0], "diagonal": [0.5, 0.31, 0.5, 0.5, 0, 0]}
-    data = on_text(values)
-    data.row.errors["diagonal"][0, 2] = 0.2  # less than three errors
-    said = [text_of(sentence) for sentence in findings(data)["findings"]]
-    assert ["self head" in text for text in said[:3]] == [True, False, False]
-    assert numbers([said[0]])[-3:] == [0.5, 0.02, 0.1]
-
-
-def test_a_head_without_a_name_says_which_is_nearest():
-    """And what a name needs, or that the error is too large."""
+def test_a_head_without_a_name_says_which_is_nearest_and_what_a_name_needs():
     values = {"separator": [0.3, 0.5, 0.1, 0, 0, 0], "diagonal": [0.2, 0.1, 0.4, 0, 0, 0]}
     data = on_text(values)
     data.row.names[:] = 0
-    data.row.errors["diagonal"][0, 2] = 0.2
     said = findings(data)["findings"]
     assert numbers(said[0]) == [0.3, 0.02, 0.1, pytest.approx(0.1 + 0.4 * 0.9)]
-    assert "separator head" in text_of(said[1])
-    assert numbers(said[2]) == [0.4, 0.2, 0.1]
+    assert "separator head" in plain(said[1])
+    data = story_run({(0, 1): ("previous_token in words", 40)}).snapshots[-1]
+    assert ALL_NAMES[data.row.names[0, 1]] == ""  # a clear pattern on one prompt only
+    value, chance = data.row.values["previous_token"][0, 1], data.uniform["previous_token"]
+    said = findings(data)["findings"][1]
+    assert numbers(said) == pytest.approx([value, chance, chance + 0.25 * (1 - chance)], abs=0.0051)
     for values in data.row.values.values():  # of a model that has diverged
         values[:] = np.nan
     assert all(findings(data)["findings"])
-
-
-def test_a_head_with_a_pattern_on_one_prompt_has_no_name():
-    """The sentence says what it does there."""
-    data = story_run({(0, 1): ("previous_token in words", 40)}).snapshots[-1]
-    value = data.of_prompts[0]["previous_token"][0, 1]
-    said = findings(data)["findings"]
-    assert ALL_NAMES[data.row.names[0, 1]] == ""
-    chance = data.prompts[0].uniform["previous_token"]
-    assert numbers(said[1]) == pytest.approx([value, chance], abs=0.0051)
-    assert numbers(said[0]) == []
 
 
 # ------------------------------------------------------------------- the first head, the subject
@@ -311,8 +281,8 @@ def test_opening_has_the_clearest_row():
     assert not text_only.prompts[opening(text_only)["prompt"]].period
 
 
-def test_opening_without_names_is_the_head_nearest_to_one():
-    data = on_text({"diagonal": [0.2] * 6, "separator": [0, 0, 0, 0.15, 0, 0]})
+def test_opening_without_names_is_the_most_significant_head():
+    data = on_text({"diagonal": [0.2] * 6, "separator": [0, 0, 0, 0.25, 0, 0]})
     found = opening(data)
     assert (found["layer"], found["head"]) == (1, 0)
     for values in data.row.values.values():
@@ -321,21 +291,107 @@ def test_opening_without_names_is_the_head_nearest_to_one():
 
 
 def test_subject_counts_names_at_the_last_step():
-    values = {"induction": [0.9, 0.9, 0, 0, 0, 0]}
-    data = on_text(values, places=[1, 2, 1, 1, 1, 1])
-    said = text_of(subject(data, [data.row, data.row]))
+    data = on_text({"induction": [0.9, 0.9, 0, 0, 0, 0]}, places=[1, 2, 1, 1, 1, 1])
+    said = plain(subject(data, [data.row, data.row]))
     assert f"At step {data.step}, 2 of 6 heads" in said
     assert re.search(r"; 1 of the names .* the book", said)
-    assert "No head is an induction head" not in said
-    data = on_text({"separator": [0.9] * 6, "induction": [0.1, 0.2, 0.1, 0, 0, 0]})
-    said = text_of(subject(data, [data.row]))
-    assert f"step {data.step}" not in said  # of a model without a training
-    assert "0.20 (L0 H1)" in said
+    data = on_text({"separator": [0.9] * 6})
+    assert f"step {data.step}" not in plain(subject(data, [data.row]))  # without a training
     groups = [
-        {"name": "separator", "heads": 6, "loss_change": 2, "loss_change_error": 0.1},
-        {"name": "", "heads": 1, "loss_change": 3, "loss_change_error": 2},  # not clear
+        removal(2, name="separator", heads=6),
+        removal(3, error=2, name="induction", heads=1),  # not clear
     ]
     data.ablation = {"method": "exact", "loss": 1, "groups": groups}
     assert ["bold", formatted(3)] in subject(data, [data.row])
     data.ablation["method"] = "estimate"
     assert ["bold", formatted(3)] not in subject(data, [data.row])
+
+
+# ------------------------------------------------------------------- removed heads
+
+CHANGES = (0.0004, 1.25, -0.3, 0.002, 2.5, 0.05)  # of six heads in two layers
+
+
+def removal(change, accuracy=None, **more):
+    error = more.pop("error", abs(change) / 10)
+    return more | {
+        "loss_change": change,
+        "loss_change_error": error,
+        "accuracy_without": accuracy,
+    }
+
+
+def removals(method="exact", groups=(), changes=CHANGES):
+    accuracies = [(n + 1) / 10 if method == "exact" else None for n in range(6)]
+    heads = zip(np.ndindex(2, 3), changes, accuracies, strict=True)
+    return {
+        "step": 120,
+        "method": method,
+        "windows": 8,
+        "targets": 512,
+        "loss": 0.5,
+        "accuracy": 0.75 if method == "exact" else None,
+        "heads": [removal(c, a, layer=at[0], head=at[1]) for at, c, a in heads],
+        "groups": list(groups),
+    }
+
+
+def row_of(*names):
+    row = Row(120, {key: np.zeros((2, 3), np.float32) for key in STATISTICS})
+    row.names = np.reshape([ALL_NAMES.index(name) for name in names or [""] * 6], (2, 3))
+    return row
+
+
+def test_loss_without_a_head_and_without_all_heads_of_its_name():
+    group = removal(4.5, 0.1, name="induction", heads=6)
+    shown = removed_heads(removals(groups=[group]), row_of(*["induction"] * 6))
+    assert shown["changes"] == list(CHANGES)
+    for index, (said, change) in enumerate(zip(shown["findings"], CHANGES, strict=True)):
+        found = [float(n) for n in re.findall(r"\d+\.\d+", plain(said))]
+        expected = [abs(change), abs(change) / 10, 0.5 + change, 0.75, (index + 1) / 10]
+        expected += [4.5, 0.45, 5, 0.75, 0.1]
+        assert found == pytest.approx(expected, abs=0.006)
+        assert f"L{index // 3} H{index % 3}" in plain(said)
+    assert ["bold", "+1.25 ± 0.13"] in shown["findings"][1]
+
+
+def test_an_estimate_and_a_change_that_is_not_clear_say_so_and_are_not_bold():
+    group = removal(4.5, name="induction", heads=6)
+    shown = removed_heads(removals("estimate", [group]), row_of(*["induction"] * 6))
+    assert all(plain(said).count("estimated") == 2 for said in shown["findings"])
+    assert all(isinstance(part, str) for said in shown["findings"] for part in said)
+    assert "estimate" in shown["notes"][0]
+    assert "estimated" in shown["columns"][2]
+    noise = removals()
+    noise["heads"][1]["loss_change_error"] = 0.7
+    said = removed_heads(noise, row_of())["findings"]
+    assert ["not clearly" in plain(of_head) for of_head in said] == [n == 1 for n in range(6)]
+    assert all(isinstance(part, str) for part in said[1])
+
+
+def test_table_of_all_heads_of_each_name():
+    groups = [
+        removal(0.1, 0.5, name="diagonal", heads=2, error=0.1),
+        removal(0.5, 0.5, name="induction", heads=2, error=0.1),
+        removal(-0.5, 0.5, name="separator", heads=1, error=0.1),
+        removal(0.1, 0.5, name="previous_token", heads=2, error=None),  # one window
+    ]
+    table = removed_heads(removals(groups=groups), row_of())["groups"]
+    assert [of["key"] for of in table][:2] == ["", "induction"]
+    assert table[-1]["key"] == "separator"  # by the change of the loss
+    assert [of["key"] for of in table if of["is_noise"]] == ["diagonal"]
+    assert table[1]["cells"][1:] == ["1.00", "+0.50 ± 0.10", "0.50"]
+    assert removed_heads(removals(), row_of())["groups"] == []
+
+
+def test_lines_about_the_heads_that_the_model_needs():
+    """The largest increase of more than two standard errors."""
+    row = row_of("", "", "", "", "induction", "")
+    (line,) = removal_lines(removals(), row)
+    assert all(part in line for part in ("L1 H1 (induction)", "+2.50 ± 0.25", "0.50"))
+    noise = removals(changes=[-0.5] * 6, groups=[removal(0.7, 0.1, name="induction", heads=3)])
+    first, second = removal_lines(noise, row)
+    assert not re.search(r"\d", first)
+    assert "3 induction" in second
+    assert "+0.70" in second
+    assert "estimated" in removal_lines(removals("estimate"), row)[0]

@@ -16,7 +16,6 @@ from headlens.heads import (
     NAMES,
     clearest,
     head_table,
-    most_significant,
     names_of,
 )
 from headlens.history import Row
@@ -93,7 +92,8 @@ def test_heads_without_significance_are_positional_or_uniform_or_have_no_name():
     found = {(of["layer"], of["head"]): of["name"] for of in head_table([last], UNIFORM)}
     assert [found[place] for place in ((0, 0), (0, 1), (1, 0))] == ["uniform", "", "positional"]
     assert found[1, 1] == "first_token"
-    assert [of["name"] for of in most_significant(head_table([last], UNIFORM))] == ["first_token"]
+    found = [of["name"] for of in clearest(head_table([last], UNIFORM))]
+    assert found == ["first_token", "positional"]
 
 
 def test_a_name_needs_each_prompt_on_which_it_is_defined():
@@ -228,7 +228,7 @@ def test_the_clearest_head_of_each_name():
         previous_token=[[0, 0], [0, 0.65]],
     )
     table = head_table([last], UNIFORM)
-    assert [head["name"] for head in most_significant(table)] == [
+    assert [head["name"] for head in clearest(table)] == [
         *("induction", "previous_token", "diagonal", "first_token")
     ]
     last = row(0, positional=[[0.3, 0.6], [0.4, 0]], induction=[[0.3, 0], [0.1, 0.9]])

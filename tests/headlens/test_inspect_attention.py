@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 
 import numpy as np
 import pytest
@@ -40,8 +39,7 @@ def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     assert [len(p["tokens"]) for p in run["prompts"]] == [8, 31]  # BOS and 15 tokens, twice
     assert run["prompts"][0]["text"] == "".join(run["prompts"][0]["tokens"]) == "The fox."
     assert run["opening"]["prompt"] == 0
-    kinds = [line for line in told.splitlines() if re.search(r" L\d H\d \d\.\d\d", line)]
-    assert len(kinds) == len(KINDS) - 1  # no head is positional
+    assert "of 4 heads" in told
     (frame,) = run["frames"]
     assert frame["step"] == 4
     model = load_pretrained(home / "runs" / "one").model
@@ -168,7 +166,7 @@ def test_loss_without_each_head(in_process, home):
     (run,) = read(home / "a.html")
     assert "estimate" not in run["removed"]["notes"][0]
     assert len(run["removed"]["findings"]) == run["layers"] * run["heads"]
-    assert "\n  without " in told
+    assert "\n  Without " in told
     estimate = ("checkpoint=gpt2", "ablation=estimate", "out=b.html")
     code, _, err = in_process(main, home, *estimate)  # of no run, so the text is not known
     assert (code, printed_keys(err)) == (2, ["data.path"])

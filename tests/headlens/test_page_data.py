@@ -1,13 +1,11 @@
 """The data of a page: statistics of each prompt, predictions, norms and names of heads."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 from helpers.loops import targets
 from helpers.pages import PROMPTS, a_run, unpacked
-from helpers.stories import PERIOD, a_story
 
 from headlens import KINDS, STATISTICS, run_data
 from headlens.finding import findings
@@ -71,20 +69,6 @@ def test_significance_at_each_step_and_on_each_prompt():
     for found, values, prompt in on_prompts:
         wanted = np.nanmax(significances(values, prompt.uniform), axis=0).ravel()
         assert found["significance"] == pytest.approx(wanted, abs=2e-4)
-
-
-def test_losses_on_the_second_copy_if_they_fall():
-    story = a_story()
-    wanted = [
-        (step, row.losses[1][PERIOD + 1 : 2 * PERIOD].mean()) for step, row in story.rows.items()
-    ]
-    for found, (step, loss) in zip(story.data["copy_losses"], wanted, strict=True):
-        assert (found[0], found[1]) == (step, pytest.approx(loss, abs=5e-5))
-    first = next(iter(story.rows.values()))
-    stays = [dataclasses.replace(row, losses=first.losses) for row in story.rows.values()]
-    for row, known in zip(stays, story.rows.values(), strict=True):
-        row.names, row.places, row.offsets = known.names, known.places, known.offsets
-    assert run_data(story.snapshots, stays)["copy_losses"] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -231,21 +231,6 @@ def test_windows_of_a_text():
         windows_of("a" * 15, tokens, context_length=1024)
 
 
-def test_the_share_that_a_name_explains():
-    """The weight on the targets of all query tokens but the first, which can only attend to
-    itself."""
-    windows = story()
-    data = measured(torch.nn.Identity(), windows, attention=attention)
-    table = {(row["layer"], row["head"]): row for row in head_table([data.row], data.uniform)}
-    for head, kind in enumerate(PLANTED):
-        total = 0.0
-        for window, weights in zip(windows.tolist(), planted(windows, PLANTED), strict=True):
-            for q, keys in enumerate(targets_in(window)[kind]):
-                total += weights[head, q, keys].sum().item()
-        wanted = total / (6 * 39)
-        assert data.contexts.explained(table[0, head]) == pytest.approx(wanted, abs=1e-3), kind
-
-
 @pytest.mark.parametrize(
     ("changes", "shape"),
     [

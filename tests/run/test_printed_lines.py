@@ -109,9 +109,9 @@ def test_names_are_printed_once_when_they_first_occur_and_counted_at_the_end(mak
     trained(make_run(*HEADS), 4)
     out = capsys.readouterr().out
     assert during(out) == [
-        (["L0 H0", "L0 H1", "L0 H2"], ["1", "2"]),  # at step 1, and 2 more
+        (["L0 H0", "L0 H1", "L0 H2", "L0 H3"], ["1", "1"]),  # at step 1, and 1 more
         (["L1 H1"], ["2"]),
-        (["L1 H3", "L1 H2"], ["3"]),
+        (["L1 H2", "L1 H3"], ["3"]),
     ]
     first, *lines = [line for line in out.splitlines() if line.startswith("attention heads")]
     assert re.findall(r"\d+", first) == ["8", "8", "5", "2", "1"]

@@ -9,7 +9,7 @@ from helpers import pages
 from helpers.pages import PROMPTS, STEPS, WORDS, a_run
 from playwright.sync_api import expect
 
-from headlens.page import START, VERSION, page
+from headlens.page import START, VERSION, page_html
 from headlens.prompts import labels_of
 from headlens.rounding import formatted
 from headlens.statistics import STATISTICS
@@ -281,7 +281,7 @@ def open_file(lens, text):
 
 
 def open_other(lens, run):
-    open_file(lens, page([run.data], "x"))
+    open_file(lens, page_html([run.data], "x"))
     expect(lens.locator("#compare-note")).to_contain_text(run.data["name"])
 
 
@@ -293,8 +293,8 @@ def test_other_pages_are_opened_to_compare_with(shown):
     for text in (
         "<!doctype html><script>parent.hacked = window.hacked = 1</script><p>hello",
         START + '{"version": 3, "runs": [{"name"',
-        page([data], "x").replace(f'"version": {VERSION}', '"version": 2'),
-        page([data | {"frames": [*frames, truncated]}], "x"),
+        page_html([data], "x").replace(f'"version": {VERSION}', '"version": 2'),
+        page_html([data | {"frames": [*frames, truncated]}], "x"),
     ):
         lens.evaluate("document.getElementById('message').textContent = ''")
         open_file(lens, text)

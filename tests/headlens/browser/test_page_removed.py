@@ -9,8 +9,8 @@ import pytest
 from helpers import pages
 from helpers.pages import STEPS, a_run
 
+from headlens.finding import removed_heads
 from headlens.heads import ALL_NAMES
-from headlens.removed import removed_heads
 from headlens.rounding import formatted_loss
 
 CHANGES = (0.0004, 1.25, -0.3, 0.002, 2.5, 0.05)  # of the six heads

@@ -1,4 +1,4 @@
-"""The interactive page in Chromium: heads on a text, and the tokens of it that a head connects."""
+"""The interactive page in Chromium: heads on a text, and the words of it that a head connects."""
 
 import copy
 import dataclasses

@@ -17,7 +17,7 @@ from playwright.sync_api import expect
 
 from clearhead.output.report import write_run_page
 from headlens.heatmap import VIRIDIS
-from headlens.page import END, START, page
+from headlens.page import END, START, page_html
 from headlens.render import write_page
 from headlens.rounding import DIGITS
 
@@ -106,7 +106,7 @@ def test_sources_run_without_being_assembled(window):
     """As on a local web server of a developer: each module imports what it uses."""
     tab, wrong = window().new_page(), []
     tab.on("pageerror", lambda error: wrong.append(error))
-    whole = page([a_run().data], "x")
+    whole = page_html([a_run().data], "x")
     begin = whole.index(START) + len(START)
     data = whole[begin : whole.index(END, begin)]
 
@@ -396,13 +396,13 @@ def test_damaged_pages_and_old_browsers(tmp_path, opened):
     *frames, last = data["frames"]
     raw = zlib.decompress(base64.b64decode(last["weights"]))
     too_short = last | {"weights": base64.b64encode(zlib.compress(raw[:-1])).decode()}
-    whole = page([data], "x")
+    whole = page_html([data], "x")
     begin = whole.index(START) + len(START)
     texts = {
-        "weights too short": page([data | {"frames": [*frames, too_short]}], "x"),
-        "history truncated": page([data | {"history": data["history"][:100]}], "x"),
-        "text truncated": page([data | {"text": data["history"][:50]}], "x"),
-        "no weights": page([data | {"frames": []}], "x"),
+        "weights too short": page_html([data | {"frames": [*frames, too_short]}], "x"),
+        "history truncated": page_html([data | {"history": data["history"][:100]}], "x"),
+        "text truncated": page_html([data | {"text": data["history"][:50]}], "x"),
+        "no weights": page_html([data | {"frames": []}], "x"),
         "truncated": whole[: begin + 500] + whole[whole.index(END, begin) :],
         "old browser": whole,
     }
