@@ -149,14 +149,10 @@ def result(rows: list[dict], found: dict) -> str:
     text = f"The {name} loss {verb} {rounded(loss, 4)} nats per token after {step:,} steps"
     if first[1] > loss:
         text += f", down from {rounded(first[1], 4)}"
-    return f"{text}; {risen_since(step)}." if found.get("risen") else f"{text}."
-
-
-def risen_since(step: int) -> str:
-    """Returns what a user should know about a validation loss that has risen since this step."""
+    if not found.get("risen"):
+        return f"{text}."
     helps = "more text helps, maybe also a smaller model or dropout"
-    repeated = f"if the text was read several times, {helps}"
-    return f"the validation loss has risen since step {step:,} ({repeated})"
+    return f"{text}; it has risen since (if the text was read several times, {helps})."
 
 
 def facts(rows: list[dict], starts: list[dict], found: dict) -> list[tuple[str, str, str]]:

@@ -145,7 +145,7 @@ def test_a_model_has_one_validation_loss(run, page_of):
         "training time": ["0", "01", "40"],  # 3000 tokens at 30 tokens/s
     }
     result = page.locator(".result").inner_text()
-    assert numbers([result]) == [["7.0000", "10", "10.0000", "10"]]
+    assert numbers([result]) == [["7.0000", "10", "10.0000"]]
 
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, ROWS[:2])))
     page = page_of(folder)
