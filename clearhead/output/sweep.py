@@ -17,7 +17,7 @@ from clearhead.config.application import results_in, sweep_directory
 from clearhead.config.command_line import errors_in_one_line
 from clearhead.errors import best_effort, refuse, sanitize
 from clearhead.files import REPOSITORY, as_json, atomic_write, last_values
-from clearhead.output.comparison import read_all, summarize, tables
+from clearhead.output.comparison import read_all, summarize, table
 
 
 class SweepResults(Callback):
@@ -71,7 +71,7 @@ def write_results(folder: Path, jobs: list[dict]) -> None:
     rows = summarize(read_all(folders, metric) if metric in logged else [], metric)
     parts = [f"# {folder.absolute().name}"]
     if rows:
-        parts.append(tables(rows, metric))
+        parts.append(table(rows, metric))
         print(f"\n{parts[-1]}\n\nresults          {folder}/results.md, .json", flush=True)
     if failed := [job for job in jobs if job["exit_code"]]:
         parts += ["## Failed jobs", *(f"- {line(job)}" for job in failed)]
