@@ -20,6 +20,7 @@ hub:NAME@REVISION,REVISION or hub:NAME@PATTERN. The page is a time-lapse of them
 import functools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,25 +148,23 @@ def inspect(
     from clearhead.models.head_removal import ablate_heads
     from clearhead.output.console import progress
 
+    step, ablate = trained.state.step if trained.state else 0, None
     model = trained.model.to(device)
-    step = trained.state.step if trained.state else 0
-    if not settings.ablation:
-        data, lines = inspected(key, path, lens, model, step)
-        print_heads(path, lines)
-        return data
-    with progress("passes without heads") as report:
-        ablate = functools.partial(
-            ablate_heads,
-            model,
-            dataset=dataset,
-            is_synthetic=is_synthetic(trained, settings),
-            max_tokens=math.inf if settings.ablation == "exact" else 0,
-            report=report,
-        )
+    with progress("passes without heads") if settings.ablation else nullcontext() as report:
+        if settings.ablation:
+            ablate = functools.partial(
+                ablate_heads,
+                model,
+                dataset=dataset,
+                is_synthetic=is_synthetic(trained, settings),
+                max_tokens=math.inf if settings.ablation == "exact" else 0,
+                report=report,
+            )
         data, lines = inspected(key, path, lens, model, step, ablate)
     print_heads(path, lines)
-    print("largest increases of the loss:")
-    print("\n".join(f"  without {line}" for line in lens.most_important_heads()))
+    if settings.ablation:
+        print("largest increases of the loss:")
+        print("\n".join(f"  without {line}" for line in lens.most_important_heads()))
     return data
 
 

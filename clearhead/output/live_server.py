@@ -150,29 +150,25 @@ def answer_to(runs: LiveRuns, target: str) -> Answer:
             return as_page("runs", ["runs"])
         case ["runs.json"]:
             return Answer(json.dumps(runs.rows()).encode())
-        case ["run", name, *rest]:
-            run = runs.find(name)
-            if run is None:
-                raise Refused(HTTPStatus.NOT_FOUND, "no such run")
-            return answer_of_run(run, rest)
-    raise Refused(HTTPStatus.NOT_FOUND, "no such page")
+        case ["run", name, part, *parts] if run := runs.find(name):
+            return answer_of_run(run, part, *parts)
+    raise Refused(HTTPStatus.NOT_FOUND, "no such page or run")
 
 
-def answer_of_run(run: LiveRun, parts: list[str]) -> Answer:
+def answer_of_run(run: LiveRun, *parts: str) -> Answer:
     """Returns the answer to a path below /run/NAME/. Raises Refused."""
     match parts:
         case [""]:
             heads = ["heads"] * (run.has_snapshots or run.settings().get("lens.every") != 0)
-            tabs = ["runs", *heads, "training", "settings"]
-            return as_page(sanitize(run.folder.name), tabs)
+            return as_page(sanitize(run.folder.name), ["runs", *heads, "training", "settings"])
         case ["state.json"]:
             return Answer(json.dumps(run.state()).encode())
+        case ["training.json"]:
+            return Answer(run.training())
         case ["data.json"] if run.has_snapshots:
             return Answer(run.snapshots.data())
         case ["frame", name] if run.has_snapshots and (found := STEP.fullmatch(name)):
             return Answer(run.snapshots.frame(int(found[1])))
-        case ["training.json"]:
-            return Answer(run.training())
         case ["head.png"] if run.has_snapshots:
             return Answer(run.snapshots.picture(), "image/png")
     raise Refused(HTTPStatus.NOT_FOUND, "no such page")

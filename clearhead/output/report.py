@@ -37,20 +37,6 @@ MAX_CONFIG = 2**20  # bytes; a larger file is ignored
 ROWS = (*KEYS, "train/tokens")  # of metrics.jsonl
 WHOLE = "{:,.0f}".format
 LOSS = functools.partial(rounded, digits=4)
-# Keys of starts.jsonl, as the page calls them.
-ENVIRONMENT = {
-    "command": "command",
-    "time": "started",
-    "device": "device",
-    "processor": "processor",
-    "ranks": "ranks",
-    "threads": "threads",
-    "python": "Python",
-    "torch": "PyTorch",
-    "cuda": "CUDA",
-    "numpy": "NumPy",
-    "system": "system",
-}
 
 
 def write_run_page(folder: Path, state: str) -> Path:
@@ -198,23 +184,19 @@ def sample_page(row: dict) -> str:
     """Returns a row of samples.jsonl as a page without scripts, for the W&B dashboard."""
     shown = {key: escape(value) for key, value in sample(row).items()}
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>sample</title>'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "style-src 'unsafe-inline'\"><style>:root { color-scheme: light dark } body { margin: 1em; "
-        "max-width: 42rem; font: 1rem/1.5 system-ui, sans-serif } p { white-space: pre-wrap; "
-        "overflow-wrap: anywhere; unicode-bidi: plaintext }</style>"
-        f"<p>step {shown['step']}</p><p><b>{shown['prompt']}</b>{shown['text']}</p></html>"
+        '<!doctype html><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>sample</title>"
+        "<style>p { font: 1rem/1.5 sans-serif; white-space: pre-wrap; unicode-bidi: plaintext }"
+        f"</style><p>step {shown['step']}</p><p><b>{shown['prompt']}</b>{shown['text']}</p>"
     )
 
 
 def environment(starts: list[dict]) -> list[tuple[str, str]]:
-    """Returns commit, machine and versions of the last start: (name, value)."""
-    start = dict(starts[-1]) if starts else {}
-    start["time"] = str(start.get("time", ""))[:16].replace("T", " ")
-    shown = []
-    if commit := start.get("commit"):
-        changed = {False: ", with changes that are not committed"}.get(start.get("clean"), "")
-        shown.append(("commit", f"{commit}{changed}"))
-    shown += [(name, start[key]) for key, name in ENVIRONMENT.items() if start.get(key)]
-    shown += [("starts", f"{len(starts)}: the run was resumed")] * (len(starts) > 1)
-    return [(name, sanitize(str(value), keep="")) for name, value in shown]
+    """Returns command, commit, machine and versions of the last start: (name, value)."""
+    start = {key: value for key, value in starts[-1].items() if key != "step"} if starts else {}
+    start |= {"starts": f"{len(starts)}: the run was resumed"} if len(starts) > 1 else {}
+    return [
+        (sanitize(key.replace("_", " "), keep=""), sanitize(str(value), keep=""))
+        for key, value in start.items()
+        if value is not None
+    ]

@@ -138,7 +138,6 @@ class Run:
         elif self.stop.is_out_of_time(state.step):
             limit = f"trainer.max_minutes={trainer.max_minutes}"
             self.log.console.print(f"{limit}: the run ends after step {state.step:,}")
-        self.log.tracker.last_step = self.stop.last_step
 
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics; writes those after the last step to

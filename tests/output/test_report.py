@@ -253,7 +253,7 @@ def test_settings_of_a_run(tmp_path, opened):
     command = page.locator(".command code").inner_text()
     assert command.startswith("python train.py from=")
     names = page.locator(".environment dt").all_inner_texts()
-    assert {"commit", "device", "PyTorch"} <= {*names}
+    assert {"command", "commit", "device", "torch"} <= {*names}
     assert page.locator("#tab-settings pre").text_content() == (folder / "config.yaml").read_text()
     page.get_by_role("button", name="copy").click()
     expect(page.locator("#message")).to_contain_text("ommand")
