@@ -149,7 +149,6 @@ def test_keyboard_reaches_heads_tokens_and_steps(shown):
     lens.keyboard.press("ArrowDown")
     expect(pages.tile(lens, 1, 1)).to_be_focused()
     assert pages.state(lens, "layer") is None  # focused, not enlarged
-    pages.option(lens, "speed").select_option("10")
     play = lens.locator("#play").get_attribute("aria-label")
     pages.tile(lens, 1, 0).focus()
     lens.keyboard.press("Space")  # enlarges the head
@@ -168,7 +167,7 @@ def test_keyboard_reaches_heads_tokens_and_steps(shown):
 
 ACTIVE = """() => {
   const node = document.activeElement;
-  const shown = node.closest("label.file, .segments label") ?? node;
+  const shown = node.closest(".segments label") ?? node;
   const style = getComputedStyle(shown);
   return [node.id || node.className, style.outlineStyle !== "none" && style.outlineWidth];
 }"""
