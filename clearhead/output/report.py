@@ -193,10 +193,12 @@ def sample_page(row: dict) -> str:
 
 def environment(starts: list[dict]) -> list[tuple[str, str]]:
     """Returns command, commit, machine and versions of the last start: (name, value)."""
-    start = {key: value for key, value in starts[-1].items() if key != "step"} if starts else {}
+    start = dict(starts[-1]) if starts else {}
+    if start.pop("clean", None) is False:
+        start["commit"] = f"{start.get('commit')}, with changes that are not committed"
     start |= {"starts": f"{len(starts)}: the run was resumed"} if len(starts) > 1 else {}
     return [
         (sanitize(key.replace("_", " "), keep=""), sanitize(str(value), keep=""))
         for key, value in start.items()
-        if value is not None
+        if value is not None and key not in ("step", "parameters")
     ]

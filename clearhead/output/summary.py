@@ -98,8 +98,6 @@ def where_to_look(config: Config, log: RunLog, uploaded: str | None, has_risen: 
     folder, lines = log.directory, []
     if (folder / RUN_HTML).is_file():
         lines.append(f"page of the run  {folder / RUN_HTML}")
-    if is_single_run():
-        lines.append(f"all runs         {view_command(config)}")
     given = folder / "checkpoints" / "best" if has_risen else folder
     prompt = re.sub("^@", "@@", config.trainer.sample_prompt or "")  # @FILE: from a file
     command = ["python", script_path("generate.py"), f"checkpoint={given}", f"prompt={prompt}"]

@@ -183,15 +183,6 @@ def test_a_limit_below_what_was_trained_is_refused_unless_the_run_has_finished(s
     assert re.findall(r"trainer\.max_minutes above (\d+)", capsys.readouterr().out) == ["100"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "changed"), [(60, "trainer.max_steps=20"), (1200, "trainer.max_minutes=200")]
-)
-def test_the_printed_command_extends_what_has_ended_the_run(simulated, capsys, seconds, changed):
-    limits = ("trainer.max_steps=10", "trainer.max_minutes=100", "lens=default")
-    simulated(lambda step: seconds, *limits)
-    assert changed in re.findall(r"resume with: .*(trainer\.max_\w+=\d+)", capsys.readouterr().out)
-
-
 def test_a_given_interval_and_warm_up_are_in_steps(simulated):
     given = ("trainer.warmup_steps=50", "trainer.eval_every=70", "lens=off")
     run, _ = simulated(lambda step: 40.0, *LIMITED, *given)
