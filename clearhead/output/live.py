@@ -17,7 +17,6 @@ import json
 import os
 import stat
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
@@ -134,7 +133,7 @@ class LiveRun:
         return {
             "name": sanitize(self.folder.name),
             "address": self.address,
-            "date": self.date().strftime("%Y-%m-%d %H:%M"),
+            "date": self.date(),
             "size": f"{parameters:,} parameters" if isinstance(parameters, int) else "",
             "picture": f"{self.address}head.png?{history[1]:x}" if has_picture else "",
             **self._progress(),
@@ -149,13 +148,9 @@ class LiveRun:
             "training": hashlib.sha256(self.training()).hexdigest()[:16],
         }
 
-    def date(self) -> datetime:
-        """Returns the time of the first start."""
-        try:
-            return datetime.fromisoformat(str(self.start().get("time"))).astimezone()
-        except (ValueError, OverflowError):
-            changed = signature(self.folder / SETTINGS_JSON) or (0, 0)
-            return datetime.fromtimestamp(changed[1] / 1e9).astimezone()
+    def date(self) -> str:
+        """Returns the time of the first start, such as 2026-11-29 01:36; "" if it is not known."""
+        return sanitize(str(self.start().get("time", ""))[:16].replace("T", " "), keep="")
 
     def _progress(self) -> dict:
         """Returns {"state", "text": the state in words, "done": the fraction of the steps}."""
