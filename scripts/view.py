@@ -27,7 +27,7 @@ class ViewConfig(ScriptConfig):
 
     runs_dir: Name = Field("runs", description="folder that contains the run directories")
     port: int = Field(
-        8000, ge=1, le=65535, description="of the server on 127.0.0.1; in use: the next free one"
+        8000, ge=1, le=65535, description="of the server on 127.0.0.1; in use: a free one"
     )
     write: str | None = Field(
         None, description="a run directory: draw its images and run.html again, and serve nothing"
@@ -43,17 +43,12 @@ def main(settings: ViewConfig) -> None:
 
 
 def serve(settings: ViewConfig) -> None:
-    from clearhead.output.live_server import PORTS, LiveServer
+    from clearhead.output.live_server import LiveServer
 
     folder = Path(settings.runs_dir)
     if folder.exists() and not folder.is_dir():
         refuse([("runs_dir", settings.runs_dir, "not a folder", "give the folder of the runs")])
-    try:
-        server = LiveServer(folder, settings.port)
-    except OSError as error:
-        reason = f"neither this port nor the next {PORTS - 1} can be used ({error.strerror})"
-        refuse([("port", settings.port, reason, "use another port")])
-    with server:
+    with LiveServer(folder, settings.port) as server:
         if not folder.exists():
             print(sanitize(f"note: {folder} does not exist yet"), file=sys.stderr)
         print(f"open {server.address} in a browser; Ctrl-C stops", flush=True)

@@ -76,12 +76,11 @@ def minimum_before_rise(points: Points) -> tuple[int, float] | None:
 
 def charts(rows: list[dict], windows: str = "") -> list[dict]:
     """Returns the charts that have values, as texts and points: {"title", "unit", "sign",
-    "from_zero", "lines", "lowest"}.
+    "from_zero", "lines"}.
 
     A line is {"name", "kind": training or validation, "thin", "points": [[step, value, text]]}; the
     value None is a gap, of a value that is NaN or inf. A training loss with many points is thin,
-    and has a line "smoothed". lowest: [step, value, text] of a validation loss that is not the last
-    one, or None. windows: of a validation during the training, in words.
+    and has a line "smoothed". windows: of a validation during the training, in words.
     """
     found = {key: points_of(rows, key) for key in KEYS}
     if len(found["train/loss"]) >= SMOOTH_FROM:
@@ -105,14 +104,10 @@ def charts(rows: list[dict], windows: str = "") -> list[dict]:
         ]
         if not lines:
             continue
-        losses = finite([p for p in found.get([*chart.lines][-1], []) if p[0] > 0])
-        lowest = min(losses, key=lambda p: p[1], default=None)
-        has_lowest = not chart.from_zero and lowest and lowest[1] < losses[-1][1]
         has_windows = windows and len(lines) > 1 and found["val/loss"]
         unit = f"{chart.unit}; validation {windows}" if has_windows else chart.unit
         values = {"title": chart.title, "unit": unit, "sign": chart.sign, "lines": lines}
-        values |= {"from_zero": chart.from_zero, "lowest": point(*lowest) if has_lowest else None}
-        shown.append(values)
+        shown.append(values | {"from_zero": chart.from_zero})
     return shown
 
 

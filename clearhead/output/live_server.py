@@ -31,7 +31,6 @@ from clearhead.errors import sanitize
 from clearhead.output.live import LiveRun, LiveRuns
 from headlens import live_page
 
-PORTS = 20  # that are tried
 IDLE = 60  # seconds after which a connection without requests is closed
 # Any port: a tunnel (ssh -L 9000:localhost:8000) may have another one.
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
@@ -57,21 +56,17 @@ class Refused(Exception):
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves the runs of a folder on 127.0.0.1, at this port or the next free one. Raises OSError
-    if none of PORTS ports is free."""
+    """Serves the runs of a folder on 127.0.0.1, at this port or, if it is in use, at a free one."""
 
     daemon_threads = True
     allow_reuse_address = os.name != "nt"  # Windows would share a port that is in use
 
     def __init__(self, folder: Path, port: int):
         self.runs, self.lock = LiveRuns(folder), threading.Lock()
-        for number in range(port, min(port + PORTS, 2**16)):
-            try:
-                super().__init__(("127.0.0.1", number), Handler)
-                return
-            except OSError as error:
-                failure = error
-        raise failure
+        try:
+            super().__init__(("127.0.0.1", port), Handler)
+        except OSError:
+            super().__init__(("127.0.0.1", 0), Handler)
 
     @property
     def address(self) -> str:

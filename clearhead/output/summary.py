@@ -31,14 +31,9 @@ def describe(
     micro_batch_size: int,
 ) -> list[str]:
     """Returns lines about model, data, batch size and length of a run."""
-    trainer, world = config.trainer, strategy.world_size
+    trainer = config.trainer
     compiled = ", compiled" if is_compiled else ""
-    extra = ", activation checkpointing" if trainer.activation_checkpointing else ""
-    val, used = len(data.val or ()), trainer.eval_windows
-    evaluated = f"; each evaluation uses {used:,}" if used < val else ""
-    per_rank = trainer.batch_size // world
-    ranks = f", {per_rank} on each of {world} ranks" if world > 1 else ""
-    is_split = micro_batch_size < per_rank
+    is_split = micro_batch_size < trainer.batch_size // strategy.world_size
     micro = f", in micro-batches of {micro_batch_size}" if is_split else ""
     windows = f"{len(data.train):,} windows of {config.data.max_length} tokens"
     source = f" from {path_as_given(config.data.path)}" if config.data.path else ""
@@ -47,10 +42,10 @@ def describe(
     epochs = (trainer.max_steps or 0) * trainer.batch_size / len(data.train)
     read = f", {epochs:,.2f} epochs" if epochs and not config.data.synthetic else ""
     return [
-        f"model: {parameters:,} parameters {strategy.describe()}{compiled}{extra}",
+        f"model: {parameters:,} parameters {strategy.describe()}{compiled}",
         f"training data: {windows}{source}",
-        f"validation data: {val:,} windows{evaluated}",
-        f"batch size: {trainer.batch_size} windows per step{ranks}{micro}",
+        f"validation data: {len(data.val or ()):,} windows",
+        f"batch size: {trainer.batch_size} windows per step{micro}",
         f"training: {', at most '.join(limits)}{read}",
     ]
 
