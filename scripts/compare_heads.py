@@ -41,7 +41,8 @@ def main(settings: CompareHeadsConfig) -> None:
     from headlens import as_csv, matched_heads
 
     items = [settings.runs] if isinstance(settings.runs, str) else settings.runs
-    paths = [data_of(path) for path in paths_of(items)]
+    found = [matching_paths(item) or [Path(item)] for item in items]  # of a sweep: its runs
+    paths = [data_of(path) for of_item in found for path in of_item]
     if len(paths) < 2:
         refuse([("runs", " ".join(items), "fewer than two runs", "use runs='[A,B]'")])
     try:
@@ -54,12 +55,6 @@ def main(settings: CompareHeadsConfig) -> None:
     ends = dict.fromkeys(map(formatted, (min(of_pairs), max(of_pairs))))
     print(f"mean similarity of two runs: {' to '.join(ends)}")
     print(sanitize(f"all heads: {settings.out}"))
-
-
-def paths_of(items: Sequence[str]) -> list[Path]:
-    """Returns all runs and snapshot files. An item may be a glob pattern or the directory of a
-    sweep."""
-    return [path for item in items for path in matching_paths(item) or [Path(item)]]
 
 
 def data_of(path: Path) -> Path:
