@@ -129,9 +129,12 @@ def test_damaged_files_are_skipped(run, compared):
 )
 def test_a_note_says_which_values_are_not_comparable(run, compared, data, other, metric, count):
     run("a", [2.0], data=data, metric=metric, lr=0.1)
-    run("b", [1.0], data=other, metric=metric, lr=0.2)
-    (_, _, *rows), notes, _, _ = compared(f"metric={metric}")
+    path = run("b", [1.0], data=other, metric=metric, lr=0.2) / "run.json"
+    if other:  # the tokens are others too; their checksum has no column of its own
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"data": "b tokens"}))
+    (head, _, *rows), notes, _, _ = compared(f"metric={metric}")
     assert ([row[0] for row in rows], len(notes)) == (["b", "a"], count)
+    assert all(name.split(".")[0] in ("data", "optimizer") for name in head[1:-2])
 
 
 def test_runs_share_no_row_if_the_text_at_a_path_has_changed(run, compared):

@@ -206,7 +206,7 @@ def test_versions_change_with_the_files_only(home, server):
     run.add(2)
     status, _, content = get(server, "/run/second/state.json", **again)
     assert status == 200
-    assert json.loads(content)["snapshots"] != first["snapshots"]
+    assert all(json.loads(content)[key] != first[key] for key in ("snapshots", "training", "text"))
     assert addresses().items() > two.items()
     run.remove_from(1)  # the run is resumed and writes the step again
     run.add(1)
