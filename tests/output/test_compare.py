@@ -134,7 +134,7 @@ def test_a_note_says_which_values_are_not_comparable(run, compared, data, other,
         path.write_text(json.dumps(json.loads(path.read_text()) | {"data": "b tokens"}))
     (head, _, *rows), notes, _, _ = compared(f"metric={metric}")
     assert ([row[0] for row in rows], len(notes)) == (["b", "a"], count)
-    assert all(name.split(".")[0] in ("data", "optimizer") for name in head[1:-2])
+    assert all(name.split(".")[0] in ("data", "model", "optimizer") for name in head[1:-2])
 
 
 def test_runs_share_no_row_if_the_text_at_a_path_has_changed(run, compared):
