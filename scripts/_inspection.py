@@ -12,13 +12,11 @@ from pydantic import Field
 from clearhead.config.command_line import OutFile, ScriptConfig
 from clearhead.config.schema import (
     Checkpoint,
-    Count,
     DataConfig,
     Device,
     LensSettings,
     MaxTokens,
     Names,
-    Positive,
     RepeatLength,
     Settings,
     Text,
@@ -72,11 +70,10 @@ class InspectConfig(ScriptConfig):
         description='prompt; several: \'["one","two"]\'; empty: the prompts of the run, or '
         "passages of data.path, or three sentences",
     )
-    out: OutFile | None = Field(
-        None,
-        pattern=r"(?i)(\.html|\.npz|^)$",
-        description="HTML file to write, or .npz for the data alone; null: attention.html, but "
-        "none with figure=",
+    out: OutFile = Field(
+        "attention.html",
+        pattern=r"(?i)(\.html|\.npz)$",
+        description="HTML file to write, or .npz for the data alone",
     )
     compare: str = Field("", description="second model, shown next to the first")
     max_tokens: MaxTokens | None = Field(
@@ -89,18 +86,6 @@ class InspectConfig(ScriptConfig):
         description="number of random tokens that an extra prompt repeats; 0: none; null: as in "
         "the run, or 24",
     )
-    figure: OutFile = Field(
-        "",
-        pattern=r"(?i)(\.png|^)$",
-        description="draw the heatmaps instead of the page: a .png file",
-    )
-    prompt: Positive | None = Field(
-        None,
-        description="number of the prompt in the figure; null: text=, or the prompt on which the "
-        "head (without layer= and head=, the most significant one) is clearest",
-    )
-    layer: Count | None = Field(None, description="layer of the only head in the figure")
-    head: Count | None = Field(None, description="the only head in the figure; null: all heads")
     logit_lens: bool = Field(
         False, description="also record what the output layer predicts from each layer's input"
     )
@@ -115,23 +100,25 @@ class InspectConfig(ScriptConfig):
     def texts(self) -> list[str]:
         return [text for text in ([self.text] if isinstance(self.text, str) else self.text) if text]
 
+    @property
+    def is_data(self) -> bool:
+        return self.out.lower().endswith(".npz")
+
 
 def conflicts(settings: InspectConfig) -> list[Problem]:
     """Returns the problems of settings that exclude each other."""
     if not settings.checkpoints:
         hint = "set checkpoint= or checkpoints="
         needed = [Problem("checkpoint", NO_VALUE, "is missing", hint)]
-        is_data = (settings.out or "").lower().endswith(".npz")
         one = Problem("compare", settings.compare, "an .npz file has one model", "use .html")
-        return needed * (not settings.checkpoint) + [one] * (is_data and bool(settings.compare))
-    found = []
-    for key in ("checkpoint", "compare", "figure", "ablation"):
-        if value := getattr(settings, key):
-            hint = "use it for a single checkpoint"
-            found.append(Problem(key, value, "not possible with checkpoints=", hint))
-    if (settings.out or "").lower().endswith(".npz"):
-        found.append(Problem("out", settings.out, "an .npz file has one step", "use .html"))
-    return found
+        has_two = settings.is_data and settings.compare
+        return needed * (not settings.checkpoint) + [one] * bool(has_two)
+    reason, hint = "not possible with checkpoints=", "use it for a single checkpoint"
+    keys = ("checkpoint", "compare", "ablation")
+    given = {key: value for key in keys if (value := getattr(settings, key))}
+    found = [Problem(key, value, reason, hint) for key, value in given.items()]
+    one = Problem("out", settings.out, "an .npz file has one step", "use .html")
+    return found + [one] * settings.is_data
 
 
 def load_data(trained: "Model", settings: InspectConfig) -> "LoadedData | None":

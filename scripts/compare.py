@@ -4,13 +4,11 @@
     python -m scripts.compare runs='runs/*' metric=val/bits_per_byte
 
 Runs that differ only in their seed are one row, with the mean and its standard error. Settings that
-differ within a table are columns. The row with the best metric is first. Runs of different texts or
-tokenizers are in separate tables, because their losses are not comparable. val/bits_per_byte is
-comparable between tokenizers. A metric of the heads is compared in the same way:
-metric=attention_best/induction. Reads run.json and metrics.jsonl of each run.
+differ are columns. The row with the best metric is first. A line below the table says if texts or
+tokenizers differ: then losses are not comparable; val/bits_per_byte is comparable between
+tokenizers. A metric of the heads is compared in the same way: metric=attention_best/induction.
+Reads run.json and metrics.jsonl of each run.
 """
-
-import difflib
 
 from pydantic import Field
 
@@ -18,7 +16,7 @@ from clearhead.config.command_line import OutFile, ScriptConfig, settings_comman
 from clearhead.config.schema import Name, Names
 from clearhead.errors import refuse, shorten
 from clearhead.files import last_values
-from clearhead.output.comparison import matching_paths, read_all, summarize, tables
+from clearhead.output.comparison import matching_paths, read_all, summarize, table
 
 SWEEPS = "multirun"  # folder of the sweep directories in runs_dir
 
@@ -48,12 +46,10 @@ def main(settings: CompareConfig) -> None:
     if not runs:
         values = [last_values(folder / "metrics.jsonl") for folder in folders]
         known = {k for of in values for k, value in of.items() if isinstance(value, int | float)}
-        near = difflib.get_close_matches(settings.metric, known, n=1)
-        others = shorten(", ".join(sorted(known, reverse=True)))  # val/ and train/ first
-        hint = f"did you mean {near[0]}?" if near else f"use one of {others}"
+        hint = f"use one of {shorten(', '.join(sorted(known, reverse=True)))}"  # val/, train/ first
         refuse([("metric", settings.metric, "no run has this metric", hint)])
     rows = summarize(runs, settings.metric)
-    print(tables(rows, settings.metric))
+    print(table(rows, settings.metric))
     if settings.out:
         write_out(settings.out, {"metric": settings.metric, "rows": rows})
 

@@ -21,8 +21,7 @@ from clearhead.errors import DataError, refuse, sanitize
 from clearhead.output.comparison import markdown_table, matching_paths
 from headlens import formatted
 
-MAX_ROWS = 40  # of the printed table
-CLEAR_FROM = 0.1  # smallest margin of a match that is not ambiguous
+MAX_ROWS = 40  # of the printed table; the CSV file has all
 HINT = "give runs of one shape with the same prompts; to compare other models, write snapshots "
 HINT += "with python -m scripts.inspect_attention checkpoint=MODEL out=FILE.npz"
 
@@ -42,7 +41,8 @@ def main(settings: CompareHeadsConfig) -> None:
     from headlens import as_csv, matched_heads
 
     items = [settings.runs] if isinstance(settings.runs, str) else settings.runs
-    paths = [data_of(path) for path in paths_of(items)]
+    found = [matching_paths(item) or [Path(item)] for item in items]  # of a sweep: its runs
+    paths = [data_of(path) for of_item in found for path in of_item]
     if len(paths) < 2:
         refuse([("runs", " ".join(items), "fewer than two runs", "use runs='[A,B]'")])
     try:
@@ -55,12 +55,6 @@ def main(settings: CompareHeadsConfig) -> None:
     ends = dict.fromkeys(map(formatted, (min(of_pairs), max(of_pairs))))
     print(f"mean similarity of two runs: {' to '.join(ends)}")
     print(sanitize(f"all heads: {settings.out}"))
-
-
-def paths_of(items: Sequence[str]) -> list[Path]:
-    """Returns all runs and snapshot files. An item may be a glob pattern or the directory of a
-    sweep."""
-    return [path for item in items for path in matching_paths(item) or [Path(item)]]
 
 
 def data_of(path: Path) -> Path:
@@ -76,22 +70,13 @@ def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
     rows: of matched_heads. names: of all runs."""
     groups = [list(found) for _, found in itertools.groupby(rows, operator.itemgetter("group"))]
     matched = [group for group in groups if len(group) > 1]
-    lines = []
-    if matched:
-        lines = [markdown_table([cells(group, names) for group in matched[:MAX_ROWS]]), ""]
-    if len(matched) > MAX_ROWS:
-        lines.append(f"{len(matched) - MAX_ROWS} more groups of matched heads are in the CSV file")
     in_all = sum(len(group) == len(names) for group in groups)
     alone = len(groups) - len(matched)
-    lines.append(
+    counts = (
         f"heads that occur in each of the {len(names)} runs: {in_all}; without a match: {alone}"
     )
-    if any(row["margin"] < CLEAR_FROM for group in matched for row in group):
-        lines.append(
-            f"a margin below {CLEAR_FROM}: other heads fit almost as well, so it does not matter "
-            "which of them are matched"
-        )
-    return "\n".join(lines)
+    shown = [cells(group, names) for group in matched[:MAX_ROWS]]
+    return f"{markdown_table(shown)}\n\n{counts}" if shown else counts
 
 
 def cells(group: Sequence[dict], names: Sequence[str]) -> dict[str, str]:

@@ -3,7 +3,6 @@
     python -m scripts.inspect_attention checkpoint=runs/NAME text="The bell rang twice."
     python -m scripts.inspect_attention checkpoint=DIR compare=runs/NAME out=two.html
     python -m scripts.inspect_attention checkpoint=runs/NAME ablation=exact
-    python -m scripts.inspect_attention checkpoint=runs/NAME figure=head.png layer=1 head=2
     python -m scripts.inspect_attention checkpoint=hub:gpt2 out=gpt2.npz   # for compare_heads
     python -m scripts.inspect_attention checkpoints='out/checkpoint-*' text="The bell rang twice."
 
@@ -12,7 +11,7 @@ than GPT-2 need the package transformers. The page is the same as in training, w
 the prompts of the run, so heads have the same names as there. `text` replaces all prompts except
 the repeated sequence. The command also prints the most significant heads of each name. With
 ablation=exact it also measures the loss without each head, on the validation data of the run or on
-data.path. With figure= and without out=, it writes no page.
+data.path.
 
 `checkpoints` is a pattern of checkpoints of one training, of transformers' Trainer or of a run, or
 hub:NAME@REVISION,REVISION or hub:NAME@PATTERN. The page is a time-lapse of them.
@@ -21,11 +20,12 @@ hub:NAME@REVISION,REVISION or hub:NAME@PATTERN. The page is a time-lapse of them
 import functools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clearhead.config.command_line import settings_command, write_out
-from clearhead.errors import CheckpointError, Problem, refuse, sanitize
+from clearhead.errors import CheckpointError, refuse, sanitize
 from scripts._inspection import (
     InspectConfig,
     check_prompts,
@@ -54,10 +54,9 @@ def main(settings: InspectConfig) -> None:
     from headlens import run_data, snapshot_bytes
 
     refuse(check(settings.device) + conflicts(settings))
-    out = settings.out if settings.out or settings.figure else "attention.html"
     device = prepare(settings.device, seed=0, threads=settings.threads)
     if settings.checkpoints:
-        write_page(out, [timelapse(settings, device)])
+        write_page(settings.out, [timelapse(settings, device)])
         return
     runs, prompts = [], None
     for key in ("checkpoint", "compare"):
@@ -69,15 +68,12 @@ def main(settings: InspectConfig) -> None:
             lens.run_name = Path(path).resolve().name
             if not runs:
                 check_prompts(settings, lens)
-                check_figure(settings, lens, trained)
             runs.append(inspect(key, path, trained, lens, dataset, settings, device))
-            if settings.figure and len(runs) == 1:
-                draw(runs[0], settings)
-    if out is not None and out.lower().endswith(".npz"):
-        write_out(out, snapshot_bytes(runs[0]))
-    elif out:
+    if settings.is_data:
+        write_out(settings.out, snapshot_bytes(runs[0]))
+    else:
         first = 0 if settings.texts else None  # the prompt with which the page opens
-        write_page(out, [(run, run_data([run], opening_prompt=first)) for run in runs])
+        write_page(settings.out, [(run, run_data([run], opening_prompt=first)) for run in runs])
 
 
 def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[SnapshotData, dict]":
@@ -139,31 +135,6 @@ def write_page(out: str, runs: "Sequence[tuple[SnapshotData, dict]]") -> None:
     print(sanitize(f"open {out} in a browser"))
 
 
-def check_figure(settings: InspectConfig, lens: "Lens", trained: "Model") -> None:
-    """Raises ConfigError for a prompt or a head that does not exist."""
-    layers, heads = trained.sizes
-    limits = {"prompt": len(lens.prompts) + 1, "layer": layers, "head": heads}
-    problems = []
-    for key, limit in limits.items():
-        value = getattr(settings, key)
-        if value is not None and value >= limit:
-            problems.append(Problem(key, value, f"the last is {limit - 1}", "give another number"))
-    if (settings.layer is None) != (settings.head is None):
-        key = "layer" if settings.layer is None else "head"
-        problems.append(Problem(key, None, "one head has a layer and a head", "give both numbers"))
-    refuse(problems)
-
-
-def draw(data: "SnapshotData", settings: InspectConfig) -> None:
-    """Writes the figure of all heads or of one head."""
-    from headlens import draw_figure
-
-    place = None if settings.head is None else (settings.layer, settings.head)
-    prompt = settings.prompt - 1 if settings.prompt else 0 if settings.texts else None
-    write_out(settings.figure, draw_figure(data, place, prompt), "figure")
-    print(sanitize(f"wrote {settings.figure}"))
-
-
 def inspect(
     key: str,
     path: str,
@@ -177,25 +148,23 @@ def inspect(
     from clearhead.models.head_removal import ablate_heads
     from clearhead.output.console import progress
 
+    step, ablate = trained.state.step if trained.state else 0, None
     model = trained.model.to(device)
-    step = trained.state.step if trained.state else 0
-    if not settings.ablation:
-        data, lines = inspected(key, path, lens, model, step)
-        print_heads(path, lines)
-        return data
-    with progress("passes without heads") as report:
-        ablate = functools.partial(
-            ablate_heads,
-            model,
-            dataset=dataset,
-            is_synthetic=is_synthetic(trained, settings),
-            max_tokens=math.inf if settings.ablation == "exact" else 0,
-            report=report,
-        )
+    with progress("passes without heads") if settings.ablation else nullcontext() as report:
+        if settings.ablation:
+            ablate = functools.partial(
+                ablate_heads,
+                model,
+                dataset=dataset,
+                is_synthetic=is_synthetic(trained, settings),
+                max_tokens=math.inf if settings.ablation == "exact" else 0,
+                report=report,
+            )
         data, lines = inspected(key, path, lens, model, step, ablate)
     print_heads(path, lines)
-    print("largest increases of the loss:")
-    print("\n".join(f"  {line}" for line in lens.most_important_heads()))
+    if settings.ablation:
+        print("largest increases of the loss:")
+        print("\n".join(f"  {line}" for line in lens.most_important_heads()))
     return data
 
 

@@ -1,7 +1,7 @@
 """Shows the runs of a folder in a browser, also while they train; or writes the page of one run.
 
     python -m scripts.view
-    python -m scripts.view runs_dir=runs port=8000 open=true
+    python -m scripts.view runs_dir=runs port=8000
     python -m scripts.view write=runs/NAME
 
 The first two serve a list of runs, and the page of each, on this machine only. The pages take up
@@ -10,7 +10,6 @@ images of a run and run.html again from its data, for example after a change of 
 """
 
 import sys
-import webbrowser
 from pathlib import Path
 
 from pydantic import Field
@@ -21,16 +20,15 @@ from clearhead.errors import DataError, refuse, sanitize
 
 
 class ViewConfig(ScriptConfig):
-    """python -m scripts.view [runs_dir=FOLDER] [port=NUMBER] [open=true] [write=runs/NAME]
+    """python -m scripts.view [runs_dir=FOLDER] [port=NUMBER] [write=runs/NAME]
 
     Shows the runs of a folder in a browser, also while they train; or writes the page of one run.
     """
 
     runs_dir: Name = Field("runs", description="folder that contains the run directories")
     port: int = Field(
-        8000, ge=1, le=65535, description="of the server on 127.0.0.1; in use: the next free one"
+        8000, ge=1, le=65535, description="of the server on 127.0.0.1; in use: a free one"
     )
-    open: bool = Field(False, description="true: also open the page in a browser")
     write: str | None = Field(
         None, description="a run directory: draw its images and run.html again, and serve nothing"
     )
@@ -45,22 +43,15 @@ def main(settings: ViewConfig) -> None:
 
 
 def serve(settings: ViewConfig) -> None:
-    from clearhead.output.live_server import PORTS, LiveServer
+    from clearhead.output.live_server import LiveServer
 
     folder = Path(settings.runs_dir)
     if folder.exists() and not folder.is_dir():
         refuse([("runs_dir", settings.runs_dir, "not a folder", "give the folder of the runs")])
-    try:
-        server = LiveServer(folder, settings.port)
-    except OSError as error:
-        reason = f"neither this port nor the next {PORTS - 1} can be used ({error.strerror})"
-        refuse([("port", settings.port, reason, "use another port")])
-    with server:
+    with LiveServer(folder, settings.port) as server:
         if not folder.exists():
             print(sanitize(f"note: {folder} does not exist yet"), file=sys.stderr)
         print(f"open {server.address} in a browser; Ctrl-C stops", flush=True)
-        if settings.open:
-            webbrowser.open(server.address)
         server.serve_forever()
 
 

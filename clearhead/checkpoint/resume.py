@@ -3,7 +3,6 @@ that resumes a run after it stopped."""
 
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -190,14 +189,13 @@ def longer(config: Config, state: State) -> str:
     return " and ".join(changes)
 
 
-def resume_command(directory: Path, changes: Sequence[str] = ()) -> str:
+def resume_command(directory: Path) -> str:
     """Returns how to resume a run after it stopped: "resume with: COMMAND", for a job of a sweep
     how to resume the sweep, and in a notebook or a program of the user the expression.
 
-    The command contains the settings of this machine; the others are in the run directory. changes:
-    further overrides, not for a sweep.
+    The command contains the settings of this machine; the others are in the run directory.
     """
-    overrides = [override("trainer.resume", directory), *changes]
+    overrides = [override("trainer.resume", directory)]
     if is_in_sweep():
         folder = shlex.quote(f"hydra.sweep.dir={HydraConfig.get().sweep.dir}")
         return f"rerun the same command with {folder}"

@@ -45,7 +45,6 @@ class Checkpointer:
     strategy: Strategy
     model: GPT
     optimizer: torch.optim.Optimizer
-    seconds: float = 0.0  # time for which training waited for checkpoints
     _pins: bool | None = None  # whether copies from a GPU are pinned
     _best_before: tuple[float | None, int | None] = (None, None)
 
@@ -97,8 +96,6 @@ class Checkpointer:
             raise failed
 
     def _wait(self, state: State) -> tuple[int, NotSavedError | None]:
-        started = time.perf_counter()
-
         def wait() -> tuple[int, int, tuple | None]:
             failed = self.saver.wait()
             return listing.newest_step(self.directory), self.saver.saved, failed and failed.args
@@ -106,7 +103,6 @@ class Checkpointer:
         newest, saved, failed = self.strategy.broadcast(self.strategy.on_rank_0(wait))
         if failed and state.best_step is not None and state.best_step > newest:
             state.best_loss, state.best_step = self._best_before
-        self.seconds += time.perf_counter() - started
         return saved, failed and NotSavedError(*failed)
 
     # --------------------------- for error messages; a rank may call these without the others

@@ -4,13 +4,12 @@ draws the charts."""
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headlens import formatted, rounded
 
 
-@dataclass
-class Chart:
+class Chart(NamedTuple):
     """A chart of the page. lines: {metric: its name}."""
 
     title: str
@@ -22,39 +21,17 @@ class Chart:
     sign: str = ""  # after the numbers of the axis
 
 
+OF_LOSS = {"train/loss": "training", "smoothed": "smoothed", "val/loss": "validation"}
+BITS, ACCURACY = {"val/bits_per_byte": "validation"}, {"val/accuracy": "validation"}
+RATE, SPEED = {"train/learning_rate": "learning rate"}, {"train/tokens_per_second": "throughput"}
+GRADIENT = {"train/grad_norm": "gradient norm"}
 CHARTS = (
-    Chart(
-        "loss",
-        "nats per token",
-        {"train/loss": "training", "smoothed": "smoothed", "val/loss": "validation"},
-        lambda value: rounded(value, 4),
-        from_zero=False,
-    ),
-    Chart(
-        "validation",
-        "bits per byte",
-        {"val/bits_per_byte": "validation"},
-        lambda value: rounded(value, 3),
-        from_zero=False,
-    ),
-    Chart(
-        "validation accuracy",
-        "of targets",
-        {"val/accuracy": "validation"},
-        lambda value: f"{value:.1%}",
-        scale=100,
-        sign="%",
-    ),
-    Chart(
-        "learning rate", "", {"train/learning_rate": "learning rate"}, lambda value: f"{value:.3g}"
-    ),
-    Chart(
-        "throughput",
-        "tokens per second",
-        {"train/tokens_per_second": "throughput"},
-        lambda value: f"{value:,.0f} tokens/s",
-    ),
-    Chart("gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}, formatted),
+    Chart("loss", "nats per token", OF_LOSS, lambda value: rounded(value, 4), from_zero=False),
+    Chart("validation", "bits per byte", BITS, lambda value: rounded(value, 3), from_zero=False),
+    Chart("validation accuracy", "of targets", ACCURACY, "{:.1%}".format, scale=100, sign="%"),
+    Chart("learning rate", "", RATE, "{:.3g}".format),
+    Chart("throughput", "tokens per second", SPEED, "{:,.0f} tokens/s".format),
+    Chart("gradient norm", "before clipping", GRADIENT, formatted),
 )
 KEYS = tuple(key for chart in CHARTS for key in chart.lines if "/" in key)
 CURVES = {  # those under the time line of the heads
@@ -99,12 +76,11 @@ def minimum_before_rise(points: Points) -> tuple[int, float] | None:
 
 def charts(rows: list[dict], windows: str = "") -> list[dict]:
     """Returns the charts that have values, as texts and points: {"title", "unit", "sign",
-    "from_zero", "lines", "lowest"}.
+    "from_zero", "lines"}.
 
     A line is {"name", "kind": training or validation, "thin", "points": [[step, value, text]]}; the
     value None is a gap, of a value that is NaN or inf. A training loss with many points is thin,
-    and has a line "smoothed". lowest: [step, value, text] of a validation loss that is not the last
-    one, or None. windows: of a validation during the training, in words.
+    and has a line "smoothed". windows: of a validation during the training, in words.
     """
     found = {key: points_of(rows, key) for key in KEYS}
     if len(found["train/loss"]) >= SMOOTH_FROM:
@@ -128,14 +104,10 @@ def charts(rows: list[dict], windows: str = "") -> list[dict]:
         ]
         if not lines:
             continue
-        losses = finite([p for p in found.get([*chart.lines][-1], []) if p[0] > 0])
-        lowest = min(losses, key=lambda p: p[1], default=None)
-        has_lowest = not chart.from_zero and lowest and lowest[1] < losses[-1][1]
         has_windows = windows and len(lines) > 1 and found["val/loss"]
         unit = f"{chart.unit}; validation {windows}" if has_windows else chart.unit
-        values = {"title": chart.title, "unit": unit, "sign": chart.sign}
-        values |= {"from_zero": chart.from_zero, "lines": lines}
-        shown.append(values | {"lowest": point(*lowest) if has_lowest else None})
+        values = {"title": chart.title, "unit": unit, "sign": chart.sign, "lines": lines}
+        shown.append(values | {"from_zero": chart.from_zero})
     return shown
 
 

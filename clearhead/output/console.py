@@ -1,8 +1,9 @@
 """Progress of training (on stdout) and of scripts (on stderr): a progress bar on a terminal, plain
 lines elsewhere.
 
-A run that does not print on a terminal has one line for each validation, for its first and its last
-step, and for a new name of heads. Text samples are printed on a terminal and in a notebook.
+A run that does not print on a terminal has one line for each validation, for its first step, for a
+new name of heads, and at least one for a tenth of its steps. Text samples are printed on a terminal
+and in a notebook.
 """
 
 import collections
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from headlens import Snapshot
 
 LINE_SECONDS = 10  # between two lines about the same work
-MAX_WITHOUT_LINE = 0.1  # of a run: steps without a line, where there is no progress bar
+# Of the steps of a run, where there is no progress bar. More than the distance of ten validations.
+MAX_WITHOUT_LINE = 0.101
 IN_NOTEBOOK = "JPY_PARENT_PID"  # a variable that Jupyter sets
 Report = Callable[[int, int], None]  # called with the number of finished and of all parts
 
@@ -50,7 +52,6 @@ class Console:
         self.marks = collections.deque(maxlen=20)
         self.done, self.printed = 0.0, None  # completed fractions: now, and at the last line
         self.shown = ""  # loss, learning rate, speed and time left, at the last logged step
-        self.pending = ""  # a line about this step, printed unless its validation follows
         self.rich = rich_console(highlight=False, soft_wrap=True)
         self.bar = None
         if is_rank_0 and self.rich.is_terminal:
@@ -72,7 +73,6 @@ class Console:
 
         progress: the completed fraction of the run; None: that of its steps.
         """
-        self._print_pending()
         now = time.monotonic()
         self.done = done = step / (self.max_steps or math.inf) if progress is None else progress
         shown = f"loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s"
@@ -84,11 +84,9 @@ class Console:
         line = self._at(step) + self.shown
         if self.bar:
             self.bar.update(self.task, completed=done, description=line)
-        elif self.printed is None:
+        elif self.printed is None or done - self.printed > MAX_WITHOUT_LINE:
             self.printed = done
             self.print(line)
-        elif done - self.printed > MAX_WITHOUT_LINE or done >= 1:
-            self.pending = line
 
     def validation(self, step: int, row: dict[str, float]) -> None:
         """Prints the validation metrics of a step; without a progress bar also those of `step`, if
@@ -99,7 +97,7 @@ class Console:
         if "val/bits_per_byte" in row:
             text += f"  {row['val/bits_per_byte']:.3f} bits per byte"
         if not self.bar and self.printed != self.done:
-            text, self.pending = text + self.shown, ""
+            text += self.shown
             self.printed = self.done if step else None  # the first step has a line too
         self.print(text)
 
@@ -130,18 +128,11 @@ class Console:
     def print(self, text: str = "") -> None:
         """Prints a line, above the progress bar if there is one. Does not interpret rich markup,
         and escapes control characters: a sample may contain any characters."""
-        self._print_pending()
         if self.is_rank_0:
             self.rich.print(sanitize(text.replace("\r", "")), markup=False)
             sys.stdout.flush()
 
-    def _print_pending(self) -> None:
-        if line := self.pending:
-            self.pending, self.printed = "", self.done
-            self.print(line)
-
     def close(self) -> None:
-        self._print_pending()
         if self.bar:
             self.bar.stop()
 

@@ -7,19 +7,18 @@
     run.training()       # losses, samples and settings
 
 Only files that have changed are read again. Nothing is written. Only directories in this folder
-are runs, and links are not followed. output/live_server.py sends the results to a browser.
+are runs, and links are not followed. output/live_server.py sends the results to a browser, to one
+request at a time.
 """
 
+import functools
 import hashlib
 import json
 import os
 import stat
-import threading
-import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 from clearhead.checkpoint.run_directory import (
@@ -40,14 +39,13 @@ from headlens import LiveSnapshots, rounded
 
 MAX_RUNS = 200  # in the list
 POINTS = 80  # of a curve in the list
-PAUSE = 20  # a file that took t seconds to read is not read again for PAUSE * t seconds
-LOGS = ("metrics.jsonl", "starts.jsonl", "samples.jsonl", VALIDATION_JSON)
+METRICS, STARTS = "metrics.jsonl", "starts.jsonl"
+LOGS = (METRICS, STARTS, "samples.jsonl", VALIDATION_JSON)
 
 Value = TypeVar("Value")
-Signature = tuple[int, ...] | None
 
 
-def signature(path: Path) -> Signature:
+def signature(path: Path) -> tuple[int, ...] | None:
     """Returns numbers that differ after a change of a file; () without one, None for something else
     such as a link."""
     try:
@@ -58,30 +56,22 @@ def signature(path: Path) -> Signature:
     return (found.st_ino, found.st_mtime_ns, found.st_size) if is_file else None
 
 
-class Cached(Generic[Value]):
-    """What a function makes from files; made again when one has changed, but not if that would take
-    more than a small part of the time. sources: paths, or the content of a file. nothing: the
-    result without the first file, and if one of them is a link."""
+def read_from(*names: str, nothing: Value) -> Callable:
+    """Decorates a method of LiveRun that reads these files: it is called again only if one has
+    changed. nothing: its result without the first file, and if one is a link."""
 
-    def __init__(self, make: Callable[[], Value], nothing: Value, *sources: "Path | Cached"):
-        self.make, self.nothing, self.sources = make, nothing, sources
-        self.seen: list[Signature] = []
-        self.value, self.next_time = nothing, 0.0
+    def decorate(method: Callable[["LiveRun"], Value]) -> Callable[["LiveRun"], Value]:
+        @functools.wraps(method)
+        def read(run: "LiveRun") -> Value:
+            seen = [signature(run.folder / name) for name in names]
+            if run.known.get(method, (None,))[0] != seen:
+                is_there = seen[0] and None not in seen
+                run.known[method] = seen, method(run) if is_there else nothing
+            return run.known[method][1]
 
-    def __call__(self) -> Value:
-        found, started = [*map(self._version, self.sources)], time.monotonic()
-        if found != self.seen and started >= self.next_time:
-            self.value = self.make() if found[0] and None not in found else self.nothing
-            self.seen, now = found, time.monotonic()
-            self.next_time = now + PAUSE * (now - started)
-        return self.value
+        return read
 
-    @staticmethod
-    def _version(source: "Path | Cached") -> Signature:
-        if isinstance(source, Path):
-            return signature(source)
-        source()
-        return source.seen[0]  # what it has read, which is not always the newest
+    return decorate
 
 
 class LiveRun:
@@ -89,17 +79,42 @@ class LiveRun:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.lock = threading.Lock()  # one thread at a time reads the files of a run
-        metrics, starts, *others = (folder / name for name in LOGS)
-        self.settings = Cached(lambda: flat(settings_of(folder) or {}), {}, folder / SETTINGS_JSON)
-        self.start = Cached(lambda: next(iter(read_rows(starts)), {}), {}, starts)
-        self.finished_step = Cached(lambda: summarized_step(folder), None, folder / SUMMARY_JSON)
-        self.rows = Cached(lambda: read_rows(metrics, *ROWS), [], metrics)
-        logs = (self.rows, starts, *others)
-        self.short = Cached(self._losses, {"losses": [], "lines": {}}, *logs)
-        self.training = Cached(self._training, b"", folder / CONFIG_YAML, *logs)
         self.snapshots = LiveSnapshots(folder / "attention")
+        self.known = {}  # the signatures of files, and what was read from them
         self.is_running, self.lock_seen = False, ()
+
+    @read_from(SETTINGS_JSON, nothing={})
+    def settings(self) -> dict:
+        return flat(settings_of(self.folder) or {})
+
+    @read_from(STARTS, nothing={})
+    def start(self) -> dict:
+        return next(iter(read_rows(self.folder / STARTS)), {})
+
+    @read_from(SUMMARY_JSON, nothing=None)
+    def finished_step(self) -> int | None:
+        return summarized_step(self.folder)
+
+    @read_from(METRICS, nothing=[])
+    def rows(self) -> list[dict]:
+        return read_rows(self.folder / METRICS, *ROWS)
+
+    @read_from(CONFIG_YAML, *LOGS, nothing=b"")
+    def training(self) -> bytes:
+        """Returns losses, samples and settings as JSON."""
+        found = {"training": training_data(self.folder, self.rows()), "curves": curves(self.rows())}
+        return json.dumps(found).encode()
+
+    @read_from(*LOGS, nothing={"losses": [], "lines": {}})
+    def losses(self) -> dict:
+        """Returns the last losses as texts and the curves of both, for the list."""
+        train, val = (finite(points_of(self.rows(), f"{of}/loss")) for of in ("train", "val"))
+        found = validation_loss(self.folder, self.rows())
+        losses = [("training", rounded(train[-1][1], 4))] if train else []
+        losses += [("validation", rounded(found["loss"], 4))] if found else []
+        lines = {"training": thin(smooth(train), POINTS), "validation": thin(val, POINTS)}
+        lines = {name: points for name, points in lines.items() if points}
+        return {"losses": losses, "lines": lines}
 
     @property
     def has_snapshots(self) -> bool:
@@ -118,11 +133,11 @@ class LiveRun:
         return {
             "name": sanitize(self.folder.name),
             "address": self.address,
-            "date": self.date().strftime("%Y-%m-%d %H:%M"),
+            "date": self.date(),
             "size": f"{parameters:,} parameters" if isinstance(parameters, int) else "",
             "picture": f"{self.address}head.png?{history[1]:x}" if has_picture else "",
             **self._progress(),
-            **self.short(),
+            **self.losses(),
         }
 
     def state(self) -> dict:
@@ -133,31 +148,9 @@ class LiveRun:
             "training": hashlib.sha256(self.training()).hexdigest()[:16],
         }
 
-    def date(self) -> datetime:
-        """Returns the time of the first start."""
-        try:
-            return datetime.fromisoformat(str(self.start().get("time"))).astimezone()
-        except (ValueError, OverflowError):
-            changed = signature(self.folder / SETTINGS_JSON) or (0, 0)
-            return datetime.fromtimestamp(changed[1] / 1e9).astimezone()
-
-    def _training(self) -> bytes:
-        """Returns losses, samples and settings as JSON."""
-        rows = self.rows()
-        found = {"training": training_data(self.folder, rows), "curves": curves(rows)}
-        return json.dumps(found).encode()
-
-    def _losses(self) -> dict:
-        """Returns the last losses as texts and the curves of both, for the list."""
-        train, val = (finite(points_of(self.rows(), f"{of}/loss")) for of in ("train", "val"))
-        found = validation_loss(self.folder, self.rows())
-        losses = [("training", rounded(train[-1][1], 4))] if train else []
-        losses += [("validation", rounded(found["loss"], 4))] if found else []
-        lines = {"training": thin(smooth(train), POINTS), "validation": thin(val, POINTS)}
-        return {
-            "losses": losses,
-            "lines": {name: points for name, points in lines.items() if points},
-        }
+    def date(self) -> str:
+        """Returns the time of the first start, such as 2026-11-29 01:36; "" if it is not known."""
+        return sanitize(str(self.start().get("time", ""))[:16].replace("T", " "), keep="")
 
     def _progress(self) -> dict:
         """Returns {"state", "text": the state in words, "done": the fraction of the steps}."""
@@ -185,7 +178,6 @@ class LiveRuns:
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
         self.known: dict[str, LiveRun] = {}
-        self.lock = threading.Lock()
 
     def find(self, name: str) -> LiveRun | None:
         return self._update().get(name)
@@ -193,11 +185,8 @@ class LiveRuns:
     def rows(self) -> dict:
         """Returns {"folder", "runs": the rows of the newest runs, "more": number of other runs}."""
         runs = sorted(self._update().values(), key=lambda run: (run.date(), run.folder.name))
-        newest, rows = runs[::-1][:MAX_RUNS], []
-        for run in newest:
-            with run.lock:
-                rows.append(run.row())
-        return {"folder": sanitize(str(self.folder)), "runs": rows, "more": len(runs) - len(newest)}
+        rows = [run.row() for run in runs[::-1][:MAX_RUNS]]
+        return {"folder": sanitize(str(self.folder)), "runs": rows, "more": len(runs) - len(rows)}
 
     def _update(self) -> dict[str, LiveRun]:
         try:
@@ -205,8 +194,5 @@ class LiveRuns:
                 names = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
         except OSError:
             names = []
-        with self.lock:
-            self.known = {
-                name: self.known.get(name) or LiveRun(self.folder / name) for name in names
-            }
-            return {name: run for name, run in self.known.items() if run.settings()}
+        self.known = {name: self.known.get(name) or LiveRun(self.folder / name) for name in names}
+        return {name: run for name, run in self.known.items() if run.settings()}

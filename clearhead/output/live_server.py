@@ -20,6 +20,7 @@ import os
 import re
 import socketserver
 import sys
+import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,10 +31,14 @@ from clearhead.errors import sanitize
 from clearhead.output.live import LiveRun, LiveRuns
 from headlens import live_page
 
-PORTS = 20  # that are tried
 IDLE = 60  # seconds after which a connection without requests is closed
 # Any port: a tunnel (ssh -L 9000:localhost:8000) may have another one.
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
+SAFETY = {
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+}
 STEP = re.compile(r"(\d{1,12})\.json", re.ASCII)
 
 
@@ -41,8 +46,6 @@ class Answer(NamedTuple):
     body: bytes
     kind: str = "application/json"
     policy: str = "default-src 'none'"  # Content-Security-Policy
-    status: HTTPStatus = HTTPStatus.OK
-    location: str = ""
 
 
 class Refused(Exception):
@@ -53,30 +56,25 @@ class Refused(Exception):
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves the runs of a folder on 127.0.0.1, at this port or the next free one. Raises OSError
-    if none of PORTS ports is free."""
+    """Serves the runs of a folder on 127.0.0.1, at this port or, if it is in use, at a free one."""
 
     daemon_threads = True
     allow_reuse_address = os.name != "nt"  # Windows would share a port that is in use
 
     def __init__(self, folder: Path, port: int):
-        self.runs = LiveRuns(folder)
-        for number in range(port, min(port + PORTS, 2**16)):
-            try:
-                super().__init__(("127.0.0.1", number), Handler)
-                return
-            except OSError as error:
-                failure = error
-        raise failure
+        self.runs, self.lock = LiveRuns(folder), threading.Lock()
+        try:
+            super().__init__(("127.0.0.1", port), Handler)
+        except OSError:
+            super().__init__(("127.0.0.1", 0), Handler)
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/"
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(
-            self
-        )  # HTTPServer.server_bind also resolves the host name
+        # HTTPServer.server_bind also resolves the host name.
+        socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -88,13 +86,13 @@ class LiveServer(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: LiveServer
     protocol_version = "HTTP/1.1"
-    server_version, sys_version = "clearhead", ""
     timeout = IDLE
 
     def do_GET(self) -> None:
         try:
             self.check_host()
-            answer = answer_to(self.server.runs, self.path)
+            with self.server.lock:  # the files are read by one thread at a time
+                answer = answer_to(self.server.runs, self.path)
         except Refused as refused:
             return self.send_error(refused.status, refused.text)
         except FileNotFoundError as error:
@@ -102,48 +100,35 @@ class Handler(BaseHTTPRequestHandler):
         except (OSError, ValueError) as error:  # another process has just replaced a file
             return self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         etag = f'"{hashlib.sha256(answer.body).hexdigest()[:32]}"'
-        if answer.status == HTTPStatus.OK and self.headers.get("If-None-Match") == etag:
-            answer = answer._replace(body=b"", status=HTTPStatus.NOT_MODIFIED)
-        self.send_response_only(answer.status)
-        if answer.status != HTTPStatus.NOT_MODIFIED:
-            charset = "" if answer.kind == "image/png" else "; charset=utf-8"
-            self.send_header("Content-Type", answer.kind + charset)
-            self.send_header("Content-Length", str(len(answer.body)))
-        if answer.location:
-            self.send_header("Location", answer.location)
-        self.send_header("ETag", etag)
-        self.send_header("Cache-Control", "no-cache")
-        self.send_header("Content-Security-Policy", f"{answer.policy}; frame-ancestors 'self'")
-        self.send_safety()
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(answer.body)
-
-    do_HEAD = do_GET
+        headers = {"ETag": etag, "Cache-Control": "no-cache"}
+        headers["Content-Security-Policy"] = f"{answer.policy}; frame-ancestors 'self'"
+        if self.headers.get("If-None-Match") == etag:
+            return self.send(HTTPStatus.NOT_MODIFIED, headers)
+        charset = "" if answer.kind == "image/png" else "; charset=utf-8"
+        headers["Content-Type"] = answer.kind + charset
+        self.send(HTTPStatus.OK, headers, answer.body)
 
     def check_host(self) -> None:
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not HOST.fullmatch(hosts[0].strip()):
             raise Refused(HTTPStatus.FORBIDDEN, "use http://127.0.0.1 or http://localhost")
 
-    def send_safety(self) -> None:
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-        self.send_header("Referrer-Policy", "no-referrer")
+    def send(self, status: int, headers: dict[str, str], body: bytes | None = None) -> None:
+        self.send_response_only(status)
+        if body is not None:
+            headers["Content-Length"] = str(len(body))
+        for name, value in (headers | SAFETY).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body or b"")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Sends one line of text. Also called by the base class, for a request that is not HTTP."""
         text = " ".join((message or HTTPStatus(code).phrase).split())
         body = f"{text[:300]}\n".encode("utf-8", "backslashreplace")
         self.close_connection = True
-        self.send_response_only(code, HTTPStatus(code).phrase)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
-        self.send_safety()
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        headers = {"Content-Type": "text/plain; charset=utf-8", "Connection": "close"}
+        self.send(code, headers, body)
 
     def log_message(self, *_: object) -> None:
         """Prints nothing for a request."""
@@ -159,40 +144,29 @@ def answer_to(runs: LiveRuns, target: str) -> Answer:
         case [""]:
             return as_page("runs", ["runs"])
         case ["runs.json"]:
-            return as_json(runs.rows())
-        case ["run", name, *rest]:
-            run = runs.find(name)
-            if run is None:
-                raise Refused(HTTPStatus.NOT_FOUND, "no such run")
-            with run.lock:
-                return answer_of_run(run, rest)
-    raise Refused(HTTPStatus.NOT_FOUND, "no such page")
+            return Answer(json.dumps(runs.rows()).encode())
+        case ["run", name, part, *parts] if run := runs.find(name):
+            return answer_of_run(run, part, *parts)
+    raise Refused(HTTPStatus.NOT_FOUND, "no such page or run")
 
 
-def answer_of_run(run: LiveRun, parts: list[str]) -> Answer:
+def answer_of_run(run: LiveRun, *parts: str) -> Answer:
     """Returns the answer to a path below /run/NAME/. Raises Refused."""
     match parts:
-        case []:
-            return Answer(b"", status=HTTPStatus.FOUND, location=f"/{run.address}")
         case [""]:
             heads = ["heads"] * (run.has_snapshots or run.settings().get("lens.every") != 0)
-            tabs = ["runs", *heads, "training", "settings"]
-            return as_page(sanitize(run.folder.name), tabs)
+            return as_page(sanitize(run.folder.name), ["runs", *heads, "training", "settings"])
         case ["state.json"]:
-            return as_json(run.state())
+            return Answer(json.dumps(run.state()).encode())
+        case ["training.json"]:
+            return Answer(run.training())
         case ["data.json"] if run.has_snapshots:
             return Answer(run.snapshots.data())
         case ["frame", name] if run.has_snapshots and (found := STEP.fullmatch(name)):
             return Answer(run.snapshots.frame(int(found[1])))
-        case ["training.json"]:
-            return Answer(run.training())
         case ["head.png"] if run.has_snapshots:
             return Answer(run.snapshots.picture(), "image/png")
     raise Refused(HTTPStatus.NOT_FOUND, "no such page")
-
-
-def as_json(value: object) -> Answer:
-    return Answer(json.dumps(value).encode())
 
 
 def as_page(title: str, tabs: list[str]) -> Answer:

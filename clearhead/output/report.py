@@ -6,7 +6,7 @@ Both are made from the files in the run directory, can be made at any time, and 
 missing. headlens/page/training.js draws what `training_data` returns.
 """
 
-import itertools
+import functools
 import math
 import re
 import shlex
@@ -22,7 +22,6 @@ from clearhead.errors import sanitize
 from clearhead.files import atomic_write, read_bounded, read_rows
 from clearhead.output.charts import (
     KEYS,
-    Points,
     charts,
     curves,
     finite,
@@ -31,24 +30,13 @@ from clearhead.output.charts import (
     points_of,
 )
 from clearhead.output.console import duration
-from headlens import formatted, rounded
+from headlens import rounded
 
 RUN_HTML = "run.html"
 MAX_CONFIG = 2**20  # bytes; a larger file is ignored
-ROWS = (*KEYS, "train/tokens", "train/mfu")  # of metrics.jsonl
-# Keys of starts.jsonl, as the page calls them.
-ENVIRONMENT = {
-    "time": "started",
-    "device": "device",
-    "processor": "processor",
-    "ranks": "ranks",
-    "threads": "threads",
-    "python": "Python",
-    "torch": "PyTorch",
-    "cuda": "CUDA",
-    "numpy": "NumPy",
-    "system": "system",
-}
+ROWS = (*KEYS, "train/tokens")  # of metrics.jsonl
+WHOLE = "{:,.0f}".format
+LOSS = functools.partial(rounded, digits=4)
 
 
 def write_run_page(folder: Path, state: str) -> Path:
@@ -81,7 +69,7 @@ def training_data(folder: Path, rows: list[dict]) -> dict:
         "facts": facts(rows, starts, loss),
         "charts": charts(rows, eval_windows(folder)),
         "samples": [sample(row) for row in reversed(samples)],
-        "command": command(folder, starts),
+        "command": sanitize(shlex.join(["python", "train.py", f"from={folder}"]), keep=""),
         "environment": environment(starts),
         "settings": sanitize(config_yaml(folder)),
     }
@@ -113,26 +101,24 @@ def validation_loss(folder: Path, rows: list[dict]) -> dict:
     """Returns the validation loss that the page names, {} without one: the lowest if it has risen
     since; else that of the validation at the end, which has more windows; else the last.
 
-    {"loss", "step", "where": the step and the windows in words}, and if they are known "error"
-    (standard error), "bits_per_byte", "accuracy", "risen": whether it has risen since.
+    {"loss", "step", "where": the step and the windows in words, "risen": whether it has risen
+    since}, and if they are known "loss_error" (standard error), "bits_per_byte", "accuracy".
     """
     if not (losses := finite(points_of(rows, "val/loss"))):
         return {}
-    lowest = minimum_before_rise(losses)
+    lowest, found = minimum_before_rise(losses), final_validation(folder, rows[-1]["step"])
     step, loss = lowest or losses[-1]
-    found: dict = {"loss": loss, "step": step, "risen": lowest is not None}
-    final = final_validation(folder, rows[-1]["step"])
-    if not lowest and not math.isnan(at_end := number(final.get("loss"))):
-        where = f"at the end, on {number(final.get('windows')):,.0f} windows"
-        found |= {"loss": at_end, "where": where}
-        others = {"error": final.get("loss_error")}
-        others |= {key: final.get(key) for key in ("bits_per_byte", "accuracy")}
+    if lowest or math.isnan(number(found.get("loss"))):
+        is_it = lambda row: row["step"] == step and number(row.get("val/loss")) == loss  # noqa: E731
+        at_step = next(filter(is_it, rows))
+        found = {key.removeprefix("val/"): value for key, value in at_step.items()}
+        where = ", ".join(filter(None, [f"at step {step:,}", eval_windows(folder)]))
     else:
-        found["where"] = ", ".join(filter(None, [f"at step {step:,}", eval_windows(folder)]))
-        keys = ("bits_per_byte", "accuracy")
-        others = {key: dict(points_of(rows, f"val/{key}")).get(step) for key in keys}
-    others = {key: number(value) for key, value in others.items()}
-    return found | {key: value for key, value in others.items() if not math.isnan(value)}
+        where = f"at the end, on {number(found.get('windows')):,.0f} windows"
+    keys = ("loss", "loss_error", "bits_per_byte", "accuracy")
+    values = {key: number(found.get(key)) for key in keys}
+    known = {key: value for key, value in values.items() if not math.isnan(value)}
+    return known | {"step": step, "where": where, "risen": lowest is not None}
 
 
 def result(rows: list[dict], found: dict) -> str:
@@ -149,67 +135,40 @@ def result(rows: list[dict], found: dict) -> str:
     text = f"The {name} loss {verb} {rounded(loss, 4)} nats per token after {step:,} steps"
     if first[1] > loss:
         text += f", down from {rounded(first[1], 4)}"
-    return f"{text}; {risen_since(step)}." if found.get("risen") else f"{text}."
-
-
-def risen_since(step: int) -> str:
-    """Returns what a user should know about a validation loss that has risen since this step."""
+    if not found.get("risen"):
+        return f"{text}."
     helps = "more text helps, maybe also a smaller model or dropout"
-    repeated = f"if the text was read several times, {helps}"
-    return f"the validation loss has risen since step {step:,} ({repeated})"
+    return f"{text}; it has risen since (if the text was read several times, {helps})."
 
 
 def facts(rows: list[dict], starts: list[dict], found: dict) -> list[tuple[str, str, str]]:
     """Returns the main results: (name, value, note). found: of validation_loss."""
 
-    def known(key: str) -> Points:
-        return finite(points_of(rows, key))
+    def last(of: list[dict], key: str) -> float | None:
+        return next((value for _, value in reversed(finite(points_of(of, key)))), None)
 
-    shown = []
-    if found:
-        error = f"± {rounded(found['error'], 4)} " if "error" in found else ""
-        name = "lowest validation loss" if found["risen"] else "validation loss"
-        shown.append((name, rounded(found["loss"], 4), error + found["where"]))
-        if "bits_per_byte" in found:
-            shown.append(
-                (
-                    "bits per byte",
-                    rounded(found["bits_per_byte"], 3),
-                    "the same loss, per byte of text",
-                )
-            )
-        if "accuracy" in found:
-            value = f"{found['accuracy']:.1%}"  # as in the chart
-            shown.append(("accuracy", value, "of the tokens that can be predicted"))
-        elif 0 <= found["loss"] < 100:
-            value = formatted(math.exp(found["loss"]))
-            shown.append(("perplexity", value, "e to the power of this loss"))
-    if train := known("train/loss"):
-        note = f"at step {train[-1][0]:,}, on the steps since the last row"
-        shown.append(("training loss", rounded(train[-1][1], 4), note))
-    for _, parameters in finite(points_of(starts, "parameters"))[-1:]:
-        shown.append(("parameters", f"{parameters:,.0f}", ""))
-    tokens, speeds = known("train/tokens"), known("train/tokens_per_second")
-    if tokens:
-        shown.append(("tokens trained on", f"{tokens[-1][1]:,.0f}", ""))
-    if speeds:
-        shown.append(("training time", training_time(tokens, dict(speeds)), "steps only"))
-        median = statistics.median(value for _, value in speeds)
-        shown.append(("tokens per second", f"{median:,.0f}", "median"))
-    if shares := [value for _, value in known("train/mfu")]:
-        shown.append(("FLOPs utilisation", f"{statistics.median(shares):.1%}", "median"))
-    return shown
-
-
-def training_time(tokens: Points, speeds: dict[int, float]) -> str:
-    """Returns the time of all training steps. tokens: in total, at each step with a row; rows of
-    validations and attention snapshots have no speed."""
-    known = [(step, count) for step, count in tokens if speeds.get(step, 0) > 0]
-    seconds = sum(
-        (after - before) / speeds[step]
-        for (_, before), (step, after) in itertools.pairwise([(0, 0.0), *known])
+    note = f"± {rounded(found['loss_error'], 4)} " if "loss_error" in found else ""
+    tokens, seconds = last(rows, "train/tokens"), None
+    speeds = [value for _, value in finite(points_of(rows, "train/tokens_per_second"))]
+    speed = statistics.median(speeds) if speeds else None
+    if tokens and speed and speed > 0:
+        seconds = min(tokens / speed, 1e9)
+    table = (
+        (
+            "lowest validation loss" if found.get("risen") else "validation loss",
+            found.get("loss"),
+            LOSS,
+            note + found.get("where", ""),
+        ),
+        ("bits per byte", found.get("bits_per_byte"), lambda bits: rounded(bits, 3), ""),
+        ("accuracy", found.get("accuracy"), "{:.1%}".format, "of the predictable tokens"),
+        ("training loss", last(rows, "train/loss"), LOSS, "on the steps since the row before"),
+        ("parameters", last(starts, "parameters"), WHOLE, ""),
+        ("tokens trained on", tokens, WHOLE, ""),
+        ("tokens per second", speed, WHOLE, "median"),
+        ("training time", seconds, duration, "at this speed"),
     )
-    return duration(min(seconds, 1e9))
+    return [(name, text(value), note) for name, value, text, note in table if value is not None]
 
 
 def sample(row: dict) -> dict[str, str]:
@@ -225,37 +184,21 @@ def sample_page(row: dict) -> str:
     """Returns a row of samples.jsonl as a page without scripts, for the W&B dashboard."""
     shown = {key: escape(value) for key, value in sample(row).items()}
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>sample</title>'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "style-src 'unsafe-inline'\"><style>:root { color-scheme: light dark } body { margin: 1em; "
-        "max-width: 42rem; font: 1rem/1.5 system-ui, sans-serif } p { white-space: pre-wrap; "
-        "overflow-wrap: anywhere; unicode-bidi: plaintext }</style>"
-        f"<p>step {shown['step']}</p><p><b>{shown['prompt']}</b>{shown['text']}</p></html>"
+        '<!doctype html><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>sample</title>"
+        "<style>p { font: 1rem/1.5 sans-serif; white-space: pre-wrap; unicode-bidi: plaintext }"
+        f"</style><p>step {shown['step']}</p><p><b>{shown['prompt']}</b>{shown['text']}</p>"
     )
 
 
-def command(folder: Path, starts: list[dict]) -> str:
-    """Returns the command that trains the same run again, with another name: as it was typed, or
-    with the settings of the run directory if it was part of a sweep or of another program."""
-    typed = starts[0].get("command") if starts else None
-    try:
-        words = shlex.split(typed) if isinstance(typed, str) else []
-    except ValueError:
-        words = []
-    is_typed = any(Path(word).name == "train.py" for word in words)
-    if not is_typed or {"-m", "--multirun"} & {*words} or any("resume=" in w for w in words):
-        words = ["python", "train.py", f"from={folder}"]
-    return sanitize(shlex.join(word for word in words if not word.startswith("name=")), keep="")
-
-
 def environment(starts: list[dict]) -> list[tuple[str, str]]:
-    """Returns commit, machine and versions of the last start: (name, value)."""
+    """Returns command, commit, machine and versions of the last start: (name, value)."""
     start = dict(starts[-1]) if starts else {}
-    start["time"] = str(start.get("time", ""))[:16].replace("T", " ")
-    shown = []
-    if commit := start.get("commit"):
-        changed = {False: ", with changes that are not committed"}.get(start.get("clean"), "")
-        shown.append(("commit", f"{commit}{changed}"))
-    shown += [(name, start[key]) for key, name in ENVIRONMENT.items() if start.get(key)]
-    shown += [("starts", f"{len(starts)}: the run was resumed")] * (len(starts) > 1)
-    return [(name, sanitize(str(value), keep="")) for name, value in shown]
+    if start.pop("clean", None) is False:
+        start["commit"] = f"{start.get('commit')}, with changes that are not committed"
+    start |= {"starts": f"{len(starts)}: the run was resumed"} if len(starts) > 1 else {}
+    return [
+        (sanitize(key.replace("_", " "), keep=""), sanitize(str(value), keep=""))
+        for key, value in start.items()
+        if value is not None and key not in ("step", "parameters")
+    ]

@@ -1,8 +1,8 @@
 """The results of a sweep (python train.py -m optimizer.lr=1e-3,3e-4 seed=1,2,3).
 
 Each job writes result.json (config/application.py). At the end Hydra calls `SweepResults`
-(hydra.callbacks in configs/config.yaml). It prints a table, writes it as results.md and
-results.json to hydra.sweep.dir, and the process ends with the exit code of the first failed job.
+(hydra.callbacks in configs/config.yaml). It prints a table, writes results.json to
+hydra.sweep.dir, and the process ends with the exit code of the first failed job.
 """
 
 import os
@@ -17,7 +17,7 @@ from clearhead.config.application import results_in, sweep_directory
 from clearhead.config.command_line import errors_in_one_line
 from clearhead.errors import best_effort, refuse, sanitize
 from clearhead.files import REPOSITORY, as_json, atomic_write, last_values
-from clearhead.output.comparison import read_all, summarize, tables
+from clearhead.output.comparison import read_all, summarize, table
 
 
 class SweepResults(Callback):
@@ -62,18 +62,13 @@ def line(job: dict) -> str:
 
 
 def write_results(folder: Path, jobs: list[dict]) -> None:
-    """Prints the table of all runs; writes results.md and results.json."""
+    """Prints the table of all runs; writes results.json."""
     # A job that was refused (2, 3) is not a run, also if its run directory exists.
     trained = [job["run"] for job in jobs if job["run"] and job["exit_code"] not in (2, 3)]
     folders = [*map(Path, dict.fromkeys(trained))]
     logged = {key for folder in folders for key in last_values(folder / "metrics.jsonl")}
     metric = "val/loss" if "val/loss" in logged else "train/loss"
     rows = summarize(read_all(folders, metric) if metric in logged else [], metric)
-    parts = [f"# {folder.absolute().name}"]
     if rows:
-        parts.append(tables(rows, metric))
-        print(f"\n{parts[-1]}\n\nresults          {folder}/results.md, .json", flush=True)
-    if failed := [job for job in jobs if job["exit_code"]]:
-        parts += ["## Failed jobs", *(f"- {line(job)}" for job in failed)]
+        print(f"\n{table(rows, metric)}\n\nresults          {folder}/results.json", flush=True)
     atomic_write(folder / "results.json", as_json({"jobs": jobs, "metric": metric, "rows": rows}))
-    atomic_write(folder / "results.md", ("\n\n".join(parts) + "\n").encode())

@@ -40,8 +40,6 @@ from headlens import wandb_values
 if TYPE_CHECKING:
     from headlens import Snapshot
 
-MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
-
 
 class Tracker:
     """Writes metrics.jsonl and samples.jsonl, and logs to a W&B run. For rank 0.
@@ -57,9 +55,7 @@ class Tracker:
         self.folder, self.config = folder, config
         self.rows = RowFile(folder / "metrics.jsonl")
         self.samples = RowFile(folder / "samples.jsonl")
-        self.last_step = settings.get("trainer", {}).get("max_steps") or 0
         self.first_step = 0  # the first step that W&B does not have
-        self.next_sample = 0.0  # the first step whose sample is logged to W&B
         self.run, self.is_shared = None, False  # with a W&B run that the user has open
         self.stopped: str | None = None  # why logging stopped
         if config.mode == "disabled":
@@ -134,7 +130,7 @@ class Tracker:
         # W&B would give a step that it has, and all later ones, another number.
         if self.run is None or step < self.first_step:
             return
-        media = self._media(step, snapshot, sample, path)
+        media = self._media(snapshot, sample, path)
         # commit: otherwise W&B records the row at the next step. W&B names the files of media after
         # the step of the last call.
         self._call(lambda run: run.log(metrics, step=step, commit=not media))
@@ -142,13 +138,12 @@ class Tracker:
             self._call(lambda run: run.log(media, step=step, commit=True))
 
     def _media(
-        self, step: int, snapshot: "Snapshot | None", sample: dict | None, page: Path | None
+        self, snapshot: "Snapshot | None", sample: dict | None, page: Path | None
     ) -> dict[str, object]:
         """Returns images, pages, tables and histograms as W&B's types. For one that cannot be built
         it prints a line on stderr; the files stay in the run directory."""
         media = wandb_values(snapshot, say) if snapshot else {}
-        if sample and (step >= self.next_sample or step == self.last_step):
-            self.next_sample = step + self.last_step / MAX_SAMPLES
+        if sample:
             # inject=False: by default W&B adds a stylesheet from its server to the page.
             text = sample_page(sample)
             media["samples/text"] = self.wandb.Html(text, inject=False, data_is_not_path=True)

@@ -24,7 +24,6 @@ from clearhead.output.console import Report
 from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
-from headlens import rounded
 from model import GPT
 
 # The validation at the end of a run uses this fraction of the number of training windows. A forward
@@ -152,16 +151,6 @@ class Evaluator:
             found = self.validation.run(model, windows, report=report)
             self._check(found["loss"], step)
         return {f"val/{name}": found[name] for name in METRICS if name in found}
-
-    def summary(self) -> list[str]:
-        """Returns a line about the last validation, for the end of a run."""
-        if self.final is None:
-            return []
-        error = self.final["loss_error"]
-        text = f"{self.final['loss']:.4f}" + ("" if error is None else f" ± {rounded(error, 4)}")
-        if "bits_per_byte" in self.final:
-            text += f", {self.final['bits_per_byte']:.3f} bits per byte"
-        return [f"final validation {text}  ({self.final['windows']:,} windows)"]
 
     def _check(self, loss: float, step: int) -> None:
         if not math.isfinite(loss):

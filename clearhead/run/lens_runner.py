@@ -11,11 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from clearhead.checkpoint.resume import resume_command
-from clearhead.config.application import is_in_sweep
 from clearhead.config.automatic import expected_steps
 from clearhead.config.schema import Config
-from clearhead.config.stored import settings_of
 from clearhead.errors import MAX_FAILURES, Failures, best_effort
 from clearhead.models.head_removal import ablate_heads
 from clearhead.parallel.strategy import Strategy
@@ -96,23 +93,9 @@ class LensRunner:
         names = {row["name"] for row in self.lens.table} - {"", "uniform"}
         if self.lens.table and not names - {"positional"}:
             some = " except positional" * bool(names)
-            advice = "" if has_converged else self._train_longer()
+            advice = "" if has_converged else "; a longer run may have one"
             lines.append(f"attention heads  no head has a name yet{some}{advice}")
         return lines + [f"removed heads    {t}" for t in self.lens.most_important_heads()]
-
-    def _train_longer(self) -> str:
-        """Returns the command that trains twice as long; "" for a job of a sweep."""
-        if is_in_sweep():
-            return ""
-        trainer = (settings_of(self.directory) or {}).get("trainer", {})
-        minutes, steps = trainer.get("max_minutes"), trainer.get("max_steps")
-        if minutes and not (steps and self.lens.last.step >= steps):  # the time has ended the run
-            changes = [f"trainer.max_minutes={2 * minutes:g}"]
-        else:
-            changes = [f"trainer.max_steps={2 * self.lens.last.step}"]
-            changes += ["trainer.max_minutes=null"] if minutes else []
-        command = resume_command(self.directory, changes)
-        return f"; to train longer, {command}"
 
 
 def build_lens(

@@ -138,7 +138,6 @@ class Run:
         elif self.stop.is_out_of_time(state.step):
             limit = f"trainer.max_minutes={trainer.max_minutes}"
             self.log.console.print(f"{limit}: the run ends after step {state.step:,}")
-        self.log.tracker.last_step = self.stop.last_step
 
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics; writes those after the last step to
@@ -184,11 +183,11 @@ class Run:
         if state.best_loss is not None:
             log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
         log.console.close()
-        lines, has_converged = results(self.config, state, folder, self.metrics.train_loss)
+        lines, has_risen = results(folder)
         if not self.was_finished:
-            lines += times(folder, seconds_of, seconds, self.checkpointer.seconds)
-        lines += [*self.evaluator.summary(), *self.lens.summary(has_converged)]
-        for line in ["", *lines, *where_to_look(self.config, state, log, uploaded)]:
+            lines.append(times(seconds_of, seconds))
+        lines += self.lens.summary(has_risen or state.should_stop_early(self.config.trainer))
+        for line in ["", *lines, *where_to_look(self.config, log, uploaded, has_risen)]:
             log.console.print(line)
         log.tracker.finish()
         if not self.strategy.is_rank_0:

@@ -1,17 +1,15 @@
-/* The controls at the top, the notes below them, and the comparison with another page. */
+/* The controls at the top, the notes below them, and the comparison of steps or runs. */
 
 import { clip, format, plural } from "./text.js";
 import { $, bold, checkRadio, fillSelect, make, showMessage } from "./dom.js";
-import { decode, prefetch, prepare, readData } from "./data.js";
 import {
   A, B, REMOVED, SIGNIFICANCE, gridShows, hasOverall, here, isMean, nearestFrame,
-  other, otherRunSide, overText, rangeOf, run, setRuns, sideName, state, statisticOf, uniformOf, update,
+  other, otherRunSide, overText, run, sideName, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
 import { layOut, select, stepHead } from "./grid.js";
 import { choosePrompt } from "./finding.js";
 import { isPlaying, pause, togglePlay } from "./player.js";
-import { copyLink, restore } from "./link.js";
 import { newsText } from "./losses.js";
 import { openHelp } from "./help.js";
 
@@ -25,7 +23,6 @@ const SETTERS = [
 export function buildControls() {
   fillSelect($("prompt"), run.prompts.map(({ title }, n) =>
     [n, `${n + 1}: \u2068${clip(title, 70)}\u2069`])); // isolated: it may be written from right to left
-  $("filter-value").max = 200;
   buildChoices();
   listenToControls();
 }
@@ -35,7 +32,6 @@ export function buildChoices() {
   const choices = run.statistics.map(({ key, title, empty }) => [key, title, empty]);
   const more = [SIGNIFICANCE, ...(run.removed ? [REMOVED] : [])];
   fillSelect($("sort"), [["", "layer"], ...more.map(({ key, title }) => [key, title]), ...choices]);
-  fillSelect($("filter-statistic"), [["", "no filter"], ...choices]);
   $("over").lastElementChild.textContent = run.windows ? "whole text" : "all prompts (mean)";
   buildCompare();
   $("step").max = run.frames.length - 1;
@@ -55,25 +51,8 @@ function listenToControls() {
   }
   on("sort", "change", (event) => sortBy(event.target.value));
   on("direction", "click", () => update({ descending: !state.descending }));
-  on("filter-statistic", "change", async (event) => {
-    const filter = event.target.value;
-    await update(definedPrompt(filter));
-    update({ filter, threshold: filter ? filterRange(filter)[0] : null });
-  });
-  on("filter-value", "input", (event) => {
-    const [low] = filterRange(state.filter);
-    const value = Number(event.target.value); // 0 to 200
-    update({ threshold: value ? low + (value / 200) * (filterRange(state.filter)[1] - low) : low });
-  });
-  on("compare-file", "change", (event) => openPage(event.target.files[0]));
   on("show", "change", (event) => update({ show: event.target.value }));
   on("theme", "click", toggleTheme);
-  on("copy-link", "click", copyLink);
-  on("link-close", "click", () => ($("link").hidden = true));
-  on("link-go", "click", () => restore($("link-text").value));
-  on("link-text", "keydown", (event) => {
-    if (event.key === "Enter") restore(event.target.value);
-  });
   on("show-help", "click", () => openHelp());
   on("close", "click", () => select(null));
   on("previous-head", "click", () => stepHead(-1));
@@ -96,13 +75,6 @@ function buildCompare() {
   const steps = (of, kind) => of.frames.map(({ step }) => [`${kind}:${step}`, `step ${step}`]);
   if (run.frames.length > 1) group("another step of this run", steps(run, "step"));
   if (other) group(other.name, [["run", "same step"], ...steps(other, "run")]);
-}
-
-/** Returns the range of the filter slider: [low, high] of the statistic shown in the grid. */
-function filterRange(key) {
-  const ends = [A, B].flatMap((of) => (of ? rangeOf(of, key) : []));
-  const [low, high] = ends.length ? [Math.min(...ends), Math.max(...ends)] : [0, 1];
-  return B && state.show === "difference" ? [low - high, high - low] : [low, high];
 }
 
 /** Returns the change to a prompt on which a statistic is defined, {} if the shown prompt is one. */
@@ -142,15 +114,6 @@ export function showControls() {
   $("direction").hidden = !state.sort;
   $("direction").textContent = state.descending ? "↓" : "↑";
   $("direction").title = state.descending ? "largest first" : "smallest first";
-  $("filter-statistic").value = state.filter;
-  $("threshold").hidden = !state.filter;
-  if (state.filter) {
-    const [low, high] = filterRange(state.filter);
-    $("filter-value").value = (200 * (state.threshold - low)) / (high - low || 1);
-    const limit = String(+state.threshold.toPrecision(2)).replace("-", "−");
-    $("filter-value").setAttribute("aria-valuetext", limit);
-    $("threshold").firstChild.textContent = `≥ ${limit}`;
-  }
   $("show").hidden = !B;
   checkRadio("show", state.show);
   $("brighter").textContent = gridShows() === "difference"
@@ -168,10 +131,9 @@ function showNotes() {
     what.push(` · random tokens 1 to ${last}, repeated as ${last + 1} to ${end}: in an induction ` +
       `head, token ${last + 1} attends to token 2, ${last + 2} to 3, and so on`);
   }
-  for (const key of new Set([state.sort, state.filter])) {
-    const statistic = statisticOf(run, key);
-    if (!statistic) continue;
-    const uniform = uniformOf(A, key);
+  const statistic = statisticOf(run, state.sort);
+  if (statistic) {
+    const uniform = uniformOf(A, state.sort);
     what.push(" · ", bold(statistic.title), `: ${statistic.description}` +
       (uniform === null ? "" : ` Chance: ${format(uniform)}.`));
   }
@@ -218,29 +180,6 @@ function howPromptsDiffer() {
   return "A and B have different tokenizers";
 }
 
-/** Reads the data of another page. Scripts of that page are not executed. */
-async function openPage(file) {
-  if (!file) return;
-  try {
-    const text = await file.text();
-    const mark = 'type="application/json" id="data">';
-    const begin = text.indexOf(mark) + mark.length;
-    if (begin < mark.length) throw new Error("This is not a page of the attention lens.");
-    // Every < in the data is escaped, so the first < is the end of the data.
-    const { runs } = readData(text.slice(begin, text.indexOf("<", begin)));
-    if (!runs.length) throw new Error("This page has no attention heads.");
-    const found = await prepare(runs[0]);
-    await decode(found, nearestFrame(found, here.step));
-    setRuns(run, Object.assign(found, { isOpened: true }));
-    buildCompare();
-    await update({ compare: "run" });
-    prefetch(found).then(() => update());
-  } catch (error) {
-    showMessage(error.message);
-  }
-  $("compare-file").value = "";
-}
-
 let lastCompare = null;
 
 /** Starts or stops a comparison: with the last choice, the other run or the first step. */
@@ -249,6 +188,6 @@ export function toggleCompare() {
   if (state.compare !== "off") lastCompare = state.compare;
   if (lastCompare === `step:${here.step}`) lastCompare = null;
   const possible = other || run.frames.length > 1;
-  if (!possible) showMessage("This page has one step of one run. To compare, open another page.");
+  if (!possible) showMessage("This page has one step of one run.");
   else update({ compare: state.compare === "off" ? lastCompare ?? fallback : "off" });
 }

@@ -60,12 +60,7 @@ export function buildGrid() {
 
 /** Filters and sorts the heads. Moves the thumbnails if the order has changed. */
 function arrange() {
-  const passes = (index) => {
-    if (state.name && shownName(index)?.key !== state.name) return false;
-    if (!state.filter) return true;
-    const value = shownValue(state.filter, index);
-    return value !== null && value >= state.threshold;
-  };
+  const passes = (index) => !state.name || shownName(index)?.key === state.name;
   const passing = tiles.map((tile) => passes(tile.index));
   const sorted = tiles.map((tile) => tile.index);
   if (state.sort) {
@@ -90,14 +85,13 @@ function arrange() {
   order = shown;
   setTabStop(tiles.find((tile) => tile.button.tabIndex === 0).index);
   const count = passing.filter(Boolean).length;
-  $("count").textContent =
-    state.filter || state.name ? ` · ${count} of ${run.count} heads` : "";
+  $("count").textContent = state.name ? ` · ${count} of ${run.count} heads` : "";
 }
 
 export function drawGrid() {
   arrange();
   const usual = statisticOf(run, "induction") ?? run.statistics[0];
-  const key = state.sort || state.filter || usual?.key;
+  const key = state.sort || usual?.key;
   const signed = B && state.show === "difference";
   const title = statisticOf(run, key)?.title;
   const chosen = selectedHeads();

@@ -22,8 +22,7 @@ function moveCell(right, down) {
 }
 
 function closeTop() {
-  if (!$("link").hidden) $("link").hidden = true;
-  else if (state.view === "story") update({ query: null });
+  if (state.view === "story") update({ query: null });
   else if (selected() === null) showStory();
   else select(null);
 }

@@ -1,6 +1,6 @@
 /* Writes the view to the fragment of the address (after #) and restores it. */
 
-import { $, showMessage } from "./dom.js";
+import { $ } from "./dom.js";
 import {
   DEFAULTS, hasStory, other, hovered, placeOfHead, run, selected, state, statisticOf, update,
 } from "./state.js";
@@ -44,7 +44,6 @@ function linkText() {
   if (state.more.length) parts.set("more", state.more.map(place).join());
   if (state.query !== null) parts.set("query", state.query);
   if (state.sort) parts.set("sort", (state.descending ? "-" : "+") + state.sort);
-  if (state.filter) parts.set("filter", `${state.filter}:${+state.threshold.toPrecision(4)}`);
   if (other || state.compare !== "off") parts.set("compare", state.compare);
   return "#" + parts;
 }
@@ -77,9 +76,6 @@ export function readLink(text) {
   const [, sign, key] = (parts.get("sort") ?? "").match(/^([-+ ]?)(.*)$/s);
   const known = statisticOf(run, key);
   if (known && !known.empty) Object.assign(found, { sort: key, descending: !/[+ ]/.test(sign) });
-  const [, filter, value] = (parts.get("filter") ?? "").match(/^(.*):(-?[\d.e-]+)$/s) ?? [];
-  const canFilter = run.statistics.some((one) => one.key === filter && !one.empty);
-  if (canFilter && Number.isFinite(+value)) Object.assign(found, { filter, threshold: +value });
   const isStory = [...parts.keys()].every((part) => STORY.includes(part));
   found.view = hasStory() && isStory && parts.get("view") !== "all" ? "story" : "all";
   const canSwitch = run.story?.prompts[found.prompt]?.cards
@@ -101,7 +97,7 @@ export function keepLink() {
     try {
       history.replaceState(null, "", linkText());
     } catch {
-      // A sandboxed frame has no address; the button "link" shows the text instead.
+      // A sandboxed frame has no address.
     }
   }, 250);
 }
@@ -113,17 +109,4 @@ export function restore(text) {
   Object.assign(state, readLink(text));
   readTheme();
   return update();
-}
-
-export async function copyLink() {
-  const framed = window.top !== window || !/^(https?|file):$/.test(location.protocol);
-  try {
-    if (framed) throw 0;
-    await navigator.clipboard.writeText(location.href.replace(/#.*$/s, "") + linkText());
-    showMessage(`Link copied.${other?.isOpened ? " The opened page is not part of it." : ""}`);
-  } catch {
-    $("link").hidden = false;
-    $("link-text").value = linkText();
-    $("link-text").select();
-  }
 }

@@ -2,11 +2,12 @@
  * steps, and on the screen of all heads one step after the other. */
 
 import { clamp } from "./text.js";
-import { $, showMessage } from "./dom.js";
+import { showMessage } from "./dom.js";
 import { decode } from "./data.js";
 import { run, state, update } from "./state.js";
 
 const STORY_SECONDS = 7;
+const STEP = 333; // milliseconds for a step, on the screen of all heads
 export const still = matchMedia("(prefers-reduced-motion: reduce)");
 let playing = false;
 let playTimer;
@@ -25,7 +26,7 @@ export function togglePlay() {
     // All heads with all names, as they get them.
     update({ ...(over ? { frame: 0 } : {}), name: "", off: "" });
     if (state.view === "story" && !still.matches) glide();
-    else playTimer = setTimeout(tick, 1000 / Number($("speed").value));
+    else playTimer = setTimeout(tick, STEP);
   }
 }
 
@@ -65,7 +66,7 @@ async function tick() {
   if (!playing) return;
   if (state.frame === run.frames.length - 1) return pause();
   const took = performance.now() - begin;
-  playTimer = setTimeout(tick, Math.max(0, 1000 / Number($("speed").value) - took));
+  playTimer = setTimeout(tick, Math.max(0, STEP - took));
 }
 
 export function pause() {

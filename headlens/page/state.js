@@ -13,8 +13,6 @@ export const DEFAULTS = {
   query: null, // position of the query token; null: the last
   sort: "", // "" is layer order, else a statistic's key or "significance"
   descending: true,
-  filter: "", // a statistic's key
-  threshold: null,
   name: "", // only heads with this name
   over: "prompt", // statistics of the shown prompt, or "mean": on the text or over all prompts
   scale: "sqrt", // or "linear"

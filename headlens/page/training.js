@@ -2,8 +2,7 @@
  *
  *   training  {state, result, facts: [[name, value, note]], charts, samples: [{step, prompt, text}, the
  *             newest first], command, environment: [[name, value]], settings}; all texts
- *   chart     {title, unit, sign: after the numbers of the axis, from_zero, lines, lowest: [step,
- *             value, text] or null}
+ *   chart     {title, unit, sign: after the numbers of the axis, from_zero, lines}
  *   line      {name, kind: "training" or "validation", thin, points: [[step, value or null, text]]}
  *
  * A chart is an SVG. Its positions are percentages, so it fits any width and its text keeps its size.
@@ -118,7 +117,7 @@ function chartOf({ title, unit, lines, ...options }) {
   return figure;
 }
 
-function plotOf(figure, readout, { title, sign, from_zero: fromZero, lowest }, lines) {
+function plotOf(figure, readout, { title, sign, from_zero: fromZero }, lines) {
   const points = lines.flatMap((line) => line.points);
   const [values, at] = [points.map(([, value]) => value), points.map(([step]) => step)];
   const [x0, last] = [Math.min(...at), Math.max(...at)];
@@ -149,17 +148,7 @@ function plotOf(figure, readout, { title, sign, from_zero: fromZero, lowest }, l
       svg("circle", plot, { class: kind, r: 3.5, cx: `${x(step)}%`, cy: `${y(value)}%` });
     }
   }
-  if (lowest) markLowest(plot, lowest, x, y);
   addCursor(plot, readout, lines, { x, y, stepAt: (across) => x0 + across * (x1 - x0) });
-}
-
-/** Marks the lowest validation loss. */
-function markLowest(plot, [step, value, text], x, y) {
-  const [across, down] = [`${x(step)}%`, `${y(value)}%`];
-  svg("circle", plot, { class: "lowest", r: 6, cx: across, cy: down });
-  const anchor = x(step) < 25 ? "start" : x(step) > 75 ? "end" : "middle";
-  const place = { class: "validation", x: across, y: down, dy: "-1.6em", "text-anchor": anchor };
-  svg("text", plot, place, `lowest: ${text} at step ${commas(step)}`);
 }
 
 /** Shows the values at the cursor, or at the last step. */

@@ -112,28 +112,15 @@ def test_a_text_that_is_truncated_is_reported(in_process, home):
         assert (code, bool(err)) == (0, is_long)
 
 
-def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
-    """Unless the settings name a prompt, a text or a page."""
-    before = set(home.iterdir())
+def test_a_figure_shows_the_clearest_prompt(home):
     data = read_snapshot(home / "runs" / "seen" / "attention" / "step_00000004.npz")
-    clear = {}
     for head in np.ndindex(2, 2):
         significance = []
         for values, prompt in zip(data.of_prompts, data.prompts, strict=True):
             known = {key: c for key, c in prompt.uniform.items() if key in KINDS and c is not None}
             significance.append(max((values[key][head] - c) / (1 - c) for key, c in known.items()))
-        clear[head] = significance.index(max(significance))
-        assert draw_figure(data, head) == draw_figure(data, head, clear[head])
-    head, chosen = ("layer=1", "head=0"), f"prompt={1 + clear[1, 0]}"
-    for name, *more in (("grid",), ("best", *head), ("chosen", *head, chosen)):
-        in_process(main, home, "checkpoint=runs/seen", f"figure={name}.png", *more)
-    drawn = {path.stem: path.read_bytes() for path in set(home.iterdir()) - before}
-    assert drawn.keys() == {"chosen", "best", "grid"}
-    assert drawn["best"] == drawn["chosen"] != drawn["grid"]
-    texts = ("text=The fox.", "figure=text.png", "out=text.npz", *head)
-    in_process(main, home, "checkpoint=runs/seen", *texts)
-    expected = draw_figure(read_snapshot(home / "text.npz"), (1, 0), 0)
-    assert (home / "text.png").read_bytes() == expected
+        clear = significance.index(max(significance))
+        assert draw_figure(data, head) == draw_figure(data, head, clear)
 
 
 def test_bad_values(in_process, home):
@@ -142,13 +129,8 @@ def test_bad_values(in_process, home):
     before = sorted(home.iterdir())
     for code, keys, arguments in (
         (2, ["max_tokens", "out"], ["max_tokens=1", "out=none/page.html"]),
-        (2, ["figure"], ["figure=heads.pdf"]),
         (2, ["out"], ["out=text.txt"]),
-        (2, ["head", "layer", "prompt"], ["figure=a.png", "layer=2", "head=2", "prompt=5"]),
-        (2, ["layer"], ["figure=a.png", "layer=2", "head=0", "ablation=exact"]),
         (2, ["text"], ["checkpoint=runs/none-left", "repeat_length=0"]),
-        (2, ["head"], ["figure=a.png", "layer=1"]),
-        (2, ["layer"], ["figure=a.png", "head=1"]),
         (3, ["checkpoint"], ["checkpoint=runs/none"]),
         (3, ["compare"], ["compare=runs/none"]),
         (3, ["tokenizer"], ["checkpoint=other", "text=The fox"]),

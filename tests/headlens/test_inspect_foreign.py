@@ -11,7 +11,7 @@ from helpers.pages import read, unpacked
 from helpers.refusals import printed_keys
 from helpers.runs import train_in
 
-from headlens import draw_figure, read_snapshot
+from headlens import read_snapshot
 from scripts.inspect_attention import main
 
 TOKENIZER = byte_level_tokenizer()
@@ -71,17 +71,14 @@ def test_a_model_of_transformers(in_process, home):
     assert [len(prompt["layers"]) for prompt in of_prompts] == [3, 3]
 
 
-def test_two_models_a_figure_and_data(in_process, home):
+def test_two_models_and_data(in_process, home):
     both = ("checkpoint=out/checkpoint-20", "compare=runs/one")
     code, _, err = in_process(main, home, *both, *QUICK, "out=two.html")
     assert (code, err) == (0, "")
     assert [run["name"] for run in read(home / "two.html")] == ["checkpoint-20", "one"]
-    figure = ("figure=head.png", "layer=2", "head=3", "out=head.npz")
-    code, _, err = in_process(main, home, both[0], *QUICK, *figure)
+    code, _, err = in_process(main, home, both[0], *QUICK, "out=head.npz")
     assert (code, err) == (0, "")
-    data = read_snapshot(home / "head.npz")
-    assert data.row.names.shape == (3, 4)
-    assert (home / "head.png").read_bytes() == draw_figure(data, (2, 3), 0)
+    assert read_snapshot(home / "head.npz").row.names.shape == (3, 4)
 
 
 def test_time_lapse_of_the_checkpoints_of_trainer(in_process, home):
@@ -125,9 +122,8 @@ def test_bad_values(in_process, home):
     for code, keys, arguments in (
         (2, ["checkpoint"], []),
         (2, ["checkpoint", "compare"], [one, many, "compare=out/checkpoint-20"]),
-        (2, ["ablation", "figure", "out"], [many, "ablation=exact", "figure=a.png", "out=a.npz"]),
+        (2, ["ablation", "out"], [many, "ablation=exact", "out=a.npz"]),
         (2, ["ablation"], [one, "ablation=exact"]),
-        (2, ["head", "layer"], [one, "figure=a.png", "layer=3", "head=4"]),
         (2, ["data.path"], [one, f"data.path={short}"]),
         (3, ["data.path"], [one, "data.path=none.txt"]),
         (3, ["checkpoints"], ["checkpoints=none/checkpoint-*"]),

@@ -21,7 +21,7 @@ RUN = ("lens=default", "lens.every=1", "lens.prompts=[the fox,a dog]", "lens.rep
 
 @contextlib.contextmanager
 def serving(folder: Path, port: int = 8123) -> Iterator[LiveServer]:
-    """Serves the runs of a folder, at this port or the next free one."""
+    """Serves the runs of a folder, at this port or a free one."""
     with LiveServer(folder, port) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

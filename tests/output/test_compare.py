@@ -1,4 +1,4 @@
-"""scripts/compare.py: the tables of runs, and which runs share a row or a table."""
+"""scripts/compare.py: the table of runs, and which runs share a row."""
 
 import json
 import math
@@ -48,20 +48,17 @@ def log(folder, *rows):
 
 @pytest.fixture
 def compared(tmp_path, in_process):
-    """compared(*arguments): ({heading: cells of its table}, runs reported on stderr, rows)."""
+    """compared(*arguments): (cells of the table, notes below it, runs reported on stderr, rows)."""
 
     def run_it(*arguments):
         out = tmp_path / "found.json"
         code, shown, err = in_process(compare.main, tmp_path, f"out={out}", *arguments)
         assert code == 0
-        tables = {}
-        for line in shown.splitlines():
-            if line.startswith("#"):
-                cells = tables[line] = []
-            elif line.startswith("|"):
-                cells.append([cell.strip() for cell in line.strip("|").split(" | ")])
+        lines = [line for line in shown.splitlines() if line]
+        cells = [[c.strip() for c in ln.strip("|").split(" | ")] for ln in lines if ln[0] == "|"]
+        notes = [line for line in lines if line[0] != "|"]
         named = [line.partition(": ")[0] for line in err.splitlines()]
-        return tables, named, json.loads(out.read_text())["rows"]
+        return cells, notes, named, json.loads(out.read_text())["rows"]
 
     return run_it
 
@@ -73,8 +70,7 @@ def test_seeds_share_a_row_and_the_best_is_first(run, compared, tmp_path):
     run("c\x1b]0;title\x07", [1.9, 1.5], weight_decay=0.2, lr=0.01)
     (tmp_path / "runs" / "no\x1b run").mkdir()
     (tmp_path / "runs" / "multirun").mkdir()  # the directories of sweeps
-    tables, skipped, found = compared()
-    ((head, _, *rows),) = tables.values()
+    (head, _, *rows), _, skipped, found = compared()
     assert head == ["run", "optimizer.lr", "optimizer.weight_decay", "tokens", "val/loss"]
     assert rows[0] == ["c\\x1b]0;title\\x07", "0.01", "0.2", "2,000", "1.5000"]
     error = 0.5 / math.sqrt(3)
@@ -89,17 +85,8 @@ def test_the_value_of_a_finished_run_is_that_of_the_validation_at_its_end(run, c
     for name, seed, step, loss in (("a", 0, 20, 2.25), ("b", 1, 20, 2.75), ("c", 2, 10, 9.0)):
         final = {"step": step, "windows": 900, "loss": loss}
         (run(name, [3.0, 2.0], seed=seed) / "validation.json").write_text(json.dumps(final))
-    (row,) = compared()[2]
+    (row,) = compared()[-1]
     assert row["values"] == [2.25, 2.75, 2.0]
-
-
-def test_a_run_that_repeats_another_one_exactly_is_not_counted(run, compared):
-    """A run with the same seed and other values is: its device or time limit made a difference."""
-    for name, seed, value in (("a", 0, 2.0), ("again", 0, 2.0), ("b", 1, 2.0), ("other", 0, 2.5)):
-        run(name, [value], seed=seed)
-    tables, _, (row,) = compared()
-    assert (row["runs"], row["repeated"]) == (["a", "b", "other"], ["again"])
-    assert "again" in str(tables)
 
 
 def test_unfinished_runs_and_runs_without_the_metric(run, compared):
@@ -107,8 +94,7 @@ def test_unfinished_runs_and_runs_without_the_metric(run, compared):
         (run(f"a{seed}", [3.0], seed=seed) / "summary.json").unlink()
     run("b", [2.0, float("nan")], lr=0.1)
     run("c", [], lr=0.2)
-    tables, skipped, found = compared()
-    ((_, _, *rows),) = tables.values()
+    (_, _, *rows), _, skipped, found = compared()
     assert [row[0] for row in rows] == ["a0 + 1 run (2 unfinished)", "b"]
     assert [(row["mean"], len(row["unfinished"])) for row in found] == [(3.0, 2), (None, 0)]
     assert skipped == ["runs/c"]
@@ -123,57 +109,64 @@ def test_damaged_files_are_skipped(run, compared):
         path.unlink()
         os.mkfifo(path)
     with time_limit():
-        _, skipped, found = compared()
+        *_, skipped, found = compared()
     assert [row["runs"] for row in found] == [["a"]]
     assert {name.split("-")[0] for name in skipped} == {"runs/bad"}
 
 
-def test_each_text_and_tokenizer_has_its_table(run, compared):
-    """Also if the text at a path has changed. Bits per byte are compared between tokenizers. Runs
-    with the same validation text share a table."""
-    for name, value, data in (
-        ("a", 3.0, {}),
-        ("b", 1.0, {"path": "b.txt"}),
-        ("c", 2.0, {"tokenizer": "gpt2"}),
-        ("d", 2.0, {"path": "d.txt", "val_path": "v.txt"}),
-        ("e", 1.5, {"path": "e.txt", "val_path": "v.txt"}),
-        ("f", 2.5, {"path": "b.txt"}),
-    ):
-        path = run(name, [value], data=data, lr=value) / "run.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"data": f"text {name == 'f'}"}))
-    tables, _, found = compared()
-    assert len(tables) == 5
-    assert [[row[0] for row in rows] for _, _, *rows in tables.values()][-1] == ["e", "d"]
-    assert {row["runs"][0]: row["text"] for row in found}[
-        "a"
-    ] == "data.path=a.txt, data.tokenizer=byte"
-    for name, value, data in (("g", 1.0, {}), ("h", 2.0, {"tokenizer": "gpt2"})):
-        run(name, [value], data=data, metric="val/bits_per_byte")
-    tables, *_ = compared("metric=val/bits_per_byte")
-    ((head, _, *rows),) = tables.values()
-    assert (head[1], [row[0] for row in rows]) == ("data.tokenizer", ["g", "h"])
+@pytest.mark.parametrize(
+    ("data", "other", "metric", "count"),
+    [
+        ({}, {}, "val/loss", 0),
+        ({}, {"path": "b.txt"}, "val/loss", 1),
+        ({}, {"tokenizer": "gpt2"}, "val/loss", 1),
+        ({}, {"tokenizer": "gpt2"}, "val/bits_per_byte", 0),
+        ({}, {"path": "b.txt", "tokenizer": "gpt2"}, "val/loss", 2),
+        ({"val_path": "v.txt"}, {"path": "b.txt", "val_path": "v.txt"}, "val/loss", 0),
+        ({"val_path": "v.txt"}, {"path": "b.txt", "val_path": "v.txt"}, "train/loss", 1),
+        ({"val_path": "v.txt"}, {"val_path": "w.txt"}, "val/loss", 1),
+    ],
+)
+def test_a_note_says_which_values_are_not_comparable(run, compared, data, other, metric, count):
+    run("a", [2.0], data=data, metric=metric, lr=0.1)
+    path = run("b", [1.0], data=other, metric=metric, lr=0.2) / "run.json"
+    if other:  # the tokens are others too; their checksum has no column of its own
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"data": "b tokens"}))
+    (head, _, *rows), notes, _, _ = compared(f"metric={metric}")
+    assert ([row[0] for row in rows], len(notes)) == (["b", "a"], count)
+    assert all(name.split(".")[0] in ("data", "model", "optimizer") for name in head[1:-2])
 
 
-def test_columns_are_the_settings_that_differ_within_a_table(run, compared):
+def test_runs_share_no_row_if_the_text_at_a_path_has_changed(run, compared):
+    for name in ("a", "b"):
+        path = run(name, [1.0]) / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"data": f"{name} text"}))
+    (_, _, *rows), notes, _, _ = compared()
+    assert [row[0] for row in rows] == ["a", "b"]
+    assert [row[1] for row in rows] == ["a text", "b text"]
+    assert len(notes) == 1
+
+
+def test_columns_are_the_settings_that_differ(run, compared):
     """Settings that follow from others have no column, and those that do not change what a run
     learns are not compared."""
     for name, lr, steps, warmup in (("a", 0.1, 99, 19), ("b", 0.2, 200, 24), ("c", 0.2, 200, 30)):
         run(name, [1.0], lr=lr, trainer={"max_steps": steps, "warmup_steps": warmup, "keep": steps})
-    ((head, _, *rows),) = compared()[0].values()
+    head, _, *rows = compared()[0]
     assert head[1:-2] == ["optimizer.lr", "trainer.max_steps", "trainer.warmup_steps"]
     assert [row[1:-2] for row in rows] == [
         ["0.1", "99", ""],
         ["0.2", "200", ""],
         ["0.2", "200", "30"],
     ]
-    ((head, *_),) = compared("runs=[runs/a,runs/b]")[0].values()
+    head, *_ = compared("runs=[runs/a,runs/b]")[0]
     assert head[1:-2] == ["optimizer.lr", "trainer.max_steps"]
 
 
 def test_the_highest_accuracy_is_first(run, compared):
     for name, value in (("a", 0.2), ("b", 0.4), ("c", float("nan"))):
         run(name, [value], metric="val/accuracy", lr=value)
-    assert [row["runs"] for row in compared("metric=val/accuracy")[2]] == [["b"], ["a"], ["c"]]
+    assert [row["runs"] for row in compared("metric=val/accuracy")[-1]] == [["b"], ["a"], ["c"]]
 
 
 def test_runs_of_a_sweep_directory(run, compared, tmp_path):
@@ -184,7 +177,7 @@ def test_runs_of_a_sweep_directory(run, compared, tmp_path):
     (folder / "result.json").write_text("[")
     for seed, name in enumerate("abc"):
         run(name, [1.0], seed=seed)
-    assert [row["runs"] for row in compared("runs=sweep")[2]] == [["a", "b"]]
+    assert [row["runs"] for row in compared("runs=sweep")[-1]] == [["a", "b"]]
 
 
 def test_any_text_is_one_cell_of_the_table():

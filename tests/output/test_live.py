@@ -16,7 +16,6 @@ from helpers.refusals import printed_keys
 from helpers.runs import contents, train_in
 
 from clearhead.checkpoint.run_directory import lock_directory
-from clearhead.files import read_rows
 from clearhead.output.live import LiveRuns
 from headlens import read_snapshot, run_data
 from scripts.view import main
@@ -45,11 +44,11 @@ def server(home):
         yield started
 
 
-def get(server, path, method="GET", **headers):
+def get(server, path, **headers):
     """Returns (status, headers, content) of a request."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=TIMEOUT)
     with contextlib.closing(connection):
-        connection.request(method, path, headers=headers)
+        connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.headers, answer.read()
 
@@ -110,7 +109,7 @@ HOSTILE = {
         method: f"{method} /run/first/state.json HTTP/1.1\r\nContent-Length: 4\r\n".encode()
         + HOST
         + b"text"
-        for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "get")
+        for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "HEAD")
     },
 }
 
@@ -186,8 +185,7 @@ def test_the_page_has_the_data_of_the_snapshots(home, server):
     assert (status, headers["Content-Type"], picture[:4]) == (200, "image/png", b"\x89PNG")
 
 
-def test_versions_change_with_the_files_only(home, server, monkeypatch):
-    monkeypatch.setattr("clearhead.output.live.PAUSE", 0)
+def test_versions_change_with_the_files_only(home, server):
     run = GrowingRun(home / "runs" / "first", home / "runs" / "second")
 
     def state():
@@ -208,7 +206,7 @@ def test_versions_change_with_the_files_only(home, server, monkeypatch):
     run.add(2)
     status, _, content = get(server, "/run/second/state.json", **again)
     assert status == 200
-    assert json.loads(content)["snapshots"] != first["snapshots"]
+    assert all(json.loads(content)[key] != first[key] for key in ("snapshots", "training", "text"))
     assert addresses().items() > two.items()
     run.remove_from(1)  # the run is resumed and writes the step again
     run.add(1)
@@ -218,27 +216,6 @@ def test_versions_change_with_the_files_only(home, server, monkeypatch):
     assert three[1] != two[1]
     shutil.rmtree(run.folder)
     assert get(server, "/run/second/state.json")[0] == 404
-
-
-def test_a_file_that_takes_long_is_read_rarely(home, monkeypatch):
-    """Its last content is shown meanwhile; another file is read again."""
-    log, clock = home / "runs" / "first" / "metrics.jsonl", [0.0]
-    monkeypatch.setattr("clearhead.output.live.time.monotonic", lambda: clock[0])
-
-    def slow(path, *keys):
-        clock[0] += 1
-        return read_rows(path, *keys)
-
-    monkeypatch.setattr("clearhead.output.live.read_rows", slow)
-    run = LiveRuns(home / "runs").find("first")
-    assert run.rows()[-1]["step"] == 4
-    before = run.training()
-    with open(log, "a") as file:
-        file.write('{"step": 5, "train/loss": 2.5}\n')
-    assert (run.rows()[-1]["step"], run.training()) == (4, before)
-    clock[0] += 100
-    assert run.rows()[-1]["step"] == 5
-    assert run.training() != before
 
 
 def test_the_list_has_the_newest_run_first_and_the_state_of_each(home, server):
@@ -288,11 +265,9 @@ def test_only_pages_may_ask_the_server(home, server):
         own = re.findall('Content-Security-Policy" content="(.*?)"', content.decode())
         policy = "; ".join([headers["Content-Security-Policy"], *own])
         assert {"default-src 'none'", "connect-src 'self'"} <= {*policy.split("; ")}
-        assert get(server, path, method="HEAD")[2] == b""
-    assert get(server, "/run/first")[1]["Location"] == "/run/first/"
 
 
-def test_the_command_serves_at_the_next_free_port_and_writes_nothing(home):
+def test_the_command_serves_at_a_free_port_and_writes_nothing(home):
     (home / "runs" / "first" / ".lock").unlink(missing_ok=True)
     before = contents(home)
     with socket.create_server(("127.0.0.1", 0)) as used:
@@ -303,7 +278,7 @@ def test_the_command_serves_at_the_next_free_port_and_writes_nothing(home):
             connection.request("GET", "/run/first/data.json")
             assert len(json.loads(connection.getresponse().read())["runs"]) == 1
             connection.close()
-        assert number > port
+        assert number != port
     assert contents(home) == before
 
 

@@ -7,51 +7,38 @@ import pytest
 from helpers.refusals import printed_keys
 from helpers.wandb_server import WandbServer
 
-from headlens import KINDS, STATISTICS
+from headlens import KINDS
 from scripts import wandb_workspace
 
-IMAGES = ["attention/largest", "attention/heads"]
+IMAGES = ["attention/largest", "attention/heads", "attention/animation"]
 KEY = "k" * 40
-PAGES = ["attention/page"]
-SUMMARY = dict.fromkeys([*IMAGES, *PAGES, "train/loss", "val/loss", "val/perplexity"], 1.0)
-SUMMARY |= {f"attention_{what}/{key}": 0.5 for key in KINDS for what in ("best", "names")}
-SUMMARY |= {f"attention_layers/{key}/L{n:02d}": 0.5 for key in STATISTICS for n in range(2)}
+LOGGED = [f"attention_{what}/{key}" for key in KINDS for what in ("best", "names")]
 
 
 class Server(WandbServer):
-    """Has a project whose runs have the given summaries, and stores its saved views."""
+    """Stores saved views. fault: "refuses" or "hangs"."""
 
-    def __init__(self, *summaries: dict, fault: str = ""):
-        self.summaries, self.views_fault = summaries, fault
-        self.views: dict[str, dict] = {}  # by id
+    def __init__(self, fault: str = ""):
+        self.views_fault = fault
+        self.views: list[dict] = []
         super().__init__()
 
     def answer(self, path: str, body: bytes) -> dict:
-        if path != "/graphql":
-            return super().answer(path, body)
-        asked = json.loads(body)
+        asked = json.loads(body) if path == "/graphql" else {"query": ""}
         given, query = asked.get("variables") or {}, asked["query"]
-        if "query Runs(" in query:
-            texts = map(json.dumps, self.summaries)
-            runs = [{"name": "r", "config": "{}", "summaryMetrics": text} for text in texts]
-            return {"data": {"project": self.page("runs", runs) if runs else None}}
         if "allViews(" in query:
-            assert given["viewType"] == "project-view"
+            edges = [{"node": view, "cursor": ""} for view in self.views]
+            views = {"edges": edges, "pageInfo": {"hasNextPage": False}}
+            return {"data": {"project": {"allViews": views}}}
+        if "upsertView(" in query:
             if self.views_fault == "hangs":
                 self.ended.wait()
-            name = given.get("viewName")
-            views = [view for view in self.views.values() if name in (None, view["name"])]
-            return {"data": {"project": self.page("allViews", views)}}
-        if "upsertView(" in query:
-            view = {key: given[key] for key in ("name", "displayName", "spec")}
-            view["id"] = given.get("id") or f"view{len(self.views)}"
-            self.views[view["id"]] = view
-            return {"data": {"upsertView": {"view": view, "inserted": "id" not in given}}}
+            if self.views_fault:
+                return {"errors": [{"message": "no such project"}]}
+            view = {key: given[key] for key in ("name", "displayName", "spec")} | {"id": "view0"}
+            self.views.append(view)
+            return {"data": {"upsertView": {"view": view, "inserted": True}}}
         return super().answer(path, body)
-
-    def page(self, key: str, nodes: list[dict]) -> dict:
-        edges = [{"node": node, "cursor": str(n)} for n, node in enumerate(nodes)]
-        return {key: {"edges": edges, "pageInfo": {"hasNextPage": False}}}
 
 
 @pytest.fixture
@@ -80,72 +67,37 @@ def call(online, in_process, tmp_path):
     return run
 
 
-def test_the_view_is_created_once_and_then_updated(call, online, capsys):
-    from wandb_workspaces.workspaces import Section, Workspace
+def test_the_view_has_a_panel_for_what_runs_log(call, online):
+    from wandb_workspaces.workspaces import Workspace
 
-    with Server(SUMMARY, {"attention/animation": 1.0}) as server:
+    with Server() as server:
         code, address, err = call(server, "project=mine")
         assert (code, err, len(server.views)) == (0, "", 1)
-        (first,) = server.views.values()
         online(server)
         view = Workspace.from_url(address.strip())
-        assert [view.entity, view.project] == ["me", "mine"]
-        images, page, table, statistics, loss, samples = view.sections
-        shown = [panel.media_keys for panel in images.panels + page.panels + samples.panels]
-        keys = [*IMAGES, "attention/animation", *PAGES, "samples/text"]
-        assert shown == [[key] for key in keys]
-        assert [panel.table_name for panel in table.panels] == ["attention/table"]
-        curves = [[metric.name for metric in panel.y] for panel in loss.panels]
-        assert curves == [["train/loss", "val/loss"], ["val/perplexity"]]
-        layers = [key for key in SUMMARY if key.startswith("attention_layers/")]
-        of_all = [
-            [key for key in SUMMARY if key.startswith(f"attention_{what}/")]
-            for what in ("best", "names")
-        ]
-        drawn = [
-            [key for key in SUMMARY if re.search(panel.metric_regex, key)]
-            for panel in statistics.panels
-        ]
-        of_layers = [layers[n : n + 2] for n in range(0, len(layers), 2)]
-        assert sorted(drawn) == sorted([*of_all, *of_layers])
-        axes = {panel.x.name for panel in statistics.panels + loss.panels}
-        assert axes == {"train/tokens"}
-
-        # The user adds a section and removes the panels of another; the command adds them again.
-        images.panels = []
-        view.sections = [Section(name="my own", panels=loss.panels), *view.sections]
-        view.runset_settings.query = "mine"
-        view.save()
-        capsys.readouterr()  # the library reports the address
-        assert call(server, "project=mine", "entity=me") == (0, address, "")
-        (second,) = server.views.values()
-        online(server)
-        view = Workspace.from_url(address.strip())
-    assert first["name"] == second["name"]
-    assert (view.sections[-1].name, view.runset_settings.query) == ("my own", "mine")
-    before, after = [
-        [(section["name"], len(section["panels"])) for section in sections_of(stored)]
-        for stored in (first, second)
+    assert [view.entity, view.project] == ["me", "mine"]
+    images, page, table, statistics, loss, samples = view.sections
+    shown = [panel.media_keys for panel in images.panels + page.panels + samples.panels]
+    assert shown == [[key] for key in [*IMAGES, "attention/page", "samples/text"]]
+    assert [panel.table_name for panel in table.panels] == ["attention/table"]
+    curves = [[metric.name for metric in panel.y] for panel in loss.panels]
+    assert curves == [["train/loss", "val/loss"], ["val/bits_per_byte"], ["val/accuracy"]]
+    drawn = [
+        [key for key in LOGGED if re.search(panel.metric_regex, key)] for panel in statistics.panels
     ]
-    assert after == [*before, ("my own", 2)]
-
-
-def sections_of(view: dict) -> list[dict]:
-    return json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
+    assert sorted(key for keys in drawn for key in keys) == sorted(LOGGED)
+    axes = {panel.x.name for panel in statistics.panels + loss.panels}
+    assert axes == {"train/tokens"}
 
 
 @pytest.mark.parametrize(
-    ("summaries", "fault", "key", "code", "printed"),
-    [
-        ([SUMMARY], "", "", 2, "W&B"),
-        ([], "", KEY, 4, "project"),
-        ([SUMMARY], "hangs", KEY, 4, "project"),
-    ],
+    ("fault", "key", "code", "printed"),
+    [("", "", 2, "W&B"), ("refuses", KEY, 4, "project"), ("hangs", KEY, 4, "project")],
 )
-def test_a_failure_is_one_line(monkeypatch, call, summaries, fault, key, code, printed):
+def test_a_failure_is_one_line(monkeypatch, call, fault, key, code, printed):
     if fault == "hangs":
         monkeypatch.setattr(wandb_workspace, "SECONDS", 1)
-    with Server(*summaries, fault=fault) as server:
+    with Server(fault) as server:
         found, out, err = call(server, key=key)
-        assert server.views == {}
+        assert server.views == []
     assert (found, out, printed_keys(err)) == (code, "", [printed])

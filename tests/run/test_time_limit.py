@@ -183,15 +183,6 @@ def test_a_limit_below_what_was_trained_is_refused_unless_the_run_has_finished(s
     assert re.findall(r"trainer\.max_minutes above (\d+)", capsys.readouterr().out) == ["100"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "changed"), [(60, "trainer.max_steps=20"), (1200, "trainer.max_minutes=200")]
-)
-def test_the_printed_command_extends_what_has_ended_the_run(simulated, capsys, seconds, changed):
-    limits = ("trainer.max_steps=10", "trainer.max_minutes=100", "lens=default")
-    simulated(lambda step: seconds, *limits)
-    assert changed in re.findall(r"resume with: .*(trainer\.max_\w+=\d+)", capsys.readouterr().out)
-
-
 def test_a_given_interval_and_warm_up_are_in_steps(simulated):
     given = ("trainer.warmup_steps=50", "trainer.eval_every=70", "lens=off")
     run, _ = simulated(lambda step: 40.0, *LIMITED, *given)
@@ -231,27 +222,11 @@ def test_a_real_run_ends_within_its_limit(in_process, tmp_path, monkeypatch):
     assert 3 < time.monotonic() - started < 6
     run = tmp_path / "runs" / "a"
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["planned_steps"], summary["repeat"]) == (None, None)
+    assert summary["planned_steps"] is None
     assert summary["steps"] == rows(run)[-1]["step"] > 20
     assert "val/loss" in rows(run)[-1]
     assert settings_of(run)["trainer"]["max_steps"] is None
     assert read(run, "val/loss").is_finished
-
-
-def test_runs_that_one_command_does_not_repeat(in_process, tmp_path, monkeypatch):
-    """A resumed run, and one that torchrun may restart."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    arguments = [*TINY, "name=run", "data.path=text.txt"]
-    for steps in (2, 4):
-        assert in_process(train.main, tmp_path, *arguments, f"trainer.max_steps={steps}")[0] == 0
-    assert repeat_of(tmp_path / "runs" / "run") is None
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    assert in_process(train.main, tmp_path, *arguments, "name=restarted")[0] == 0
-    assert repeat_of(tmp_path / "runs" / "restarted") is None
-
-
-def repeat_of(run) -> str | None:
-    return json.loads((run / "summary.json").read_text())["repeat"]
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def screen(locator):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_contrast_of_text_and_controls(shown, theme):
-    view = f"#head=0.1&query=9&theme={theme}&filter=entropy:0.1&sort=-entropy"
+    view = f"#head=0.1&query=9&theme={theme}&sort=-entropy"
     lens = shown(
         a_run(), pages.second_run(), fragment=view, viewport={"width": 1280, "height": 900}
     )

@@ -32,8 +32,6 @@ def test_link_restores_the_view(shown):
     lens.locator("#text [data-token='5']").click()
     pages.option(lens, "sort").select_option("distance")
     pages.option(lens, "direction").click()
-    pages.option(lens, "filter-statistic").select_option("entropy")
-    pages.option(lens, "filter-value").fill("30")
     pages.option(lens, "scale").select_option("linear")
     pages.option(lens, "first-column").check()
     pages.option(lens, "stretch").check()
@@ -45,7 +43,6 @@ def test_link_restores_the_view(shown):
     expect(lens).to_have_url(re.compile("theme=dark"))
     again = shown(fragment=lens.evaluate("location.hash"))
     wanted, found = (p.evaluate("({ ...window.lens.state })") for p in (lens, again))
-    assert found.pop("threshold") == pytest.approx(wanted.pop("threshold"), rel=1e-3)
     assert found == wanted
     assert None not in wanted.values()
     assert pages.grid_order(again) == pages.grid_order(lens)
@@ -56,8 +53,8 @@ def test_link_restores_the_view(shown):
 
 # Invalid values for each part of a link, and texts that are not links.
 BAD_LINKS = """prompt=3 prompt=-1 prompt=1.5 prompt=x step=41 step= step=constructor head=2.0
-head=0.3 head=1 head=-1.0 head=. query=12 query=NaN sort=nothing sort=-__proto__ filter=entropy
-filter=entropy:x filter=entropy:1e999 filter=nothing:0.5 scale=cubic first=1 compare=run
+head=0.3 head=1 head=-1.0 head=. query=12 query=NaN sort=nothing sort=-__proto__
+scale=cubic first=1 compare=run
 compare=step:41 compare=constructor show=c theme=%00 colours=1 more=0.1 more=9.9,x
 map=x % &&==&"""
 
@@ -152,7 +149,6 @@ def test_keyboard_reaches_heads_tokens_and_steps(shown):
     lens.keyboard.press("ArrowDown")
     expect(pages.tile(lens, 1, 1)).to_be_focused()
     assert pages.state(lens, "layer") is None  # focused, not enlarged
-    pages.option(lens, "speed").select_option("10")
     play = lens.locator("#play").get_attribute("aria-label")
     pages.tile(lens, 1, 0).focus()
     lens.keyboard.press("Space")  # enlarges the head
@@ -171,19 +167,19 @@ def test_keyboard_reaches_heads_tokens_and_steps(shown):
 
 ACTIVE = """() => {
   const node = document.activeElement;
-  const shown = node.closest("label.file, .segments label") ?? node;
+  const shown = node.closest(".segments label") ?? node;
   const style = getComputedStyle(shown);
   return [node.id || node.className, style.outlineStyle !== "none" && style.outlineWidth];
 }"""
 
 
 def test_every_control_is_reached_by_tab(shown):
-    lens = shown(a_run(), pages.second_run(), fragment="#head=0.1&filter=entropy:0.5")
+    lens = shown(a_run(), pages.second_run(), fragment="#head=0.1&sort=-entropy")
     pages.option(lens, "scale")  # opens the options
     controls = lens.locator("main button:not(.head, .chart button), main select, main input")
     ids = set(controls.evaluate_all("all => all.map((node) => node.id)")) - {""}
     wanted = {id for id in ids if lens.locator(f"#{id}").is_visible()}
-    assert {"play", "step", "prompt", "filter-value", "compare-file", "close"} <= wanted
+    assert {"play", "step", "prompt", "direction", "compare", "close"} <= wanted
     reached = set()
     for _ in range(60):
         lens.keyboard.press("Tab")
@@ -199,7 +195,7 @@ def test_small_window_with_touch(shown):
     """Everything fits or scrolls, and is large enough for a finger."""
     run = a_run("2026-11-21_gpt2-12x768" * 4, 12, 16, PROMPTS[:1], (0, 120), (0, 120))
     small = {"width": 360, "height": 740}
-    lens = shown(run, fragment="#filter=entropy:0.1", viewport=small, has_touch=True)
+    lens = shown(run, fragment="#head=none", viewport=small, has_touch=True)
     pages.tile(lens, 1, 0).tap()
     assert lens.locator("#detail-title").inner_text() == "L1 H0"
     expect(lens.locator("#map")).to_be_in_viewport(ratio=0.9)
@@ -209,7 +205,7 @@ def test_small_window_with_touch(shown):
     pages.tile(lens, 0, 15).tap()  # the grid scrolls
     assert lens.locator("#detail-title").inner_text() == "L0 H15"
     lens.locator("#options").click()
-    targets = "button, select, label:has(input), input:not(label *), .file"
+    targets = "button, select, label:has(input), input:not(label *)"
     read = """all => all.filter((node) => node.checkVisibility({ visibilityProperty: true }))
       .map((node) => [node.id || node.className, node.offsetWidth, node.offsetHeight])"""
     found = lens.locator(f"main :is({targets})").evaluate_all(read)
@@ -287,13 +283,6 @@ def test_page_works_in_a_sandboxed_frame(tmp_path, write, opened):
     lens.locator(".head").nth(4).click()
     pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0][1, 1]), "#map")
     lens.locator("#options").click()
-    pages.option(lens, "copy-link").click()
-    field = lens.locator("#link-text")
-    assert field.is_visible()
-    assert field.input_value().startswith("#head=1.1")
-    field.fill("#head=0.2&prompt=1")
-    field.press("Enter")
-    expect(lens.locator("#detail-title")).to_have_text("L0 H2")
     pages.option(lens, "save-image").click()  # it may not download files
     lens.locator("[data-figure='grid.png']").click()
     lens.locator("#saved img").wait_for()
@@ -344,7 +333,6 @@ def test_hostile_text_stays_text(shown):
     assert HOSTILE[:40] in lens.locator("#prompt option").first.inner_text()
     lens.mouse.move(*pages.cell(lens, 7, 1, size=len(tokens)))
     assert "\u202e" not in lens.locator("#readout").inner_text()  # it would reverse the text
-    pages.option(lens, "copy-link").click()
     assert lens.locator("img").count() == 0
     assert lens.locator("script").count() == 2
 
