@@ -220,14 +220,17 @@ def losses_without(model, projections, group):
     return run(remove)
 
 
-@pytest.mark.parametrize("kind", ["ours", "gpt2"])
+@pytest.mark.parametrize("kind", ["ours", "gpt2", "gpt_neo"])
 def test_predictions_without_heads_are_those_of_a_forward_pass(kind):
     if kind == "ours":
         model = tiny_model().eval()
         projections = [block.attn.out_proj for block in model.blocks]
     else:
-        model = foreign_model("gpt2").eval()
-        projections = [block.attn.c_proj for block in model.transformer.h]
+        model = foreign_model(kind).eval()
+        attentions = [block.attn for block in model.transformer.h]
+        projections = [
+            attn.c_proj if kind == "gpt2" else attn.attention.out_proj for attn in attentions
+        ]
     model.train()
     run = functools.partial(capture, model)
     found = record_without(run, model, PROMPTS, GROUPS, text_of)
