@@ -40,7 +40,7 @@ class Group:
     name: str
     rows: list[dict]  # of heads.head_table
     heads: list[int]  # their indices
-    is_there: list[int]  # at each frame, how many of them have the name
+    is_there: list[int]  # at each frame, how many of all heads have the name
 
     @property
     def is_simple(self) -> bool:
@@ -58,9 +58,11 @@ def story(
     last: the last snapshot. steps: of the frames of the page. history: the statistics of all
     snapshots. curves: as for page.run_data.
     """
-    rows = [_row_at(history or [last.row], step) for step in steps]
+    # Not each snapshot has a frame: rows after the last frame would name other heads than it shows.
+    history = [row for row in history if row.step <= last.step] or [last.row]
+    rows = [_row_at(history, step) for step in steps]
     told = {
-        number: _Story(last, number, list(history or [last.row]), rows, curves or {})
+        number: _Story(last, number, history, rows, curves or {})
         for number, prompt in enumerate(last.prompts)
         if len(prompt.tokens) > 2
     }
@@ -189,7 +191,7 @@ class _Story:
                 continue
             heads = [row["layer"] * in_all + row["head"] for row in rows]
             number = ALL_NAMES.index(name)
-            is_there = [int((row.names.ravel()[heads] == number).sum()) for row in self.rows]
+            is_there = [int((row.names == number).sum()) for row in self.rows]
             groups.append(Group(name, rows, heads, is_there))
         order = list(dict.fromkeys([*FIRST[self.layout], *KINDS]))
 
@@ -296,9 +298,11 @@ class _Story:
             right = self._mean_probability(without["losses"])
             effect = f"without {them}: {percent(right)} right"
             line = self._line(self.rows[-1].step, right)
-            switched = self._headline_without(group, right) | {"line": line}
-        elif found := self._measured(group.name):
-            change = formatted_loss(found["loss_change"], signed=True)
+            # The losses without heads are those of the shown tokens.
+            losses = self.rows[-1].losses[self.number][: len(without["losses"])]
+            before = self._mean_probability(losses)
+            switched = self._headline_without(group, before, right) | {"line": line}
+        elif change := self._measured(group.name):
             effect = f"without {them}: loss {change}"
         return {
             "name": group.name,
@@ -312,10 +316,16 @@ class _Story:
             "without": switched,
         }
 
-    def _measured(self, name: str) -> dict | None:
-        """Returns the result of ablation.py for all heads of a name."""
-        groups = (self.last.ablation or {"groups": []})["groups"]
-        return next((found for found in groups if found["name"] == name), None)
+    def _measured(self, name: str) -> str:
+        """Returns the change of the loss without all heads of a name, as ablation.py measured it,
+        and on which text; "" if it is unknown."""
+        removed = self.last.ablation or {"method": "", "groups": []}
+        changes = {group["name"]: group["loss_change"] for group in removed["groups"]}
+        if name not in changes:
+            return ""
+        where = f" on {self.last.contexts.text_name}" if self.last.contexts else ""
+        estimated = " (estimated)" if removed["method"] != "exact" else ""
+        return formatted_loss(changes[name], signed=True) + where + estimated
 
     def _nameless(self) -> dict:
         """Returns a card of the head that is nearest to a name: no head has one."""
@@ -417,7 +427,8 @@ class _Story:
             return _marked(f"{reads}, and ", self._does(named[0], n), ".", named[0].name)
         if not self._is_guessing(self.right[n]):
             likely = f"It has learned which {self.unit}s are likely."
-            return _marked(f"{likely} No head has found its job yet.")
+            has_name = np.isin(self.rows[n].names, [ALL_NAMES.index(name) for name in KINDS])
+            return _marked(likely + " No head has found its job yet." * (not has_name.any()))
         return _marked(f"{reads} and has to guess.")
 
     def _does(self, group: Group, n: int, begins: bool = False) -> str:
@@ -442,18 +453,19 @@ class _Story:
         verbs = AFTER_PUNCTUATION if is_words else KINDS[group.name].verbs
         return verbs[count > 1].format(unit=self.unit, back=far)
 
-    def _headline_without(self, group: Group, right: float) -> dict:
-        """Returns the sentence of the last step without the heads of a group."""
-        count, before, floor = len(group.heads), self.right[-1], self.chance or 0.0
+    def _headline_without(self, group: Group, before: float, right: float) -> dict:
+        """Returns the sentence of the last step without the heads of a group. before, right: the
+        probability of the right token with and without them."""
+        count, floor = len(group.heads), self.chance or 0.0
         which = "head that" if count == 1 else f"{number_word(count)} heads that"
         which = f"{which} {self._verb(group, count)}"
         if group.name == "induction":
             which = "copying head" if count == 1 else "copying heads"
-        kept = (right - floor) / (before - floor) if before > floor else 1.0
+        lost = (before - right) / max(before - floor, floor, 1e-9)
         result = ", little changes here."
-        if kept < 0.15 and not self._is_guessing(before):
+        if lost > 0.85 and not self._is_guessing(before):
             result = ", it is guessing again."
-        elif kept < 0.9:
+        elif abs(lost) > 0.1 and percent(right) != percent(before):
             result = f", the right {self.unit} gets {percent(right)}, not {percent(before)}."
         return _marked("Without the ", which, result, group.name)
 
@@ -486,12 +498,9 @@ class _Story:
         return {"title": title, "points": evenly_spaced(points, MAX_POINTS)}
 
     def _births(self) -> Iterator[dict]:
-        """Yields when the first head of each card got its name, {step, name, text}."""
+        """Yields when a first head got the name of each card, {step, name, text}."""
         for group in self.cards:
             number = ALL_NAMES.index(group.name)
-            first = next(
-                (row for row in self.history if (row.names.ravel()[group.heads] == number).any()),
-                None,
-            )
+            first = next((row for row in self.history if (row.names == number).any()), None)
             if first and len(self.history) > 1:
                 yield {"step": first.step, "name": group.name, "text": title_of(group.name)}

@@ -224,6 +224,9 @@ export function drawStory() {
   }
   if (!run.story.prompts[state.prompt]) state.prompt = run.story.opening; // a prompt of a few tokens
   story = run.story.prompts[state.prompt];
+  // Not after a change of the prompt, or when a run was resumed.
+  const canSwitch = story.cards.some(({ name, without }) => without && name === state.off);
+  if (!canSwitch) state.off = "";
   const width = $("story-picture").clientWidth;
   const key = [state.prompt, width, frameCount(), run.frames.at(-1).step].join();
   if (key !== builtFor) buildTokens();

@@ -13,6 +13,7 @@ from helpers.runs import train_in
 from playwright.sync_api import expect
 
 from headlens import KINDS
+from headlens.snapshot_data import read_snapshot, write_snapshot
 
 ports = itertools.count(8200, 30)
 
@@ -195,6 +196,25 @@ def test_the_story_ends_before_new_steps_are_shown(growing, visit):
     shows_steps(lens, 0, 1, 2)
     expect(play).to_have_attribute("aria-label", "play")
     shows_steps(lens, 0, 1, 2, 3, 4)
+
+
+def test_heads_that_are_switched_off_are_on_again_when_the_run_is_resumed(named, visit):
+    """Only the last step of a run has predictions without heads."""
+    path = named.finished / "attention" / "step_00000004.npz"
+    last = read_snapshot(path)
+    last.details["without"] = {"previous_token": last.details["predictions"]}
+    write_snapshot(path, last)
+    named.add(*range(5))
+    lens = visit("run/first/", "#view=story&prompt=0")
+    pages.ready(lens)
+    lens.locator("#story-cards .switch").click()
+    expect(lens.locator("#story-cards .off")).to_have_count(1)
+    named.remove_from(3)
+    named.add(3)
+    shows_steps(lens, 0, 1, 2, 3)
+    expect(lens.locator("#story-cards article")).to_have_count(1)
+    expect(lens.locator("#story-cards .off, #story-cards .switch")).to_have_count(0)
+    expect(lens.locator("#story-line")).to_contain_text("step 3")
 
 
 def test_a_stopped_server_and_a_removed_run_are_named(tmp_path, growing, window):
