@@ -149,7 +149,7 @@ function buildTokens() {
   storyCards = story.cards.map(makeCard);
   $("story-cards").replaceChildren(...storyCards.map(({ node }) => node));
   buildTime();
-  drawn = null;
+  drawn = pointedToken = pointedCard = null;
 }
 
 function makeCard(data, number) {
