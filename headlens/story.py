@@ -18,7 +18,7 @@ import numpy as np
 from .heads import ALL_NAMES, KINDS, head_table, title_of
 from .history import Row, copying_step, evenly_spaced, loss_of_copy
 from .prompts import BYTES_OF_TOKEN, Prompt
-from .rounding import formatted_loss
+from .rounding import formatted_loss, rounded
 from .snapshot_data import SnapshotData, from_codes, triangle_to_square
 from .statistics import STATISTICS
 
@@ -112,9 +112,7 @@ def unit_of(prompt: Prompt) -> str:
 
 def percent(part: float) -> str:
     """Returns a probability for people: "51 %", "<1 %"."""
-    if not math.isfinite(part):
-        return "unknown"
-    return "<1\u00a0%" if 0 < part < 0.005 else f"{100 * part:.0f}\u00a0%"
+    return f"{rounded(100 * part, 0)}\u00a0%"
 
 
 def number_word(count: int) -> str:

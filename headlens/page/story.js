@@ -2,7 +2,7 @@
  * that says what happens, and cards of heads that can be switched off. headlens/story.py decides what
  * is shown and what it is called; this file draws it. */
 
-import { clamp, clip } from "./text.js";
+import { clamp, clip, rounded } from "./text.js";
 import { $, fillSelect, isPrinted, make, prepareCanvas } from "./dom.js";
 import { hasStory, placeOfHead, run, state, update } from "./state.js";
 import { setColour } from "./names.js";
@@ -303,9 +303,8 @@ function showTexts() {
 
 const activeCard = () => pointedCard ?? 0;
 
-/** Returns a probability or a weight for people, as `percent` in headlens/story.py. */
-const percentText = (p) => (p === null ? "–"
-  : p > 0 && p < 0.005 ? "<1\u00a0%" : `${Math.round(100 * p)}\u00a0%`);
+/** Returns a probability or a weight for people. */
+const percentText = (p) => `${rounded(p === null ? NaN : 100 * p, 0)}\u00a0%`;
 
 /** Returns what the model predicts, at the shown step or without the heads of a card. */
 function shownPredictions() {
