@@ -319,6 +319,17 @@ def test_losses_and_samples_follow_the_run(growing, visit):
     expect(page.locator("#tab-settings pre")).to_contain_text("emb_dim")
 
 
+def test_tabs_can_be_changed_before_the_first_snapshot(growing, visit):
+    lens = visit("run/first/", "")
+    expect(lens.locator("#error")).to_be_visible()
+    lens.get_by_role("tab", name="losses").click()
+    lens.get_by_role("tab", name="heads").click()
+    expect(lens.locator("#error")).to_be_visible()
+    growing.add(0)
+    pages.ready(lens)
+    expect(lens.locator("#story")).to_be_visible()
+
+
 def test_heads_are_taken_up_while_another_tab_is_shown(growing, visit):
     growing.add(0, 1)
     lens = visit("run/first/")

@@ -184,7 +184,9 @@ def test_another_prompt_under_a_resting_pointer(stills):
     expect(lens.locator("#story-reading")).to_have_text(before)
     for key in "shcvd":  # they change what only the screen of all heads shows
         lens.keyboard.press(key)
-    defaults = [pages.state(lens, key) for key in ("scale", "hideFirst", "stretch", "map", "compare")]
+    defaults = [
+        pages.state(lens, key) for key in ("scale", "hideFirst", "stretch", "map", "compare")
+    ]
     assert defaults == ["sqrt", False, False, "weights", "off"]
 
 
