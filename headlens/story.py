@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .heads import ALL_NAMES, KINDS, head_table, title_of
+from .heads import ALL_NAMES, KINDS, head_table, only_on, title_of
 from .history import Row, copying_step, evenly_spaced, loss_of_copy
 from .prompts import BYTES_OF_TOKEN, Prompt
 from .rounding import formatted_loss, rounded
@@ -288,6 +288,8 @@ class _Story:
     def _card(self, group: Group) -> dict:
         count, them = len(group.heads), "it" if len(group.heads) == 1 else "them"
         note = title_of(group.name, group.rows[0]["tokens_back"] if count == 1 else None)
+        if len(places := {row["holds_on"] for row in group.rows}) == 1:
+            note += only_on(places.pop())
         since = [row["since_step"] for row in group.rows if row["since_step"] is not None]
         if len(self.history) > 1 and since:
             note += f" · since step {min(since):,}"
@@ -416,7 +418,7 @@ class _Story:
 
     def _headline_of_text(self, n: int) -> dict:
         reads, is_last = f"It reads {self.unit} by {self.unit}", n == len(self.rows) - 1
-        named = [group for group in self.cards if group.is_there[n]]
+        named = [g for g in self.cards if g.is_there[n] and not self._is_elsewhere(g)]
         new = [group for group in named if n and not any(group.is_there[:n])]
         telling = [group for group in new if not group.is_simple]
         if telling and not is_last:

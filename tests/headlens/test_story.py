@@ -357,3 +357,11 @@ def test_an_estimated_loss_is_called_so(method):
     card = told(run)["prompts"][0]["cards"][0]
     assert "+0.50" in card["effect"]
     assert ("estimate" in card["effect"]) == (method == "estimate")
+
+
+def test_a_name_of_the_repeated_sequence_says_nothing_about_a_text():
+    stages = {(1, 1): ("induction", 40), (0, 2): ("previous_token", 80)}
+    of_text, of_copies = told(story_run(stages, (0, 40, 80)), None)["prompts"]
+    assert of_text["frames"][0]["headline"] == of_text["frames"][1]["headline"]
+    assert of_copies["frames"][0]["headline"] != of_copies["frames"][1]["headline"]
+    assert len(of_text["cards"]) == 2
