@@ -12,8 +12,7 @@ from helpers.live import RUN, GrowingRun, live_command, serving
 from helpers.runs import train_in
 from playwright.sync_api import expect
 
-from headlens import KINDS
-from headlens.snapshot_data import read_snapshot, write_snapshot
+from headlens import KINDS, read_snapshot, write_snapshot
 
 ports = itertools.count(8200, 30)
 
