@@ -269,6 +269,7 @@ def record_without(
     if projections is None:
         return None
     sums: list[Tensor] = [torch.zeros(())] * len(projections)
+    tokens = [0] * len(projections)  # in these sums: some models run twice to get the weights
 
     def run(edit: Edit) -> list[list[Predictions]]:
         found = []
@@ -282,11 +283,11 @@ def record_without(
 
     def add(layer: int, context: Tensor) -> Tensor:
         sums[layer] = sums[layer].to(context.device) + context.float().sum((0, 1))
+        tokens[layer] += context.shape[:2].numel()
         return context
 
     if not run(add):
         return None
-    total = sum(len(prompt.token_ids) for prompt in prompts)
 
     def without(group: Sequence[Head]) -> list[list[Predictions]]:
         def edit(layer: int, context: Tensor) -> Tensor:
@@ -294,7 +295,7 @@ def record_without(
             size = context.shape[-1] // num_heads
             for head in (head for of_layer, head in group if of_layer == layer):
                 columns = slice(head * size, (head + 1) * size)
-                context[..., columns] = (sums[layer][columns] / total).to(context.dtype)
+                context[..., columns] = (sums[layer][columns] / tokens[layer]).to(context.dtype)
             return context
 
         return run(edit)

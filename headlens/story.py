@@ -19,6 +19,7 @@ from .finding import events, head_name
 from .heads import ALL_NAMES, KINDS, NAMES, head_table, heads_by_name, title_of
 from .history import Row, copying_step, evenly_spaced
 from .prompts import BYTES_OF_TOKEN, Prompt
+from .rounding import rounded
 from .snapshot_data import SnapshotData, from_codes, triangle_to_square
 from .statistics import STATISTICS
 
@@ -39,7 +40,7 @@ class Group:
 
     name: str
     heads: list[int]  # their indices
-    is_there: list[int]  # at each frame, how many of them have the name
+    is_there: list[int]  # at each frame, how many of all heads have the name
     verbs: tuple[str, str]  # what one of them does, and what several do
     is_here: bool  # whether they do on this prompt what their name says
 
@@ -55,7 +56,8 @@ def story(
     last: the last snapshot. steps: of the frames of the page. history: the statistics of all
     snapshots. curves: as for page.run_data.
     """
-    history = list(history or [last.row])
+    # Not each snapshot has a frame: rows after the last frame would name other heads than it shows.
+    history = [row for row in history if row.step <= last.step] or [last.row]
     told = {
         number: _Story(last, number, history, steps, curves or {})
         for number, prompt in enumerate(last.prompts)
@@ -93,7 +95,7 @@ def unit_of(prompt: Prompt) -> str:
 
 def percent(part: float) -> str:
     """Returns a probability for people: "51 %", "<1 %"."""
-    return "<1\u00a0%" if 0 < part < 0.005 else f"{100 * part:.0f}\u00a0%"
+    return f"{rounded(100 * part, 0)}\u00a0%"
 
 
 def number_word(count: int) -> str:
@@ -144,10 +146,11 @@ class _Story:
 
     # ------------------------------------------------------------------------------ what is known
 
-    def _losses(self, row: Row) -> np.ndarray:
+    def _losses(self, row: Row, most: int | None = None) -> np.ndarray:
         """Returns the losses of the next tokens, [] if they are unknown. Of the repeated sequence:
         in the second copy, where the next token can be known."""
-        losses = row.losses[self.number] if len(row.losses) > self.number else np.zeros(0)
+        known = len(row.losses) > self.number
+        losses = row.losses[self.number][:most] if known else np.zeros(0)
         period = self.prompt.period
         return losses[period + 1 : 2 * period] if period else losses
 
@@ -171,7 +174,7 @@ class _Story:
             rows = [row for row in self.table if row["name"] == name]
             heads = [layer * self.last.row.names.shape[1] + head for layer, head in places]
             number = ALL_NAMES.index(name)
-            is_there = [int((row.names.ravel()[heads] == number).sum()) for row in self.rows]
+            is_there = [int((row.names == number).sum()) for row in self.rows]
             backs = sorted({row["tokens_back"] for row in rows if row["tokens_back"]})
             far = " and ".join(map(number_word, backs)) if len(backs) < 3 else "some"
             # A token may be a whole word: then its first token says nothing.
@@ -270,8 +273,8 @@ class _Story:
         row = next(row for row in self.table if row["name"] == group.name)
         note = title_of(group.name, row["tokens_back"] if count == 1 else None)
         if len(self.history) > 1:
-            of_name = [row for row in self.table if row["name"] == group.name]
-            note += f" · since step {min(row['since_step'] for row in of_name):,}"
+            since = [row["since_step"] for row in self.table if row["name"] == group.name]
+            note += f" · since step {min(since):,}"
         effect, switched = "", None
         if (right := self._right_without(group.name)) is not None:
             effect = f"without {'it' if count == 1 else 'them'}: {percent(right)} right"
@@ -338,7 +341,9 @@ class _Story:
             begins = f"{heads_word(count)} begin{'s' * (count == 1)}"
         learned = f"It begins to use what it has read: some {unit}s are no longer a guess."
         if is_text:
-            learned = f"It has learned which {unit}s are likely. No head has found its job yet."
+            has_name = np.isin(self.rows[n].names, [ALL_NAMES.index(name) for name in KINDS]).any()
+            learned = f"It has learned which {unit}s are likely."
+            learned += " No head has found its job yet." * (not has_name)
         copies = f": look where this {unit} stood before, and say what came next."
         sentences = (
             (
@@ -355,15 +360,19 @@ class _Story:
         return next(_marked(*parts) for condition, parts in sentences if condition)
 
     def _headline_without(self, group: Group, right: float) -> dict:
-        """Returns the sentence of the last step without the heads of a group."""
-        count, before = len(group.heads), self.right[-1]
+        """Returns the sentence of the last step without the heads of a group. right: the
+        probability of the right token without them."""
+        # The losses without heads are those of the shown tokens.
+        without = self.last.details["without"][group.name]["of_prompts"][self.number]
+        before = self._right(self._losses(self.rows[-1], len(without["losses"])))
+        count = len(group.heads)
         floor = self.chance if self.prompt.num_symbols else 0.0
         which = "head that" if count == 1 else f"{number_word(count)} heads that"
-        kept = (right - floor) / (before - floor) if before > floor else 1.0
+        lost = (before - right) / max(before - floor, floor, 1e-9)
         result = ", little changes here."
-        if kept < 0.15 and not self._is_guessing(before):
+        if lost > 0.85 and not self._is_guessing(before):
             result = ", it is guessing again."
-        elif kept < 0.9:
+        elif abs(lost) > 0.1 and percent(right) != percent(before):
             result = f", the right {self.unit} gets {percent(right)}, not {percent(before)}."
         clause = f"{which} {group.verbs[count > 1]}"
         return _marked("Without the ", clause, result, group.name)

@@ -145,11 +145,18 @@ class Tracker:
         media = wandb_values(snapshot, say) if snapshot else {}
         if sample:
             # inject=False: by default W&B adds a stylesheet from its server to the page.
-            text = sample_page(sample)
-            media["samples/text"] = self.wandb.Html(text, inject=False, data_is_not_path=True)
+            text, options = sample_page(sample), {"inject": False, "data_is_not_path": True}
+            self._add(media, "samples/text", lambda: self.wandb.Html(text, **options))
         if page:
-            media["attention/page"] = self.wandb.Html(str(page), inject=False)
+            self._add(media, "attention/page", lambda: self.wandb.Html(str(page), inject=False))
         return media
+
+    @staticmethod
+    def _add(media: dict[str, object], key: str, build: Callable) -> None:
+        try:
+            media[key] = build()
+        except Exception as error:  # such as a full disk
+            say(f"{key} was not logged ({cause(error)})")
 
     def summary(self, values: dict[str, float]) -> None:
         """Sets summary values, the columns in the table of runs on the dashboard."""
@@ -256,7 +263,7 @@ class NoTracker(Tracker):
     def _nothing(self, *_, **__) -> None: ...
 
     run_id = property(_nothing)
-    log = log_page = log_model = summary = sync = finish = where = _nothing
+    log = log_model = summary = sync = finish = where = _nothing
 
 
 def _wandb_folder(run) -> Path:

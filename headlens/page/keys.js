@@ -42,6 +42,7 @@ const SHORTCUTS = {
   "?": () => openHelp(),
   Escape: closeTop,
 };
+const OF_ALL_HEADS = ["s", "h", "c", "v", "d"]; // the first screen does not show what they change
 
 export function onKey(event) {
   const { key, target } = event;
@@ -63,7 +64,8 @@ export function onKey(event) {
     } else if (event.shiftKey) moveCell(...ARROWS[key]);
     else moveHead(...ARROWS[key]);
     event.preventDefault();
-  } else if (Object.hasOwn(SHORTCUTS, key)) {
+  } else if (state.view === "story" && OF_ALL_HEADS.includes(key)) return;
+  else if (Object.hasOwn(SHORTCUTS, key)) {
     event.preventDefault();
     SHORTCUTS[key]();
   }

@@ -78,9 +78,7 @@ export function readLink(text) {
   if (known && !known.empty) Object.assign(found, { sort: key, descending: !/[+ ]/.test(sign) });
   const isStory = [...parts.keys()].every((part) => STORY.includes(part));
   found.view = hasStory() && isStory && parts.get("view") !== "all" ? "story" : "all";
-  const canSwitch = run.story?.prompts[found.prompt]?.cards
-    .some(({ name, without }) => without && name === parts.get("off"));
-  if (found.view === "story" && canSwitch) found.off = parts.get("off");
+  if (found.view === "story") found.off = parts.get("off") ?? "";
   const compare = parts.get("compare") ?? (other ? "run" : "off");
   if ([...$("compare").options].some((option) => option.value === compare)) found.compare = compare;
   return found;

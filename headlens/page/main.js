@@ -151,8 +151,9 @@ async function start() {
   const usual = tabs.find((name) => name !== "runs") ?? "runs";
   buildTabs(tabs, (name) => {
     $("error").hidden = name !== "heads" || !$("error").textContent;
-    if (name === "heads" && heads) update();
-    else if (name === "heads") heads = startHeads(data).catch(fail);
+    if (name !== "heads") return;
+    heads ??= startHeads(data).catch(fail);
+    if (run) update();
   });
   if (live) followRuns(tabs.length === 1);
   if (live && tabs.length > 1) followRun();

@@ -2,7 +2,7 @@
  * that says what happens, and cards of heads that can be switched off. headlens/story.py decides what
  * is shown and what it is called; this file draws it. */
 
-import { clamp, clip } from "./text.js";
+import { clamp, clip, rounded } from "./text.js";
 import { $, fillSelect, isPrinted, make, prepareCanvas } from "./dom.js";
 import { hasStory, placeOfHead, run, state, update } from "./state.js";
 import { setColour } from "./names.js";
@@ -149,7 +149,7 @@ function buildTokens() {
   storyCards = story.cards.map(makeCard);
   $("story-cards").replaceChildren(...storyCards.map(({ node }) => node));
   buildTime();
-  drawn = null;
+  drawn = pointedToken = pointedCard = null;
 }
 
 function makeCard(data, number) {
@@ -224,6 +224,9 @@ export function drawStory() {
   }
   if (!run.story.prompts[state.prompt]) state.prompt = run.story.opening; // a prompt of a few tokens
   story = run.story.prompts[state.prompt];
+  // Not after a change of the prompt, or when a run was resumed.
+  const canSwitch = story.cards.some(({ name, without }) => without && name === state.off);
+  if (!canSwitch) state.off = "";
   const width = $("story-picture").clientWidth;
   const key = [state.prompt, width, frameCount(), run.frames.at(-1).step].join();
   if (key !== builtFor) buildTokens();
@@ -300,9 +303,8 @@ function showTexts() {
 
 const activeCard = () => pointedCard ?? 0;
 
-/** Returns a probability or a weight for people, as `percent` in headlens/story.py. */
-const percentText = (p) => (p === null ? "–"
-  : p > 0 && p < 0.005 ? "<1\u00a0%" : `${Math.round(100 * p)}\u00a0%`);
+/** Returns a probability or a weight for people. */
+const percentText = (p) => `${rounded(p === null ? NaN : 100 * p, 0)}\u00a0%`;
 
 /** Returns what the model predicts, at the shown step or without the heads of a card. */
 function shownPredictions() {

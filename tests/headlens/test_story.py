@@ -220,14 +220,17 @@ def losses_without(model, projections, group):
     return run(remove)
 
 
-@pytest.mark.parametrize("kind", ["ours", "gpt2"])
+@pytest.mark.parametrize("kind", ["ours", "gpt2", "gpt_neo"])
 def test_predictions_without_heads_are_those_of_a_forward_pass(kind):
     if kind == "ours":
         model = tiny_model().eval()
         projections = [block.attn.out_proj for block in model.blocks]
     else:
-        model = foreign_model("gpt2").eval()
-        projections = [block.attn.c_proj for block in model.transformer.h]
+        model = foreign_model(kind).eval()
+        attentions = [block.attn for block in model.transformer.h]
+        projections = [
+            attn.c_proj if kind == "gpt2" else attn.attention.out_proj for attn in attentions
+        ]
     model.train()
     run = functools.partial(capture, model)
     found = record_without(run, model, PROMPTS, GROUPS, 4, text_of)
@@ -286,3 +289,67 @@ def test_effect_of_a_switched_off_card():
     details = {key: value for key, value in last.details.items() if key != "without"}
     assert told(run, details=details)["prompts"][1]["cards"][0]["without"] is None
     assert PERIOD == 6
+
+
+def test_sentences_count_all_heads_with_a_name_also_those_that_lose_it():
+    run = story_run({(0, 2): ("previous_token", 80)}, (0, 40, 80))
+    rows = [copy.deepcopy(row) for row in run.rows.values()]
+    number = rows[2].names[0, 2]
+    rows[1].names[0, :2] = number
+    frames = story(run.snapshots[-1], [0, 40, 80], rows, {})["prompts"][0]["frames"]
+    assert [frame["named"] for frame in frames] == [[0], [2], [1]]
+    assert [frame["headline"].lower().count("two heads") for frame in frames] == [0, 1, 0]
+    # A name that no head has at the end has no card, but then it is not true that none has a job.
+    none = story_run({}, (0, 40, 80))
+    rows = [copy.deepcopy(row) for row in none.rows.values()]
+    for row in rows:
+        row.losses[0][:] = 1.0 if row.step else 5.0
+    rows[1].names[0, 0] = number
+    frames = story(none.snapshots[-1], [0, 40, 80], rows, {})["prompts"][0]["frames"]
+    assert frames[2]["headline"].startswith(frames[1]["headline"])
+    assert frames[2]["headline"] != frames[1]["headline"]
+
+
+def test_rows_after_the_last_frame_do_not_change_the_cards():
+    run = a_story()
+    later = copy.deepcopy(run.snapshots[-1].row)
+    later.step += 1
+    later.names[:] = 0
+    steps, rows = [one.step for one in run.snapshots], list(run.rows.values())
+    assert story(run.snapshots[-1], steps, [*rows, later], {}) == told(run)
+
+
+@pytest.mark.parametrize("probability", [0.02, 0.021, 0.9])
+def test_what_changes_without_heads_is_said_for_both_directions(probability):
+    run = copy.deepcopy(a_story())
+    last = run.snapshots[-1]
+    for losses in last.row.losses:
+        losses[:] = -np.log(0.02)
+    for without in last.details["without"].values():
+        for one in without["of_prompts"]:
+            one["losses"] = [-np.log(probability)] * len(one["losses"])
+    sentences = {
+        card["without"]["headline"].partition(", ")[2]
+        for one in story(last, [last.step], [last.row], {})["prompts"]
+        for card in one["cards"]
+    }
+    assert {"90" in sentence for sentence in sentences} == {probability == 0.9}
+
+
+def test_with_and_without_heads_are_compared_on_the_same_tokens():
+    run = copy.deepcopy(a_story())
+    last = run.snapshots[-1]
+    (losses, _), shown = last.row.losses, 4
+    losses[:shown], losses[shown:] = -np.log(0.4), -np.log(0.9)  # only the first ones are shown
+    for without in last.details["without"].values():
+        without["of_prompts"][0]["losses"] = [-np.log(0.4)] * shown
+    headline = told(run)["prompts"][0]["cards"][0]["without"]["headline"]
+    assert "40" not in headline
+
+
+def test_a_name_of_the_repeated_sequence_says_nothing_about_a_text():
+    stages = {(1, 1): ("induction", 40), (0, 2): ("previous_token", 80)}
+    of_text, of_copies = told(story_run(stages, (0, 40, 80)), None)["prompts"]
+    assert of_text["frames"][0]["headline"] == of_text["frames"][1]["headline"]
+    assert of_copies["frames"][0]["headline"] != of_copies["frames"][1]["headline"]
+    assert len(of_text["cards"]) == 2

@@ -12,7 +12,7 @@ from helpers.live import RUN, GrowingRun, live_command, serving
 from helpers.runs import train_in
 from playwright.sync_api import expect
 
-from headlens import KINDS
+from headlens import KINDS, read_snapshot, write_snapshot
 
 ports = itertools.count(8200, 30)
 
@@ -197,6 +197,25 @@ def test_the_story_ends_before_new_steps_are_shown(growing, visit):
     shows_steps(lens, 0, 1, 2, 3, 4)
 
 
+def test_heads_that_are_switched_off_are_on_again_when_the_run_is_resumed(named, visit):
+    """Only the last step of a run has predictions without heads."""
+    path = named.finished / "attention" / "step_00000004.npz"
+    last = read_snapshot(path)
+    last.details["without"] = {"previous_token": last.details["predictions"]}
+    write_snapshot(path, last)
+    named.add(*range(5))
+    lens = visit("run/first/", "#view=story&prompt=0")
+    pages.ready(lens)
+    lens.locator("#story-cards .switch").click()
+    expect(lens.locator("#story-cards .off")).to_have_count(1)
+    named.remove_from(3)
+    named.add(3)
+    shows_steps(lens, 0, 1, 2, 3)
+    expect(lens.locator("#story-cards article")).to_have_count(1)
+    expect(lens.locator("#story-cards .off, #story-cards .switch")).to_have_count(0)
+    expect(lens.locator("#story-line")).to_contain_text("step 3")
+
+
 def test_a_stopped_server_and_a_removed_run_are_named(tmp_path, growing, window):
     growing.add(0, 1)
     page = window().new_page()
@@ -297,6 +316,17 @@ def test_losses_and_samples_follow_the_run(growing, visit):
     shows_steps(page, 0, 1, 2, 3, 4)
     page.get_by_role("tab", name="settings").click()
     expect(page.locator("#tab-settings pre")).to_contain_text("emb_dim")
+
+
+def test_tabs_can_be_changed_before_the_first_snapshot(growing, visit):
+    lens = visit("run/first/", "")
+    expect(lens.locator("#error")).to_be_visible()
+    lens.get_by_role("tab", name="losses").click()
+    lens.get_by_role("tab", name="heads").click()
+    expect(lens.locator("#error")).to_be_visible()
+    growing.add(0)
+    pages.ready(lens)
+    expect(lens.locator("#story")).to_be_visible()
 
 
 def test_heads_are_taken_up_while_another_tab_is_shown(growing, visit):

@@ -171,6 +171,25 @@ def test_a_token_shows_what_it_attends_to(stills):
     assert pages.state(lens, "query") == first + 1 - PERIOD
 
 
+def test_another_prompt_under_a_resting_pointer(stills):
+    """It has fewer tokens and cards than the one before."""
+    lens = stills()
+    token(lens, 2 * PERIOD).hover()
+    lens.keyboard.press("p")
+    expect(lens.locator("#story-tokens [data-token]")).to_have_count(len(SOME.tokens))
+    before = lens.locator("#story-reading").inner_text()
+    lens.locator("#story-cards button").last.focus()
+    lens.keyboard.press("p")
+    lens.keyboard.press("p")
+    expect(lens.locator("#story-reading")).to_have_text(before)
+    for key in "shcvd":  # they change what only the screen of all heads shows
+        lens.keyboard.press(key)
+    defaults = [
+        pages.state(lens, key) for key in ("scale", "hideFirst", "stretch", "map", "compare")
+    ]
+    assert defaults == ["sqrt", False, False, "weights", "off"]
+
+
 def test_a_card_under_the_pointer_lights_its_heads(stills):
     lens = stills()
     line = lens.locator("#story-line")
