@@ -234,6 +234,7 @@ class _Story:
             "note": self._note(),
             "query": self._query(),
             "key_to_picture": self._key_to_picture(),
+            "arc": self._arc(),
             "cards": self.cards_json,
             "frames": [self._frame(n) for n in range(len(self.rows))],
             "pace": self._pace(),
@@ -259,10 +260,21 @@ class _Story:
         return "The prompt is longer; its beginning is shown." if self.prompt.truncated else ""
 
     def _key_to_picture(self) -> str:
-        green = f"Green: the model expected this {self.unit}; red: it did not."
+        bars = f"Bars: how probable the model found each {self.unit}, from red, 0\u00a0%, to green, 100\u00a0%."
         can_switch = any(self._without(group.name) for group in self.cards)
         switch = " Switch heads off to see what they are for." * can_switch
-        return f"{green} Point at a {self.unit} to see what it attends to.{switch}"
+        return f"{bars} Point at a {self.unit} to see what it attends to.{switch}"
+
+    def _arc(self) -> str:
+        """Returns what the last line of the repeated sequence means, if it is clearly drawn: what
+        followed the earlier occurrence of the last token is the first token of the second copy."""
+        last, first = 2 * self.prompt.period, self.prompt.period + 1
+        if not self.prompt.period or self._shown() <= last or not self.cards:
+            return ""
+        if self.cards[0].name != "induction" or self._weights(self.cards[0].heads)[last, first] < 0.3:
+            return ""
+        before, after = self.prompt.labels[last], self.prompt.labels[first]
+        return f"The long arc: after {before} the second copy began, with {after}."
 
     def _query(self) -> int:
         """Returns the query token at which the picture stops: near the end of the text, where
@@ -472,9 +484,11 @@ class _Story:
         """Returns the loss that the time line shows: {title, points: [[step, loss]]}."""
         found, title = [], "loss on the second copy"
         if self.layout == "text":
-            for name in ("validation loss", "training loss", "training loss (smoothed)"):
-                if points := [p for p in self.curves.get(name, ()) if math.isfinite(p[1])]:
-                    return {"title": name, "points": evenly_spaced(points, MAX_POINTS)}
+            names = ("validation loss", "training loss (smoothed)", "training loss")
+            finite = {n: [p for p in self.curves.get(n, ()) if math.isfinite(p[1])] for n in names}
+            name = max(names, key=lambda n: len(finite[n]))  # a few points make a curve with corners
+            if finite[name]:
+                return {"title": name, "points": evenly_spaced(finite[name], MAX_POINTS)}
             title = "loss on this prompt"
         for row in self.history:
             if len(row.losses) > self.number and len(losses := row.losses[self.number]):
