@@ -260,7 +260,7 @@ class _Story:
         return "The prompt is longer; its beginning is shown." if self.prompt.truncated else ""
 
     def _key_to_picture(self) -> str:
-        bars = f"Bars: how probable the model found each {self.unit}, from red, 0\u00a0%, to green, 100\u00a0%."
+        bars = f"Bars: probability of the right {self.unit}, red: 0\u00a0%, green: 100\u00a0%."
         can_switch = any(self._without(group.name) for group in self.cards)
         switch = " Switch heads off to see what they are for." * can_switch
         return f"{bars} Point at a {self.unit} to see what it attends to.{switch}"
@@ -271,10 +271,13 @@ class _Story:
         last, first = 2 * self.prompt.period, self.prompt.period + 1
         if not self.prompt.period or self._shown() <= last or not self.cards:
             return ""
-        if self.cards[0].name != "induction" or self._weights(self.cards[0].heads)[last, first] < 0.3:
+        if (
+            self.cards[0].name != "induction"
+            or self._weights(self.cards[0].heads)[last, first] < 0.3
+        ):
             return ""
         before, after = self.prompt.labels[last], self.prompt.labels[first]
-        return f"The long arc: after {before} the second copy began, with {after}."
+        return f"The long arc: after “{before}” the second copy began, with “{after}”."
 
     def _query(self) -> int:
         """Returns the query token at which the picture stops: near the end of the text, where
@@ -486,7 +489,9 @@ class _Story:
         if self.layout == "text":
             names = ("validation loss", "training loss (smoothed)", "training loss")
             finite = {n: [p for p in self.curves.get(n, ()) if math.isfinite(p[1])] for n in names}
-            name = max(names, key=lambda n: len(finite[n]))  # a few points make a curve with corners
+            name = max(
+                names, key=lambda n: len(finite[n])
+            )  # a few points make a curve with corners
             if finite[name]:
                 return {"title": name, "points": evenly_spaced(finite[name], MAX_POINTS)}
             title = "loss on this prompt"

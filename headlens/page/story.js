@@ -190,7 +190,7 @@ function buildTime() {
     [frameCount() > 1 ? placeOf(step) : 0, 100 - 94 * (loss / most || 0)]);
   $("story-curve").lastElementChild.setAttribute("d", story.heights.length < 2 ? ""
     : `M${story.heights.map(([x, y]) => `${(1000 * x).toFixed(1)} ${y.toFixed(1)}`).join("L")}`);
-  $("story-loss").setAttribute("y2", Math.max(7, ...story.heights.map(([, y]) => y)));
+  $("story-loss").setAttribute("y2", Math.max(40, ...story.heights.map(([, y]) => y)));
   $("story-now").lastElementChild.textContent = story.heights.length < 2 ? "" : story.curve.title;
   const births = frameCount() > 1 ? [...story.births].sort((a, b) => a.step - b.step) : [];
   const width = $("story-track").clientWidth;
@@ -241,7 +241,7 @@ export function drawStory() {
 /** Gives the passage letters that are as large as there is room. */
 function fitPassage(width) {
   const length = Math.max(1, $("story-tokens").textContent.length);
-  const room = Math.sqrt((width * Math.min(250, innerHeight * 0.3)) / (1.15 * length));
+  const room = Math.sqrt((width * Math.min(250, innerHeight * 0.27)) / (1.15 * length));
   const letter = clamp(room, 18, clamp(width / 22, 22, 46));
   $("story-tokens").style.setProperty("--letter", `${letter}px`);
 }
