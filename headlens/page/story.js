@@ -144,8 +144,10 @@ function buildTokens() {
     });
     box.replaceChildren(...rows);
   } else box.replaceChildren(...tokenNodes);
-  // Space between letters would divide those that are joined.
-  box.classList.toggle("spaced", story.unit === "letter" && !JOINED.test(prompt.text));
+  // Space between letters or between their bytes would divide those that are joined.
+  const isJoined = JOINED.test(box.textContent);
+  box.classList.toggle("joined", isJoined);
+  box.classList.toggle("spaced", story.unit === "letter" && !isJoined);
   storyCards = story.cards.map(makeCard);
   $("story-cards").replaceChildren(...storyCards.map(({ node }) => node));
   buildTime();

@@ -331,6 +331,24 @@ def test_the_picture_is_first_in_a_panel_of_a_dashboard(shown):
     assert all(box["y"] >= 0 and box["y"] + box["height"] <= 420 for box in boxes)
 
 
+def test_joined_letters_stay_joined_where_their_bytes_are_tokens(stills):
+    text = "مرحبا بالعالم"
+    lens = stills(text_run([f"<0x{byte:02X}>" for byte in text.encode()]), "#view=story")
+    widths = lens.locator("#story-tokens").evaluate(
+        """node => {
+          const width = () => {
+            const range = document.createRange();
+            range.selectNodeContents(node);
+            return range.getBoundingClientRect().width;
+          };
+          const ofTokens = width();
+          node.textContent = node.textContent;
+          return [ofTokens, width()];
+        }"""
+    )
+    assert widths[0] == pytest.approx(widths[1], abs=2)
+
+
 def test_the_part_that_fits_is_named(stills):
     lens = stills(RUNS["200 tokens"](), viewport={"width": 460, "height": 860})
     shown = lens.locator("#story-tokens [data-token]:visible").count()
