@@ -243,7 +243,7 @@ export function drawStory() {
 /** Gives the passage letters that are as large as there is room. */
 function fitPassage(width) {
   const length = Math.max(1, $("story-tokens").textContent.length);
-  const room = Math.sqrt((width * Math.min(250, innerHeight * 0.27)) / (1.15 * length));
+  const room = Math.sqrt((width * Math.min(250, innerHeight * 0.25)) / (1.15 * length));
   const letter = clamp(room, 18, clamp(width / 22, 22, 46));
   $("story-tokens").style.setProperty("--letter", `${letter}px`);
 }
@@ -339,7 +339,11 @@ function showReading() {
         ` ${percentText(found.probabilities[query][0])}`));
     }
     parts.push(".");
-  } else parts.push([story.key_to_picture, story.note, story.cut || story.arc].filter(Boolean).join(" "));
+  } else {
+    const hasArc = !story.cut && !cardOff() && activeCard() === 0 && state.frame === frameCount() - 1;
+    parts.push([story.key_to_picture, story.note, story.cut, hasArc ? story.arc : ""]
+      .filter(Boolean).join(" "));
+  }
   $("story-reading").replaceChildren(...parts);
   $("story-next").hidden = story.layout === "lines" || !found;
   if ($("story-next").hidden) return;

@@ -136,6 +136,8 @@ def test_heads_can_be_switched_off(stills):
     switch = lens.get_by_role("switch").first
     drawn = lens.locator("#story-lines").evaluate(DRAWN)
     assert drawn > 500
+    arc, reading = told(a_story(), 1)["arc"], lens.locator("#story-reading")
+    expect(reading).to_contain_text(arc)
     assert chance(lens, PERIOD + 2) > 0.9
     before = headline(lens).inner_text()
     lens.locator("#story-step").fill("0")
@@ -146,6 +148,7 @@ def test_heads_can_be_switched_off(stills):
     expect(headline(lens)).to_have_text(card["without"]["headline"])
     assert chance(lens, PERIOD + 2) == pytest.approx(0.05, abs=1e-3)
     assert lens.locator("#story-lines").evaluate(DRAWN) == 0
+    expect(reading).not_to_contain_text(arc)  # it is not drawn
     others = lens.get_by_role("switch").nth(1)
     others.click()  # one name at a time: no other was measured
     expect(switch).to_have_attribute("aria-checked", "true")
