@@ -31,7 +31,7 @@ MAX_POINTS = 200  # of the curve
 FIRST = {"lines": ("induction",), "text": ("segment_start", "induction", "separator")}
 AFTER_PUNCTUATION = ("looks at tokens after punctuation", "look at tokens after punctuation")
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-CURVES = ("validation loss", "training loss", "training loss (smoothed)")  # the first that there is
+CURVES = ("validation loss", "training loss (smoothed)", "training loss")  # of a text
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,7 @@ class _Story:
             "note": self._note(),
             "query": self._query(),
             "key_to_picture": self._key_to_picture(),
+            "arc": self._arc(),
             "cards": self.cards_json,
             "frames": [
                 self._headline(n)
@@ -248,10 +249,22 @@ class _Story:
         return "The prompt is longer; its beginning is shown." if self.prompt.truncated else ""
 
     def _key_to_picture(self) -> str:
-        green = f"Green: the model expected this {self.unit}; red: it did not."
-        switch = " Switch heads off to see what they are for."
+        bars = f"Bars: probability of the right {self.unit}, red: 0\u00a0%, green: 100\u00a0%."
         can_switch = any(card["without"] for card in self.cards_json)
-        return f"{green} Point at a {self.unit} to see what it attends to.{switch * can_switch}"
+        switch = " Switch heads off to see what they are for." * can_switch
+        return f"{bars} Point at a {self.unit} to see what it attends to.{switch}"
+
+    def _arc(self) -> str:
+        """Returns what the last line of the repeated sequence means, if it is clearly drawn: what
+        followed the earlier occurrence of the last token is the first token of the second copy."""
+        last, first = 2 * self.prompt.period, self.prompt.period + 1
+        if not self.prompt.period or self._shown() <= last or not self.cards:
+            return ""
+        copying = self.cards[0]
+        if copying.name != "induction" or self._weights(copying.heads)[last, first] < 0.3:
+            return ""
+        before, after = self.prompt.labels[last], self.prompt.labels[first]
+        return f"The long arc: after “{before}” the second copy began, with “{after}”."
 
     def _query(self) -> int:
         """Returns the query token at which the picture stops: near the end of the text, where
@@ -390,13 +403,15 @@ class _Story:
     def _curve(self) -> dict:
         """Returns the loss that the time line shows: {title, points: [[step, loss]]}."""
         known = {name: self.curves.get(name, ()) for name in CURVES if self.layout == "text"}
-        known["loss on this prompt" if self.layout == "text" else "loss on the second copy"] = [
-            (row.step, round(float(losses.mean()), 4))
-            for row in self.history
-            if len(losses := self._losses(row))
-        ]
         finite = {k: [p for p in points if math.isfinite(p[1])] for k, points in known.items()}
-        title = next((title for title, points in finite.items() if points), [*finite][-1])
+        finite["loss on this prompt" if self.layout == "text" else "loss on the second copy"] = [
+            (row.step, round(loss, 4))
+            for row in self.history
+            if len(losses := self._losses(row)) and math.isfinite(loss := float(losses.mean()))
+        ]
+        # A few points make a curve with corners.
+        title = max(list(finite)[:-1] or finite, key=lambda name: len(finite[name]))
+        title = title if finite[title] else [*finite][-1]
         return {"title": title, "points": evenly_spaced(finite[title], MAX_POINTS)}
 
     def _births(self) -> list[dict]:

@@ -1,6 +1,6 @@
 /* One chart for each statistic: a line for each head over the steps. */
 
-import { clamp, format, shortNumber } from "./text.js";
+import { clamp, format, shortNumber, stepText } from "./text.js";
 import { roundTicks } from "./ticks.js";
 import { $, dot, line, make, prepareCanvas } from "./dom.js";
 import {
@@ -166,7 +166,7 @@ export function drawChartMarks() {
     }
     if (index !== chosen) trace(here, index, colours.ink, 1.4, at);
     const value = index === null ? null : shown.rows[at]?.[index] ?? null;
-    const when = hovered.at === null || single ? "" : `step ${shown.steps[at]}: `;
+    const when = hovered.at === null || single ? "" : `${stepText(shown.steps[at])}: `;
     chart.value.textContent = index === null ? "" : `${headName(index)} ${when}${format(value)}`;
   }
 }

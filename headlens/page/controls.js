@@ -1,6 +1,6 @@
 /* The controls at the top, the notes below them, and the comparison of steps or runs. */
 
-import { clip, format, plural } from "./text.js";
+import { clip, format, plural, stepText } from "./text.js";
 import { $, bold, checkRadio, fillSelect, make, showMessage } from "./dom.js";
 import {
   A, B, REMOVED, SIGNIFICANCE, gridShows, hasOverall, here, isMean, nearestFrame,
@@ -72,7 +72,7 @@ function buildCompare() {
     const options = values.map(([value, textContent]) => make("option", { value, textContent }));
     compare.append(make("optgroup", { label: text }, ...options));
   };
-  const steps = (of, kind) => of.frames.map(({ step }) => [`${kind}:${step}`, `step ${step}`]);
+  const steps = (of, kind) => of.frames.map(({ step }) => [`${kind}:${step}`, stepText(step)]);
   if (run.frames.length > 1) group("another step of this run", steps(run, "step"));
   if (other) group(other.name, [["run", "same step"], ...steps(other, "run")]);
 }
@@ -98,11 +98,11 @@ export function sortBy(sort) {
 
 /** Updates all controls and notes from the state. */
 export function showControls() {
-  $("step-number").textContent = `step ${here.step}`;
+  $("step-number").textContent = stepText(here.step);
   // The slider does not move when the number of digits changes.
-  $("step-number").style.minWidth = `${4.5 + String(run.frames.at(-1).step).length}ch`;
+  $("step-number").style.minWidth = `${stepText(run.frames.at(-1).step).length - 0.5}ch`;
   $("step").value = state.frame;
-  $("step").setAttribute("aria-valuetext", `step ${here.step} ${newsText()}`.trim());
+  $("step").setAttribute("aria-valuetext", `${stepText(here.step)} ${newsText()}`.trim());
   $("play").textContent = isPlaying() ? "❚❚" : "▶";
   $("play").setAttribute("aria-label", isPlaying() ? "pause" : "play");
   $("prompt").value = state.prompt;

@@ -230,7 +230,9 @@ export function layOut(force = false) {
   measureBar();
   const [margin, labels, gap] = compact ? [16, 28, 2]
     : [width > 760 ? 40 : 20, width > 480 ? 28 : 22, width > 480 ? 3 : 2];
-  let wide = width >= 900;
+  // Many heads in a row, of 24 pixels at least, leave no room for an enlarged head next to them.
+  const least = compact || state.sort ? 0 : labels + run.heads * (24 + gap);
+  let wide = width >= 900 && width - margin - 28 - least >= 330;
   const room = wide ? (width - margin - 28) * 0.41 : width - margin;
   let tile = (room - labels) / run.heads - gap;
   if (!compact || !$("app").classList.contains("open")) bodyTop = $("body").offsetTop;

@@ -1,6 +1,6 @@
 /* The time axis: losses under the slider, and marks where heads got their names. */
 
-import { clamp, format, formatLoss } from "./text.js";
+import { clamp, format, formatLoss, stepText } from "./text.js";
 import { $, line, make, prepareCanvas } from "./dom.js";
 import { here, run, state, update } from "./state.js";
 import { pause } from "./player.js";
@@ -63,15 +63,15 @@ function buildMarks() {
     return node;
   };
   for (const event of run.events) {
-    const text = `step ${event.step}: ${event.text}`;
+    const text = `${stepText(event.step)}: ${event.text}`;
     setColour(mark(`kind-${event.key}`, event.step, text), event.key);
     seen.set(event.step, (seen.get(event.step) ?? 0) + 1);
   }
   if (Number.isFinite(run.stage)) {
-    const text = `step ${run.stage}: the loss on copy 2 has fallen`;
+    const text = `${stepText(run.stage)}: the loss on copy 2 has fallen`;
     const node = mark("stage", run.stage, text);
     node.classList.toggle("late", placeOf(run.stage) > 0.6);
-    node.append(make("span", { textContent: `copy 2: loss has fallen, step ${run.stage}` }));
+    node.append(make("span", { textContent: `copy 2: loss has fallen, ${stepText(run.stage)}` }));
   }
 }
 
@@ -123,5 +123,5 @@ export function drawTimeline() {
   context.lineWidth = 1;
   line(context, [[x(here.step), 0], [x(here.step), tall]]);
   const text = timeCurves.map(({ label }) => label.textContent).join(", ");
-  $("losses").setAttribute("aria-label", `losses at step ${here.step}: ${text}`);
+  $("losses").setAttribute("aria-label", `losses at ${stepText(here.step)}: ${text}`);
 }

@@ -1,5 +1,6 @@
 /* What happens without a head: loss and accuracy when heads are removed, see headlens/finding.py. */
 
+import { stepText } from "./text.js";
 import { $, bold, make, sentence } from "./dom.js";
 import {
   A, B, REMOVED, indexInB, isMeasured, nearestFrame, other, run, selected, sideName, state, update,
@@ -10,7 +11,7 @@ import { fillTag, kindOf } from "./names.js";
 /** Returns where the values are, for a side that shows another step. */
 function elsewhere(of) {
   const { step } = of.run.removed;
-  const parts = [`Measured at step ${step}. `];
+  const parts = [`Measured at ${stepText(step)}. `];
   if (of.run === run) {
     const button = make("button", { textContent: "show" });
     button.addEventListener("click", () => update({ frame: nearestFrame(run, step) }));

@@ -1,5 +1,6 @@
 /* The state of the page, which the controls change, and A and B, which the page shows. */
 
+import { stepText } from "./text.js";
 import { showMessage } from "./dom.js";
 import { decode } from "./data.js";
 
@@ -173,9 +174,9 @@ export function shownValue(key, index) {
 }
 
 export function sideName(of) {
-  if (!B) return `step ${of.step}`;
+  if (!B) return stepText(of.step);
   const name = otherRunSide() ? ` (${of.run.name})` : "";
-  return `${of === A ? "A" : "B"}: step ${of.step}${name}`;
+  return `${of === A ? "A" : "B"}: ${stepText(of.step)}${name}`;
 }
 
 /** The functions that redraw and hoverHead call. main.js sets them. */

@@ -2,7 +2,7 @@
  * that says what happens, and cards of heads that can be switched off. headlens/story.py decides what
  * is shown and what it is called; this file draws it. */
 
-import { clamp, clip, rounded } from "./text.js";
+import { clamp, clip, rounded, stepText } from "./text.js";
 import { $, fillSelect, isPrinted, make, prepareCanvas } from "./dom.js";
 import { hasStory, placeOfHead, run, state, update } from "./state.js";
 import { setColour } from "./names.js";
@@ -144,8 +144,10 @@ function buildTokens() {
     });
     box.replaceChildren(...rows);
   } else box.replaceChildren(...tokenNodes);
-  // Space between letters would divide those that are joined.
-  box.classList.toggle("spaced", story.unit === "letter" && !JOINED.test(prompt.text));
+  // Space between letters or between their bytes would divide those that are joined.
+  const isJoined = JOINED.test(box.textContent);
+  box.classList.toggle("joined", isJoined);
+  box.classList.toggle("spaced", story.unit === "letter" && !isJoined);
   storyCards = story.cards.map(makeCard);
   $("story-cards").replaceChildren(...storyCards.map(({ node }) => node));
   buildTime();
@@ -190,20 +192,23 @@ function buildTime() {
     [frameCount() > 1 ? placeOf(step) : 0, 100 - 94 * (loss / most || 0)]);
   $("story-curve").lastElementChild.setAttribute("d", story.heights.length < 2 ? ""
     : `M${story.heights.map(([x, y]) => `${(1000 * x).toFixed(1)} ${y.toFixed(1)}`).join("L")}`);
+  $("story-loss").setAttribute("y2", Math.max(40, ...story.heights.map(([, y]) => y)));
   $("story-now").lastElementChild.textContent = story.heights.length < 2 ? "" : story.curve.title;
   const births = frameCount() > 1 ? [...story.births].sort((a, b) => a.step - b.step) : [];
   const width = $("story-track").clientWidth;
-  let waiting = []; // texts for which there was no room next to their dots
+  let waiting = []; // names for which there was no room next to their dots
   $("story-births").replaceChildren(...births.map(({ step, name, text }, n) => {
-    const node = make("i", { title: `step ${step.toLocaleString("en")}: ${text}` });
+    const node = make("i", { title: `${stepText(step)}: ${text}` });
     node.style.left = `${100 * placeOf(step)}%`;
     node.dataset.step = step;
     setColour(node, name);
-    waiting.push(text);
+    const word = make("b", { textContent: text });
+    setColour(word, name);
+    waiting.push(word);
     const room = (n + 1 < births.length ? placeOf(births[n + 1].step) : 1) - placeOf(step);
-    const words = waiting.join(" · ");
-    if (room * width > 7 * words.length + 20) {
-      node.append(make("span", { textContent: words }));
+    const label = make("span", {}, ...waiting.flatMap((one, n) => (n ? [" · ", one] : [one])));
+    if (room * width > 7 * label.textContent.length + 20) {
+      node.append(label);
       waiting = [];
     }
     return node;
@@ -241,8 +246,8 @@ export function drawStory() {
 /** Gives the passage letters that are as large as there is room. */
 function fitPassage(width) {
   const length = Math.max(1, $("story-tokens").textContent.length);
-  const room = Math.sqrt((width * Math.min(250, innerHeight * 0.3)) / (1.15 * length));
-  const letter = clamp(room, 18, clamp(width / 18, 22, 46));
+  const room = Math.sqrt((width * Math.min(250, innerHeight * 0.25)) / (1.15 * length));
+  const letter = clamp(room, 18, clamp(width / 22, 22, 46));
   $("story-tokens").style.setProperty("--letter", `${letter}px`);
 }
 
@@ -295,8 +300,8 @@ function showTexts() {
   $("story-play").ariaLabel = isPlaying() ? "pause" : "play";
   const { step } = run.frames[state.frame];
   $("story-step").value = state.frame;
-  $("story-step").setAttribute("aria-valuetext", `step ${step}: ${frame.headline}`);
-  $("story-now").firstElementChild.textContent = `step ${step.toLocaleString("en")}`;
+  $("story-step").setAttribute("aria-valuetext", `${stepText(step)}: ${frame.headline}`);
+  $("story-now").firstElementChild.textContent = stepText(step);
   for (const node of $("story-births").children) node.classList.toggle("future", node.dataset.step > step);
   showReading();
 }
@@ -336,7 +341,11 @@ function showReading() {
         ` ${percentText(found.probabilities[query][0])}`));
     }
     parts.push(".");
-  } else parts.push([story.key_to_picture, story.note, story.cut].filter(Boolean).join(" "));
+  } else {
+    const hasArc = !story.cut && !cardOff() && activeCard() === 0 && state.frame === frameCount() - 1;
+    parts.push([story.key_to_picture, story.note, story.cut, hasArc ? story.arc : ""]
+      .filter(Boolean).join(" "));
+  }
   $("story-reading").replaceChildren(...parts);
   $("story-next").hidden = story.layout === "lines" || !found;
   if ($("story-next").hidden) return;
@@ -382,11 +391,13 @@ const cardWeight = (card, frame, query, key) => cardMeans(card, frame)?.[cellPla
 /** Measures where the tokens are. */
 function measureTokens() {
   const frame = $("story-picture").getBoundingClientRect();
+  const bar = Number.parseFloat(getComputedStyle(tokenNodes[0]).paddingBottom); // room for it below a text
   tokenBoxes = tokenNodes.map((span) => {
     const box = span.getClientRects()[0];
     if (!box) return null; // hidden, or part of a character that has another token
     const [left, right] = [box.left - frame.left, box.right - frame.left];
-    return { left, right, x: (left + right) / 2, top: box.top - frame.top, bottom: box.bottom - frame.top };
+    return { left, right, x: (left + right) / 2, top: box.top - frame.top,
+      bottom: box.bottom - frame.top - bar };
   });
 }
 

@@ -51,6 +51,9 @@ export function clip(text, longest) {
   return shown.length > longest ? shown.slice(0, longest - 1).join("") + "…" : text;
 }
 
+export const stepText = (step) => `step ${step.toLocaleString("en")}`;
+
 export function shortNumber(n) {
-  return Math.abs(n) >= 1e4 ? `${+(n / 1e3).toPrecision(3)}k` : String(n);
+  if (Math.abs(n) >= 1e4) return `${+(n / 1e3).toPrecision(3)}k`;
+  return n >= 1e3 ? n.toLocaleString("en") : String(n);
 }

@@ -9,13 +9,12 @@
  * A cursor at the nearest logged step shows the value of each line. */
 
 import { $, make, showMessage } from "./dom.js";
-import { clamp } from "./text.js";
+import { clamp, stepText } from "./text.js";
 import { roundTicks } from "./ticks.js";
 
 const MARKERS_UP_TO = 60; // with more points, markers would hide the line
 const NEWEST = 3; // samples that are shown at once
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
-const commas = (number) => number.toLocaleString("en");
 
 /** Draws both tabs, again if the run has new values. */
 export function showTraining(training) {
@@ -41,7 +40,7 @@ function pairs(className, rows) {
 function samplesOf(samples, isOpen) {
   if (!samples.length) return [];
   const articles = samples.map(({ step, prompt, text }) => make("article", {},
-    make("h3", { textContent: `step ${step}` }),
+    make("h3", { textContent: stepText(step) }),
     make("p", { dir: "auto" }, make("b", { textContent: prompt }), text)));
   const older = make("details", { id: "older", open: Boolean(isOpen) },
     make("summary", { textContent: `${samples.length - NEWEST} older samples` }),
@@ -163,11 +162,11 @@ function addCursor(plot, readout, lines, { x, y, stepAt }) {
     at = clamp(index, 0, rest);
     const step = steps[at];
     cursor.replaceChildren();
-    readout.replaceChildren(make("span", { className: "step", textContent: `step ${commas(step)}` }));
+    readout.replaceChildren(make("span", { className: "step", textContent: stepText(step) }));
     if (withCursor) svg("line", cursor, { x1: `${x(step)}%`, x2: `${x(step)}%`, y2: "100%" });
     for (const { name, className, points } of lines) {
       const [there, value, text] = nearestPoint(points, step);
-      const when = there === step ? "" : ` at step ${commas(there)}`;
+      const when = there === step ? "" : ` at ${stepText(there)}`;
       readout.append(make("span", { className, textContent: `${name} ${text}${when}` }));
       if (!withCursor) continue;
       svg("circle", cursor, { class: className, r: 4, cx: `${x(there)}%`, cy: `${y(value)}%` });

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers.foreign import foreign_model
 from helpers.models import tiny_model
 from helpers.pages import prompt, text_of
-from helpers.stories import PERIOD, SOME, a_story, story_run
+from helpers.stories import PERIOD, REPEATED, SOME, a_story, story_run
 
 from headlens import Lens, LensConfig, capture
 from headlens.prompts import Prompt
@@ -146,6 +146,22 @@ def test_curve_is_the_loss_that_the_layout_is_about():
     assert [step for step, _ in of_copies["points"]] == steps
     assert of_copies["points"][0][1] == pytest.approx(np.log(20), abs=1e-3)
     assert of_copies["points"][-1][1] < 0.01
+    # A few points would make a curve with corners.
+    curves["training loss (smoothed)"] = [(step, 3 - step / 60) for step in range(0, 121, 5)]
+    of_text = story(last, steps, rows, curves)["prompts"][0]["curve"]
+    assert [list(point) for point in of_text["points"]] == [
+        list(point) for point in curves["training loss (smoothed)"]
+    ]
+
+
+def test_the_last_line_of_the_repeated_sequence_is_explained():
+    of_text, of_copies = (one["arc"] for one in told(a_run())["prompts"])
+    assert of_text == ""
+    last, first = REPEATED.tokens[2 * PERIOD], REPEATED.tokens[PERIOD + 1]
+    assert f"“{last}”" in of_copies
+    assert f"“{first}”" in of_copies
+    without_induction = story_run({(0, 2): ("previous_token", 40)}, (0, 40))
+    assert told(without_induction)["prompts"][1]["arc"] == ""
 
 
 @pytest.mark.parametrize(

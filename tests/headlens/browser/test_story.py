@@ -1,6 +1,7 @@
 """The first screen of the page in Chromium: it plays once, its heads can be switched off, a token
 shows what it attends to, and all heads are one click away."""
 
+import io
 import math
 import re
 
@@ -9,6 +10,7 @@ import pytest
 from helpers import pages
 from helpers.pages import HOSTILE, STEPS, a_run, prompt, second_run
 from helpers.stories import PERIOD, PLANTED, REPEATED, SOME, a_story, story_run
+from PIL import Image
 from playwright.sync_api import expect
 
 from headlens.story import story
@@ -63,6 +65,15 @@ def still(lens):
       const before = picture();
       setTimeout(() => done(picture() === before), 150);
     })""")
+
+
+def bar(lens, number, p):
+    """Returns the height in pixels of the bar below a token of a text, with a probability."""
+    token(lens, number).evaluate("(node, p) => node.style.setProperty('--p', p)", p)
+    image = Image.open(io.BytesIO(token(lens, number).screenshot())).convert("RGB")
+    background = image.getpixel((0, image.height - 1))  # a bar is narrower than its token
+    column = [image.getpixel((image.width // 2, y)) for y in range(image.height - 10, image.height)]
+    return sum(pixel != background for pixel in column)
 
 
 @pytest.fixture
@@ -125,6 +136,8 @@ def test_heads_can_be_switched_off(stills):
     switch = lens.get_by_role("switch").first
     drawn = lens.locator("#story-lines").evaluate(DRAWN)
     assert drawn > 500
+    arc, reading = told(a_story(), 1)["arc"], lens.locator("#story-reading")
+    expect(reading).to_contain_text(arc)
     assert chance(lens, PERIOD + 2) > 0.9
     before = headline(lens).inner_text()
     lens.locator("#story-step").fill("0")
@@ -135,6 +148,7 @@ def test_heads_can_be_switched_off(stills):
     expect(headline(lens)).to_have_text(card["without"]["headline"])
     assert chance(lens, PERIOD + 2) == pytest.approx(0.05, abs=1e-3)
     assert lens.locator("#story-lines").evaluate(DRAWN) == 0
+    expect(reading).not_to_contain_text(arc)  # it is not drawn
     others = lens.get_by_role("switch").nth(1)
     others.click()  # one name at a time: no other was measured
     expect(switch).to_have_attribute("aria-checked", "true")
@@ -216,6 +230,34 @@ def test_a_text_shows_the_next_tokens_and_grey_what_it_has_not_read(stills):
     lens.locator("#story-prompt").select_option("1")
     expect(lens.locator("#story-next")).to_be_hidden()
     assert lens.locator("#story-tokens .row").count() == 2
+
+
+def test_bars_below_a_text_say_what_its_colours_say(stills):
+    lens = stills(fragment="#view=story&step=120")
+    query = told(a_story(), 0)["query"]
+    sizes = [bar(lens, 2, p) for p in (0, 0.5, 1)]
+    assert sizes == sorted(set(sizes))
+    assert 0 < sizes[0] < 3
+    # No bar where nothing predicts the token, and none for a token that has not been read.
+    assert [bar(lens, at, 1) for at in (0, query + 1)] == [0, 0]
+
+
+def test_the_time_line_is_in_the_window(stills):
+    lens = stills(viewport={"width": 900, "height": 800})
+    for number in (0, 1):
+        lens.locator("#story-prompt").select_option(str(number))
+        still(lens)
+        box = lens.locator("#story-time").bounding_box()
+        assert box["y"] + box["height"] <= 800
+
+
+def test_names_at_the_time_line_have_the_colours_of_their_cards(stills):
+    lens = stills()
+    colour = "node => getComputedStyle(node).color"
+    cards = lens.locator("#story-cards h3").evaluate_all(f"all => all.map({colour})")
+    names = lens.locator("#story-births b").evaluate_all(f"all => all.map({colour})")
+    assert len(names) == len(cards) == len(set(cards))
+    assert set(names) == set(cards)
 
 
 def test_all_heads_are_one_click_away_and_the_story_too(stills):
@@ -309,6 +351,24 @@ def test_the_picture_is_first_in_a_panel_of_a_dashboard(shown):
     lens = shown(a_story(), fragment=COPIES, frame=(460, 420))
     boxes = [lens.locator(part).bounding_box() for part in ("#story-headline", "#story-tokens")]
     assert all(box["y"] >= 0 and box["y"] + box["height"] <= 420 for box in boxes)
+
+
+def test_joined_letters_stay_joined_where_their_bytes_are_tokens(stills):
+    text = "مرحبا بالعالم"
+    lens = stills(text_run([f"<0x{byte:02X}>" for byte in text.encode()]), "#view=story")
+    widths = lens.locator("#story-tokens").evaluate(
+        """node => {
+          const width = () => {
+            const range = document.createRange();
+            range.selectNodeContents(node);
+            return range.getBoundingClientRect().width;
+          };
+          const ofTokens = width();
+          node.textContent = node.textContent;
+          return [ofTokens, width()];
+        }"""
+    )
+    assert widths[0] == pytest.approx(widths[1], abs=2)
 
 
 def test_the_part_that_fits_is_named(stills):
