@@ -27,7 +27,7 @@ KNOWN := PYTHON VENV ARGS TEXTS PIP_OPTIONS PARALLEL FAULTS LONG MORE_TRIALS STR
 OTHER := $(foreach v,$(filter-out $(KNOWN),$(.VARIABLES)),$(if $(filter command,$(origin $v)),$v=$($v)))
 $(if $(strip $(OTHER)),$(error settings need quotes: make $(MAKECMDGOALS) ARGS="$(strip $(ARGS) $(OTHER))"))
 
-.PHONY: help train test test-all campaign gpu-check matrix extras audit lint format clean
+.PHONY: help train test test-all campaign gpu-check example matrix extras audit lint format clean
 
 help:  ## this list
 	@sed -n "s/^\([a-z-]*\):.*  ## /make \1: /p" Makefile
@@ -55,6 +55,10 @@ campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the
 
 gpu-check: $(VENV)/test  ## checks and measurements on one CUDA GPU in 9 minutes: one table and gpu.json
 	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
+
+example: $(VENV)/test  ## train the run of docs/example again, and draw its page and the pictures of README.md
+	rm -rf runs/induction
+	PYTHONPATH=.:tests $(VENV)/bin/python tests/docs/example.py
 
 # pyenv provides python3.N only for the versions in PYENV_VERSION.
 matrix: $(VENV)/test  ## a reduced test suite with the oldest and newest torch on each Python of this machine

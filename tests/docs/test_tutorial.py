@@ -159,12 +159,14 @@ def test_its_outputs_are_complete_and_name_no_machine():
 
 
 def test_the_stored_page_works_in_a_browser(opened, tmp_path):
-    """As the notebook stores it, in a frame and without network; it shows the last step."""
+    """As the notebook stores it, in a frame and without network; it plays until the last step."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (page,) = [content for kind, content in itertools.chain(*outputs(notebook)) if kind == "page"]
     page = f'<!doctype html><meta charset="utf-8">{page}'  # notebooks are UTF-8
     (tmp_path / "cell.html").write_text(page, encoding="utf-8")
     frame = opened(tmp_path / "cell.html").frame_locator("iframe")
+    expect(frame.locator("#story-now")).to_contain_text("step 600")
+    frame.locator("#show-all").click()
     expect(frame.locator("#step-number")).to_have_text(re.compile("600"))
     expect(frame.locator("#grid .head")).to_have_count(8)
     frame.locator("#grid .head").first.click()

@@ -1,0 +1,116 @@
+"""Makes docs/example/run.html and the pictures of the page in README.md and headlens/docs.
+
+python tests/docs/example.py    # trains runs/induction, unless it is there
+
+That of a book is made too if there is runs/book, of `experiment=book data.path=my.txt name=book`.
+"""
+
+import io
+import json
+import platform
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+from helpers import REPOSITORY
+from PIL import Image
+from playwright.sync_api import Page, expect, sync_playwright
+
+DOCS = REPOSITORY / "docs"
+RUNS = REPOSITORY / "runs"
+EXAMPLE = DOCS / "example" / "run.html"
+TRAIN = ["train.py", "experiment=induction", "seed=2", "wandb=off", "name=induction"]
+# Time of each picture of the animation, in milliseconds: most changes are at the beginning.
+TIMES = [125] * 42 + [350] * 5 + [3000]
+COLOURS = 24
+LEAST_CHANGE = 64  # of 255; smaller changes of the lines are drawn at the end
+
+
+def run_python(*arguments: str) -> None:
+    subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, check=True)
+
+
+def write_example() -> None:
+    """Trains, removes what describes the machine, and draws the page again."""
+    run = RUNS / "induction"
+    if not (run / "summary.json").exists():
+        run_python(*TRAIN)
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text("utf-8").splitlines()]
+    lines = [json.dumps(start | {"system": platform.system()}) + "\n" for start in starts]
+    (run / "starts.jsonl").write_text("".join(lines), encoding="utf-8")
+    run_python("-m", "scripts.view", "write=runs/induction")
+    EXAMPLE.parent.mkdir(exist_ok=True)
+    EXAMPLE.write_bytes((run / "run.html").read_bytes())
+
+
+def opened(browser, path, width: int, height: int, link="", motion="reduce") -> Page:
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme="dark", reduced_motion=motion
+    )
+    page = context.new_page()
+    if motion != "reduce":  # the clock stands still between the pictures
+        page.clock.install(time=0)
+        page.clock.pause_at(1000)
+    page.goto(path.as_uri() + link)
+    return page
+
+
+def save_png(data: bytes, name: str) -> None:
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    image.quantize(255, dither=Image.Dither.NONE).save(DOCS / name, optimize=True)
+
+
+def still(browser, path, link: str, width: int, height: int, name: str) -> None:
+    page = opened(browser, path, width, height, link)
+    expect(page.locator("html")).to_have_attribute("data-ready", "1")
+    page.wait_for_timeout(1000)
+    shown = page.locator("#tab-heads").bounding_box()
+    end = min(height, round(shown["y"] + shown["height"]))
+    save_png(page.screenshot(clip={"x": 0, "y": 0, "width": width, "height": end}), name)
+
+
+def animation(browser, name: str) -> None:
+    """The first screen while it plays, from the sentence to the line of the loss."""
+    page = opened(browser, EXAMPLE, 760, 600, motion="no-preference")
+    page.clock.run_for(50)
+    expect(page.locator("html")).to_have_attribute("data-ready", "1")
+    top = page.locator("#story-headline").bounding_box()
+    bottom = page.locator("#story-time").bounding_box()
+    height = bottom["y"] + bottom["height"] - top["y"] + 12
+    clip = {"x": 0, "y": top["y"] - 12, "width": 760, "height": height}
+    first, copied = (page.locator(f"[data-token='{n}']").bounding_box() for n in (1, 32))
+    lines = slice(*(round(y - clip["y"]) for y in (first["y"] + first["height"], copied["y"])))
+    images = []
+    for time in TIMES[:-1]:
+        images.append(Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB"))
+        page.clock.run_for(time)
+    expect(page.locator("#story-play")).to_have_attribute("aria-label", "play")  # it is over
+    images.append(Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB"))
+    samples = np.concatenate([np.asarray(image) for image in images[::6] + images[-1:]])
+    palette = Image.fromarray(samples).quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE)
+    shown, drawn = None, []
+    for image in images:
+        few = image.quantize(palette=palette, dither=Image.Dither.NONE).convert("RGB")
+        pixels = np.asarray(few).astype(int)
+        if shown is not None and image is not images[-1]:
+            same = np.abs(pixels - shown).max(-1, keepdims=True) < LEAST_CHANGE
+            pixels[lines] = np.where(same, shown, pixels)[lines]
+        shown = pixels
+        drawn.append(Image.fromarray(shown.astype(np.uint8)))
+    options = {"lossless": True, "quality": 60, "method": 4, "minimize_size": True}
+    drawn[0].save(
+        DOCS / name, save_all=True, append_images=drawn[1:], duration=TIMES, loop=0, **options
+    )
+
+
+if __name__ == "__main__":
+    write_example()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium-headless-shell"), args=["--no-sandbox"]
+        )
+        animation(browser, "story-induction.webp")
+        still(browser, EXAMPLE, "#view=all", 1200, 910, "lens-page.png")
+        if (RUNS / "book" / "run.html").exists():
+            still(browser, RUNS / "book" / "run.html", "", 900, 1100, "story-book.png")
