@@ -19,7 +19,7 @@ from .finding import events, head_name
 from .heads import ALL_NAMES, KINDS, NAMES, head_table, heads_by_name, title_of
 from .history import Row, copying_step, evenly_spaced
 from .prompts import BYTES_OF_TOKEN, Prompt
-from .rounding import rounded
+from .rounding import formatted
 from .snapshot_data import SnapshotData, from_codes, triangle_to_square
 from .statistics import STATISTICS
 
@@ -95,8 +95,8 @@ def unit_of(prompt: Prompt) -> str:
 
 
 def percent(part: float) -> str:
-    """Returns a probability for people: "51 %", "<1 %"."""
-    return f"{rounded(100 * part, 0)}\u00a0%"
+    """Returns a probability for people: "51 %", "0.4 %"."""
+    return f"{formatted(100 * part, kind='percent')}\u00a0%"
 
 
 def number_word(count: int) -> str:
@@ -312,15 +312,15 @@ class _Story:
         count = len(group.heads)
         row = next(row for row in self.table if row["name"] == group.name)
         note = title_of(group.name, row["tokens_back"] if count == 1 else None)
-        step = self.births[group.name]
-        early = f"{note} · from step {step:,}"
+        step, last = self.births[group.name], self.rows[-1].step
+        early = f"{note} · from step\u00a0{step:,}"
         if len(self.history) > 1:
-            note += f" · first at step {step:,}"
+            note += f" · first at step\u00a0{step:,}"
         effect, switched = "", None
         if found := self._without(group.name):
-            gets = f"the right {self.unit} gets {percent(found[1])}"
-            effect = f"without {'it' if count == 1 else 'them'}, {gets}"
-            line = self._line(self.rows[-1].step, found[1])
+            them = "it" if count == 1 else "them"
+            effect = f"right {self.unit}: {percent(found[1])} without {them} (step\u00a0{last:,})"
+            line = self._line(last, found[1])
             switched = self._headline_without(group, *found) | {"line": line}
         lines = f"lines: mean attention of {number_word(min(count, MAX_DRAWN))} heads"
         if count == 1:

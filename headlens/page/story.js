@@ -2,7 +2,7 @@
  * that says what happens, and cards of heads that can be switched off. headlens/story.py decides what
  * is shown and what it is called; this file draws it. */
 
-import { clamp, clip, rounded, stepText } from "./text.js";
+import { clamp, clip, format, stepText } from "./text.js";
 import { $, fillSelect, isPrinted, make, prepareCanvas } from "./dom.js";
 import { hasStory, nearestFrame, placeOfHead, run, state, update } from "./state.js";
 import { setColour } from "./names.js";
@@ -161,7 +161,7 @@ function makeCard(data, number) {
     ariaLabel: `${data.title}: open among all heads` }, canvas);
   open.onclick = () => openAllHeads(data.heads[0]);
   const texts = make("div", {}, make("h3", { textContent: data.title, title: data.meaning }),
-    make("p"), make("p", { className: "effect" }));
+    make("p"), make("p", { textContent: data.effect, className: "effect" }));
   const node = make("article", {}, open, texts);
   if (data.without) {
     const turn = make("button", { className: "switch", ariaLabel: `${data.title}: switched on` });
@@ -201,11 +201,12 @@ function buildTime() {
     pause();
     update({ frame: nearestFrame(run, step), off: "" });
   };
-  const parts = births.map(({ step, name, text }) => {
+  const parts = births.map(({ step, name, text }, n) => {
     const dot = make("i", { title: `${text}: first at ${stepText(step)}`, onclick: () => jump(step) });
     const label = make("button", { className: "quiet", onclick: () => jump(step) }, make("i"),
       `${text} · ${stepText(step)}`);
-    dot.style.left = `${100 * placeOf(step)}%`;
+    placeOnCurve(dot, placeOf(step));
+    dot.style.translate = `${10 * births.slice(0, n).filter((one) => one.step === step).length}px`;
     for (const node of [dot, label]) {
       node.dataset.step = step;
       setColour(node, name);
@@ -284,7 +285,6 @@ function showTexts() {
   const frame = story.frames[state.frame];
   const off = cardOff();
   const card = storyCards[activeCard()];
-  const isLast = state.frame === frameCount() - 1;
   const headline = off?.without.headline.replace(/^W/, wasEarlier ? "At the last step, w" : "W");
   showHeadline(off ? { ...off.without, headline } : frame);
   const hasLines = story.layout === "lines" && !isOff(card);
@@ -297,9 +297,7 @@ function showTexts() {
     node.classList.toggle("active", story.layout === "lines" && number === activeCard() && !isOff(card));
     const isEarly = !frame.named[number] && frameCount() > 1;
     node.classList.toggle("early", isEarly);
-    const [note, effect] = node.querySelectorAll("p");
-    note.textContent = isEarly && run.frames[state.frame].step < data.since ? data.early : data.note;
-    effect.textContent = data.effect && !isLast ? `at the last step, ${data.effect}` : data.effect;
+    node.querySelector("p").textContent = isEarly && run.frames[state.frame].step < data.since ? data.early : data.note;
     const turn = node.querySelector(".switch");
     turn?.setAttribute("aria-checked", String(!isOff(card)));
     if (turn) turn.disabled = Boolean(off) && !isOff(card); // only one kind at a time was measured
@@ -321,7 +319,7 @@ function showTexts() {
 const activeCard = () => pointedCard ?? 0;
 
 /** Returns a probability or a weight for people. */
-const percentText = (p) => `${rounded(p === null ? NaN : 100 * p, 0)}\u00a0%`;
+const percentText = (p) => `${format(p === null ? NaN : 100 * p, false, "percent")}\u00a0%`;
 
 /** Returns what the model predicts, at the shown step or without the heads of a card. */
 function shownPredictions() {
@@ -507,7 +505,7 @@ function paintStory() {
     if (drawn.card[number] > 0.02) paintLines(context, card, value, drawn.card[number]);
   });
   context.globalAlpha = 1;
-  paintHandle();
+  if (frameCount() > 1) placeOnCurve($("story-handle"), drawn.at / (frameCount() - 1));
 }
 
 function paintLines(context, { colour, data: { from } }, value, strength) {
@@ -553,7 +551,7 @@ function attentionLine(context, a, b, isSelf) {
     context.bezierCurveTo(a.x, from - bend, b.x, to + bend, b.x, to);
   } else {
     const far = Math.abs(a.x - b.x);
-    const high = isSelf ? 13 : Math.min(story.layout === "lines" ? 34 : 27, 9 + far * 0.16);
+    const high = isSelf ? 13 : Math.min(story.layout === "lines" ? 30 : 27, 9 + far * 0.16);
     const spread = isSelf ? 9 : 0;
     const top = a.top - 3;
     context.moveTo(a.x + spread / 3, top);
@@ -581,14 +579,12 @@ function paintThumbnail({ canvas, colour, data }, value) {
   context.putImageData(image, 0, 0);
 }
 
-/** Places the handle of the time line on the curve. */
-function paintHandle() {
-  if (frameCount() === 1) return;
-  const place = drawn.at / (frameCount() - 1);
+/** Places a node of the time line on the curve. place: from 0, the first step, to 1. */
+function placeOnCurve(node, place) {
   const points = story.heights;
   const n = clamp(points.findLastIndex(([x]) => x <= place), 0, Math.max(0, points.length - 2));
   const [from, to] = [points[n], points[n + 1] ?? points[n]];
   const part = from && to[0] > from[0] ? clamp((place - from[0]) / (to[0] - from[0]), 0, 1) : 0;
-  $("story-handle").style.left = `${100 * place}%`;
-  $("story-handle").style.top = `${from ? from[1] + (to[1] - from[1]) * part : 94}%`;
+  node.style.left = `${100 * place}%`;
+  node.style.top = `${from ? from[1] + (to[1] - from[1]) * part : 94}%`;
 }
