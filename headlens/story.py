@@ -27,6 +27,7 @@ MAX_CARDS = 3
 MAX_DRAWN = 8  # heads of a card: the clearest
 MAX_CHARACTERS = 260  # of a passage in large type
 MAX_POINTS = 200  # of the curve
+MIN_EFFECT = 0.1  # heads whose removal changes less of the probability do not lead
 # Of the names that tell equally much, see Kind.telling, these come first.
 FIRST = {"lines": ("induction",), "text": ("segment_start", "induction", "separator")}
 AFTER_PUNCTUATION = ("looks at tokens after punctuation", "look at tokens after punctuation")
@@ -141,7 +142,9 @@ class _Story:
         if self.prompt.period and self.prompt.num_symbols:
             self.chance = 1 / self.prompt.num_symbols
         self.table = head_table(history, last.uniform)
-        self.cards = self._groups()[:MAX_CARDS]
+        self.most_needed = ""  # a name that leads because the model needs its heads most
+        self.cards = self._needed_first(self._groups())[:MAX_CARDS]
+        self.births = {e["key"]: e["step"] for e in reversed(events(history))}  # the first ones
         self.cards_json = [self._card(group) for group in self.cards] or [self._nameless()]
 
     # ------------------------------------------------------------------------------ what is known
@@ -158,13 +161,33 @@ class _Story:
         """Returns the mean probability of the right next token; NaN if it is unknown."""
         return float(np.exp(-losses.astype(np.float64)).mean()) if len(losses) else math.nan
 
-    def _right_without(self, name: str) -> float | None:
-        """Returns the same without the heads of a name, None if that was not recorded."""
+    def _without(self, name: str) -> tuple[float, float] | None:
+        """Returns the same at the last step with and without the heads of a name, None if that was
+        not recorded."""
         if not (found := self.last.details.get("without", {}).get(name)):
             return None
         losses = np.array(found["of_prompts"][self.number]["losses"], np.float64)
+        # Those without heads are of the shown tokens.
+        before = self._right(self._losses(self.rows[-1], len(losses)))
         period = self.prompt.period
-        return self._right(losses[period + 1 : 2 * period] if period else losses)
+        return before, self._right(losses[period + 1 : 2 * period] if period else losses)
+
+    def _needed_first(self, groups: list[Group]) -> list[Group]:
+        """Returns the groups in the same order. But if the model predicts as well without the
+        first, the one that it needs most is first."""
+        known = {g.name: found for g in groups if g.is_here and (found := self._without(g.name))}
+        effects = {
+            name: abs(before - right) / before
+            for name, (before, right) in known.items()
+            if before > 0 and math.isfinite(right)
+        }
+        if effects.get(groups[0].name if groups else "", 1) >= MIN_EFFECT:
+            return groups
+        most = max(effects, key=lambda name: effects[name])
+        if effects[most] < MIN_EFFECT:
+            return groups
+        self.most_needed = most
+        return sorted(groups, key=lambda group: group.name != most)
 
     def _groups(self) -> list[Group]:
         """Returns the groups of heads with the same name, those that say most first, and last those
@@ -217,6 +240,10 @@ class _Story:
             "unit": self.unit,
             "shown": self._shown(),
             "note": self._note(),
+            "rows": [
+                "first copy: what it has read",
+                f"the same {self.unit}s again: what it must predict",
+            ],
             "query": self._query(),
             "key_to_picture": self._key_to_picture(),
             "arc": self._arc(),
@@ -251,8 +278,8 @@ class _Story:
     def _key_to_picture(self) -> str:
         bars = f"Bars: probability of the right {self.unit}, red: 0\u00a0%, green: 100\u00a0%."
         can_switch = any(card["without"] for card in self.cards_json)
-        switch = " Switch heads off to see what they are for." * can_switch
-        return f"{bars} Point at a {self.unit} to see what it attends to.{switch}"
+        switch = " Switch heads off, one kind at a time, to see what they are for." * can_switch
+        return f"{bars} Point at a {self.unit} to see what it attends to; click to keep it.{switch}"
 
     def _arc(self) -> str:
         """Returns what the last line of the repeated sequence means, if it is clearly drawn: what
@@ -285,14 +312,16 @@ class _Story:
         count = len(group.heads)
         row = next(row for row in self.table if row["name"] == group.name)
         note = title_of(group.name, row["tokens_back"] if count == 1 else None)
+        step = self.births[group.name]
+        early = f"{note} · from step {step:,}"
         if len(self.history) > 1:
-            since = [row["since_step"] for row in self.table if row["name"] == group.name]
-            note += f" · since step {min(since):,}"
+            note += f" · first at step {step:,}"
         effect, switched = "", None
-        if (right := self._right_without(group.name)) is not None:
-            effect = f"without {'it' if count == 1 else 'them'}: {percent(right)} right"
-            line = self._line(self.rows[-1].step, right)
-            switched = self._headline_without(group, right) | {"line": line}
+        if found := self._without(group.name):
+            gets = f"the right {self.unit} gets {percent(found[1])}"
+            effect = f"without {'it' if count == 1 else 'them'}, {gets}"
+            line = self._line(self.rows[-1].step, found[1])
+            switched = self._headline_without(group, *found) | {"line": line}
         lines = f"lines: mean attention of {number_word(min(count, MAX_DRAWN))} heads"
         if count == 1:
             lines = f"lines: attention of {head_name(row['layer'], row['head'])}"
@@ -302,6 +331,8 @@ class _Story:
             "heads": group.heads[:MAX_DRAWN],
             "title": _sentence(f"{heads_word(count)} {group.verbs[count > 1]}"),
             "note": note,
+            "early": early,
+            "since": step,
             "meaning": KINDS[group.name].meaning,
             "lines": lines,
             # Heads that look for an earlier occurrence find none in the first copy.
@@ -319,6 +350,8 @@ class _Story:
             "heads": [row["layer"] * self.last.row.names.shape[1] + row["head"]],
             "title": "No head has a name yet",
             "note": f"the lines are of {place}",
+            "early": "",
+            "since": 0,
             "meaning": "A name needs clearly more weight on certain tokens than on all others.",
             "lines": f"lines: attention of {place}",
             "from": 1,
@@ -331,8 +364,10 @@ class _Story:
     def _line(self, step: int, right: float) -> str:
         if not math.isfinite(right):
             return f"step {step:,}"
-        chance = f" (chance {percent(self.chance)})" if self.prompt.num_symbols else ""
-        return f"step {step:,} · right next {self.unit}: {percent(right)}{chance}"
+        known = f" (chance {percent(self.chance)})" if self.prompt.num_symbols else ""
+        if not self.prompt.period and step and not self.rows[0].step:
+            known = f" (before training: {percent(self.chance)})"
+        return f"step {step:,} · the right {self.unit} gets {percent(right)} on average{known}"
 
     def _is_guessing(self, right: float) -> bool:
         """Whether the right token is hardly more probable than by chance."""
@@ -347,11 +382,15 @@ class _Story:
         is_last = n == len(self.rows) - 1
         new = [g for g in named if n and not any(g.is_there[:n]) and KINDS[g.name].telling]
         copying = [group for group in named if group.name == "induction" and not is_text]
-        clause = name = begins = ""
+        clause = name = begins = looks = which = ""
         if group := next(iter(copying or (not is_last and new) or named), None):
             count, name = group.is_there[n], group.name
             clause = f"{heads_word(count)} {group.verbs[count > 1]}"
             begins = f"{heads_word(count)} begin{'s' * (count == 1)}"
+            looks = f"{heads_word(count)} look{'s' * (count == 1)}"
+            looks = looks if right > 0.5 else f"{begins} to look"
+            which = f"{heads_word(count)} that {group.verbs[count > 1]}"
+        never = is_last and not is_text and not copying and guesses
         learned = f"It begins to use what it has read: some {unit}s are no longer a guess."
         if is_text:
             has_name = np.isin(self.rows[n].names, [ALL_NAMES.index(name) for name in KINDS]).any()
@@ -364,27 +403,32 @@ class _Story:
                 ("This model has diverged: its losses are not numbers.",),
             ),
             (not is_text and right > 0.9, ("It has learned to ", "copy", copies, "induction")),
-            (copying, ("", begins, f" to look for the same {unit}.", name)),
+            (copying, ("", looks, " at what came next last time.", name)),
+            (
+                never,
+                (f"Random {unit}s, written twice: this model has not learned to copy them.",),
+            ),
             (new and not is_last, ("", f"{begins} to {group and group.verbs[1]}", ".", name)),
+            (
+                is_last and name and name == self.most_needed,
+                ("Its guesses depend most on ", which, ".", name),
+            ),
             (named, (f"{reads}, and ", clause, ".", name)),
             (guesses, (f"{reads} and has to guess.",)),
             (True, (learned,)),
         )
         return next(_marked(*parts) for condition, parts in sentences if condition)
 
-    def _headline_without(self, group: Group, right: float) -> dict:
-        """Returns the sentence of the last step without the heads of a group. right: the
-        probability of the right token without them."""
-        # The losses without heads are those of the shown tokens.
-        without = self.last.details["without"][group.name]["of_prompts"][self.number]
-        before = self._right(self._losses(self.rows[-1], len(without["losses"])))
+    def _headline_without(self, group: Group, before: float, right: float) -> dict:
+        """Returns the sentence of the last step without the heads of a group. before, right: the
+        probability of the right token with and without them."""
         count = len(group.heads)
         floor = self.chance if self.prompt.num_symbols else 0.0
         which = "head that" if count == 1 else f"{number_word(count)} heads that"
         lost = (before - right) / max(before - floor, floor, 1e-9)
         result = ", little changes here."
         if lost > 0.85 and not self._is_guessing(before):
-            result = ", it is guessing again."
+            result = ", it is no better than guessing."
         elif abs(lost) > 0.1 and percent(right) != percent(before):
             result = f", the right {self.unit} gets {percent(right)}, not {percent(before)}."
         clause = f"{which} {group.verbs[count > 1]}"
@@ -416,9 +460,7 @@ class _Story:
 
     def _births(self) -> list[dict]:
         """Returns when the first head got the name of each card, [{step, name, text}]."""
-        found: dict[str, dict] = {}
-        for event in events(self.history) if len(self.history) > 1 else ():
-            name = event["key"]
-            birth = {"step": event["step"], "name": name, "text": title_of(name)}
-            found.setdefault(name, birth)
-        return [found[group.name] for group in self.cards if group.name in found]
+        if len(self.history) < 2:
+            return []
+        names = [group.name for group in self.cards]
+        return [{"step": self.births[n], "name": n, "text": title_of(n)} for n in names]

@@ -4,7 +4,7 @@
 
 import { clamp, clip, rounded, stepText } from "./text.js";
 import { $, fillSelect, isPrinted, make, prepareCanvas } from "./dom.js";
-import { hasStory, placeOfHead, run, state, update } from "./state.js";
+import { hasStory, nearestFrame, placeOfHead, run, state, update } from "./state.js";
 import { setColour } from "./names.js";
 import { layOut } from "./grid.js";
 import { WEIGHTS } from "./colours.js";
@@ -28,6 +28,7 @@ let drawn = null; // what is drawn: {at, query: [0 to 1 per token], card: [per c
 let readQuery = null; // the query token that the sentence and the list are about
 let isMoving = false;
 let drawnTime = 0; // time of the last drawing
+let wasEarlier = false; // when heads were switched off, an earlier step was shown
 
 const frameCount = () => run.frames.length;
 const cardOff = () => story.cards.find(({ name }) => state.off && name === state.off) ?? null;
@@ -89,8 +90,7 @@ function openAllHeads(index) {
   const frame = isPlaying() ? frameCount() - 1 : state.frame; // not a step in the middle of the play
   pause();
   const head = index === undefined ? {} : { ...placeOfHead(index), query: shownQuery(), more: [] };
-  update({ view: "all", frame, ...head });
-  scrollTo(0, 0);
+  update({ view: "all", frame, ...head }).then(() => scrollTo(0, 0));
 }
 
 function pointAt(token) {
@@ -110,11 +110,12 @@ export function moveStoryQuery(right, down) {
   update({ query: clamp((state.query ?? story.query) + by, period ? 1 : 0, last) });
 }
 
+const chosenToken = () => state.query ?? pointedToken; // a click keeps it
+
 /** Returns the query token whose attention is shown, null for all of them. */
 function shownQuery() {
-  if (pointedToken !== null) return pointedToken;
-  if (story.layout === "lines") return state.query;
-  if (!isPlaying() || state.query !== null) return state.query ?? story.query;
+  if (chosenToken() !== null || story.layout === "lines") return chosenToken();
+  if (!isPlaying()) return story.query;
   const first = Math.max(1, story.query - WALK);
   return Math.min(story.query, first + Math.floor((story.query - first + 1) * playedPart() * 1.15));
 }
@@ -138,7 +139,7 @@ function buildTokens() {
     return node;
   });
   if (isLines) {
-    const rows = ["what it has read", "what it must predict now"].map((text, row) => {
+    const rows = story.rows.map((text, row) => {
       const part = tokenNodes.slice(row ? prompt.period + 1 : 0, row ? undefined : prompt.period + 1);
       return make("span", { className: "row", title: "" }, make("small", { textContent: text }), ...part);
     });
@@ -160,7 +161,7 @@ function makeCard(data, number) {
     ariaLabel: `${data.title}: open among all heads` }, canvas);
   open.onclick = () => openAllHeads(data.heads[0]);
   const texts = make("div", {}, make("h3", { textContent: data.title, title: data.meaning }),
-    make("p", { textContent: data.note }), make("p", { textContent: data.effect, className: "effect" }));
+    make("p"), make("p", { className: "effect" }));
   const node = make("article", {}, open, texts);
   if (data.without) {
     const turn = make("button", { className: "switch", ariaLabel: `${data.title}: switched on` });
@@ -169,6 +170,7 @@ function makeCard(data, number) {
       pause();
       const turnsOn = state.off === data.name;
       pointedCard = null;
+      wasEarlier = state.frame !== frameCount() - 1;
       update({ off: turnsOn ? "" : data.name, frame: turnsOn ? state.frame : frameCount() - 1 });
     };
     node.append(turn);
@@ -195,24 +197,23 @@ function buildTime() {
   $("story-loss").setAttribute("y2", Math.max(40, ...story.heights.map(([, y]) => y)));
   $("story-now").lastElementChild.textContent = story.heights.length < 2 ? "" : story.curve.title;
   const births = frameCount() > 1 ? [...story.births].sort((a, b) => a.step - b.step) : [];
-  const width = $("story-track").clientWidth;
-  let waiting = []; // names for which there was no room next to their dots
-  $("story-births").replaceChildren(...births.map(({ step, name, text }, n) => {
-    const node = make("i", { title: `${stepText(step)}: ${text}` });
-    node.style.left = `${100 * placeOf(step)}%`;
-    node.dataset.step = step;
-    setColour(node, name);
-    const word = make("b", { textContent: text });
-    setColour(word, name);
-    waiting.push(word);
-    const room = (n + 1 < births.length ? placeOf(births[n + 1].step) : 1) - placeOf(step);
-    const label = make("span", {}, ...waiting.flatMap((one, n) => (n ? [" · ", one] : [one])));
-    if (room * width > 7 * label.textContent.length + 20) {
-      node.append(label);
-      waiting = [];
+  const jump = (step) => {
+    pause();
+    update({ frame: nearestFrame(run, step), off: "" });
+  };
+  const parts = births.map(({ step, name, text }) => {
+    const dot = make("i", { title: `${text}: first at ${stepText(step)}`, onclick: () => jump(step) });
+    const label = make("button", { className: "quiet", onclick: () => jump(step) }, make("i"),
+      `${text} · ${stepText(step)}`);
+    dot.style.left = `${100 * placeOf(step)}%`;
+    for (const node of [dot, label]) {
+      node.dataset.step = step;
+      setColour(node, name);
     }
-    return node;
-  }));
+    return [dot, label];
+  });
+  $("story-births").replaceChildren(...parts.map(([dot]) => dot));
+  $("story-names").replaceChildren(...parts.map(([, label]) => label));
 }
 
 // -------------------------------------------------------------------------------------------- drawing
@@ -283,7 +284,9 @@ function showTexts() {
   const frame = story.frames[state.frame];
   const off = cardOff();
   const card = storyCards[activeCard()];
-  showHeadline(off ? off.without : frame);
+  const isLast = state.frame === frameCount() - 1;
+  const headline = off?.without.headline.replace(/^W/, wasEarlier ? "At the last step, w" : "W");
+  showHeadline(off ? { ...off.without, headline } : frame);
   const hasLines = story.layout === "lines" && !isOff(card);
   const lines = hasLines ? ` · ${card.data.lines}` : "";
   $("story-line").textContent = (off ? off.without.line : frame.line) + lines;
@@ -292,8 +295,15 @@ function showTexts() {
     const { data, node } = card;
     node.classList.toggle("off", isOff(card));
     node.classList.toggle("active", story.layout === "lines" && number === activeCard() && !isOff(card));
-    node.classList.toggle("early", !frame.named[number] && frameCount() > 1);
-    node.querySelector(".switch")?.setAttribute("aria-checked", String(!isOff(card)));
+    const isEarly = !frame.named[number] && frameCount() > 1;
+    node.classList.toggle("early", isEarly);
+    const [note, effect] = node.querySelectorAll("p");
+    note.textContent = isEarly && run.frames[state.frame].step < data.since ? data.early : data.note;
+    effect.textContent = data.effect && !isLast ? `at the last step, ${data.effect}` : data.effect;
+    const turn = node.querySelector(".switch");
+    turn?.setAttribute("aria-checked", String(!isOff(card)));
+    if (turn) turn.disabled = Boolean(off) && !isOff(card); // only one kind at a time was measured
+    if (turn) turn.title = turn.disabled ? "one kind at a time: first switch the other heads on" : "";
     node.dataset.name = data.name;
   });
   $("story-play").textContent = isPlaying() ? "❚❚" : "▶";
@@ -302,7 +312,9 @@ function showTexts() {
   $("story-step").value = state.frame;
   $("story-step").setAttribute("aria-valuetext", `${stepText(step)}: ${frame.headline}`);
   $("story-now").firstElementChild.textContent = stepText(step);
-  for (const node of $("story-births").children) node.classList.toggle("future", node.dataset.step > step);
+  for (const node of [...$("story-births").children, ...$("story-names").children]) {
+    node.classList.toggle("future", node.dataset.step > step);
+  }
   showReading();
 }
 
@@ -323,26 +335,30 @@ function showReading() {
   const query = readQuery = shownQuery();
   const prompt = run.prompts[state.prompt];
   const found = shownPredictions();
-  const token = (textContent) => make("bdi", { textContent });
+  const token = (label) => make("bdi", { textContent: `“${clip(label, 16)}”` });
   const parts = [];
-  if (query !== null && (pointedToken !== null || state.query !== null)) {
-    parts.push(token(clip(prompt.labels[query], 16)), " looks at ");
+  if (chosenToken() !== null) {
+    parts.push(token(prompt.labels[query]), " looks at ");
     const seenBy = storyCards.filter((card) => !isOff(card)).map(({ data }) => {
       const row = Array.from({ length: query + 1 }, (_, key) => cardWeight(data, state.frame, query, key));
       const key = row.indexOf(Math.max(...row));
-      const at = make("b", {}, token(clip(prompt.labels[key], 16)), ` ${percentText(row[key])}`);
+      const at = make("b", {}, token(prompt.labels[key]), ` ${percentText(row[key])}`);
       setColour(at, data.name);
       return at;
     });
     parts.push(...seenBy.flatMap((node, n) => (n ? [" · ", node] : [node])));
-    if (story.layout === "lines" && found) {
+    if (prompt.period && query <= prompt.period) {
+      parts.push(`. Nothing can predict the next ${story.unit} here`);
+    } else if (prompt.period && found) {
       const [best] = found.tokens[query];
-      parts.push(". Next it expects ", make("b", {}, token(clip(found.texts[best], 16)),
+      parts.push(". Next it expects ", make("b", {}, token(found.texts[best]),
         ` ${percentText(found.probabilities[query][0])}`));
     }
     parts.push(".");
+  } else if (cardOff()) {
+    parts.push("One kind at a time: switch these heads on again before you switch off others.");
   } else {
-    const hasArc = !story.cut && !cardOff() && activeCard() === 0 && state.frame === frameCount() - 1;
+    const hasArc = !story.cut && activeCard() === 0 && state.frame === frameCount() - 1;
     parts.push([story.key_to_picture, story.note, story.cut, hasArc ? story.arc : ""]
       .filter(Boolean).join(" "));
   }
@@ -359,7 +375,7 @@ function showReading() {
       const p = found.probabilities[query][n];
       const isRight = n === found.hits[query];
       const item = make("li", { className: isRight ? "right" : "" },
-        token(isRight ? clip(prompt.labels[query + 1], 16) : clip(found.texts[of], 16)),
+        token(isRight ? prompt.labels[query + 1] : found.texts[of]),
         make("span", { textContent: percentText(p) }));
       item.style.setProperty("--p", p ?? 0);
       return item;
@@ -425,7 +441,7 @@ function storyTarget() {
     query: tokenNodes.map((_, n) => (query === null ? 1 : Number(n === query))),
     card: storyCards.map((card, number) => (isOff(card) ? 0
       : pointedCard !== null ? (number === pointedCard ? 1 : 0.06)
-        : story.layout === "text" || (query !== null && pointedToken !== null) ? 1 : number === 0 ? 1 : 0)),
+        : query !== null || number === 0 ? 1 : 0)),
   };
 }
 
@@ -474,10 +490,11 @@ function paintStory() {
   const context = prepareCanvas($("story-lines"), picture.clientWidth, picture.clientHeight);
   const isLines = story.layout === "lines";
   const query = shownQuery();
+  const isReading = !isLines && (isPlaying() || chosenToken() !== null); // at rest all of it is shown
   tokenNodes.forEach((span, n) => {
     const p = drawn.chance[n];
     span.classList.toggle("known", p !== null);
-    span.classList.toggle("after", !isLines && n > query);
+    span.classList.toggle("after", isReading && n > query);
     span.classList.toggle("query", query === n);
     if (p !== null) span.style.setProperty("--p", p.toFixed(3));
   });
