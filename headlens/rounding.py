@@ -26,6 +26,7 @@ DIGITS: dict[str, list[tuple[float, int]]] = {
     "loss": [(0.1, 2), (0, 4)],  # also a change of a loss
     "error": [(0.01, 2), (0, 3)],  # the standard error of a mean, and this mean
     "chance": [(0.1, 2), (0.01, 3), (0, 4)],  # the probability of a token
+    "percent": [(1, 0), (0, 1)],  # a probability or a weight in percent
     # A weight w of a heatmap is one of an interval of weights with the same byte, round(255
     # sqrt(w)), of length 2 sqrt(w) / 255. The unit of the last digit is not smaller than this.
     "weight": [((127.5 * 10**-n) ** 2, n - 1) for n in (3, 4, 5)] + [(0, 5)],

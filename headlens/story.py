@@ -19,7 +19,7 @@ from .finding import events, head_name
 from .heads import ALL_NAMES, KINDS, NAMES, head_table, heads_by_name, title_of
 from .history import Row, copying_step, evenly_spaced
 from .prompts import BYTES_OF_TOKEN, Prompt
-from .rounding import rounded
+from .rounding import formatted
 from .snapshot_data import SnapshotData, from_codes, triangle_to_square
 from .statistics import STATISTICS
 
@@ -95,8 +95,8 @@ def unit_of(prompt: Prompt) -> str:
 
 
 def percent(part: float) -> str:
-    """Returns a probability for people: "51 %", "<1 %"."""
-    return f"{rounded(100 * part, 0)}\u00a0%"
+    """Returns a probability for people: "51 %", "0.4 %"."""
+    return f"{formatted(100 * part, kind='percent')}\u00a0%"
 
 
 def number_word(count: int) -> str:
@@ -313,9 +313,9 @@ class _Story:
         row = next(row for row in self.table if row["name"] == group.name)
         note = title_of(group.name, row["tokens_back"] if count == 1 else None)
         step = self.births[group.name]
-        early = f"{note} · from step {step:,}"
+        early = f"{note} · from step\u00a0{step:,}"
         if len(self.history) > 1:
-            note += f" · first at step {step:,}"
+            note += f" · first at step\u00a0{step:,}"
         effect, switched = "", None
         if found := self._without(group.name):
             gets = f"the right {self.unit} gets {percent(found[1])}"

@@ -1,7 +1,7 @@
 /* What the page says about the enlarged head, and the rows where heads are clear: all of it is decided in
  * headlens/finding.py. */
 
-import { $, make, sentence } from "./dom.js";
+import { $, make, sentence, showMessage } from "./dom.js";
 import { here, placeOfHead, run, selected, selectedQuery, state, update } from "./state.js";
 import { nameAt, setColour, statusOf } from "./names.js";
 
@@ -12,10 +12,16 @@ const factsOf = (frame) => run.frames[frame].facts.heads;
 export const openingView = () =>
   (run.opening ? { frame: run.frames.length - 1, ...run.opening } : {});
 
-/** Returns the view of the clearest head of a name at the shown step, {} without one. */
+/** Returns the view of the clearest head of a name at the shown step, {} without one. On the shown prompt,
+ * unless the name is undefined there. */
 export function clearestView(key) {
-  const [index, prompt] = factsOf(state.frame).clearest[key] ?? [];
-  return index === undefined ? {} : { ...placeOfHead(index), more: [], prompt, query: sharpestQuery(index, prompt) };
+  const [index, clearest] = factsOf(state.frame).clearest[key] ?? [];
+  if (index === undefined) return {};
+  const prompt = sharpestQuery(index) === null ? clearest : state.prompt;
+  if (prompt !== state.prompt) {
+    showMessage(`Prompt ${prompt + 1} is now shown: there this head does what its name says.`);
+  }
+  return { ...placeOfHead(index), more: [], prompt, query: sharpestQuery(index, prompt) };
 }
 
 /** Returns the query token of a prompt at which the name of a head is clearest, or null. */

@@ -1,7 +1,7 @@
 /* The help dialog: keyboard shortcuts, statistics and colours. */
 
 import { $, make } from "./dom.js";
-import { run, statisticOf, textName } from "./state.js";
+import { headName, placeOfHead, run, statisticOf, textName } from "./state.js";
 
 const KEYS = [
   ["← → ↑ ↓", "move to a neighbouring head"],
@@ -33,13 +33,15 @@ export function buildHelp() {
   const limits = run.statistics.filter((of) => of.is_name && of.named_from)
     .map((of) => `${of.title} ${of.named_from}`).join(", ");
   const positional = statisticOf(run, "positional")?.named_from;
+  const last = run.count - 1;
+  const place = placeOfHead(last);
   const keys = KEYS.map(([key, does]) => [make("kbd", { textContent: key }), does]);
   $("help").append(
     make("header", {}, title, close),
     text("Each heatmap shows one attention head on one prompt. Each row is a query token, each " +
       "column is a key token, and a brighter cell is a larger attention weight. The weights of a " +
-      "row sum to one. A token cannot attend to later tokens, so the upper right is empty. L3 H5 " +
-      "is head 5 of layer 3. Layers, heads and positions are counted from 0."),
+      `row sum to one. A token cannot attend to later tokens, so the upper right is empty. ${headName(last)} ` +
+      `is head ${place.head} of layer ${place.layer}. Layers, heads and positions are counted from 0.`),
     heading("Statistics"),
     text((run.windows ? `Each value is the mean over windows of ${textName()}, with its standard error ` +
       "over windows, or with “this prompt” the value on the shown prompt. " : "Each value is of the " +
@@ -48,20 +50,16 @@ export function buildHelp() {
       "value is its chance: the value of uniform attention, with equal weights on all key tokens."),
     list(run.statistics.map((of) => [of.title, of.description, `about-${of.key}`])),
     heading("Names of heads"),
+    text("A name says where a head attends. It does not say that the model needs the head."),
     text("The significance of a statistic is (value − chance) / (1 − chance): 0 for uniform " +
-      "attention, at most 1. A head has the name of a statistic if its significance reaches the " +
-      (run.windows ? `limit (${limits}) on ${textName()}, and there at least three times its standard ` +
-        "error, or for induction and duplicate token on the repeated sequence. What a head does on " +
-        "a few prompts is not always what it does on a text: the page says if a name does not hold " +
-        `on both, and outlines the letter of a name that does not hold on ${textName()}. `
-        : `limit on every prompt on which it is defined (${limits}). `) +
-      "If several names are possible, it has the one with the largest significance" +
-      (run.windows ? `, first those on ${textName()}. ` : ". ") + "A head with none of these names is " +
-      `positional if its value of this statistic is at least ${positional}, and uniform (without ` +
-      "a letter) if its entropy is nearly that of uniform attention. “Since step N” says that it has " +
-      "its name at all snapshots from step N on: it gets the name at the limit and keeps it down to " +
-      "three quarters of the limit, so that it does not lose it by noise. A name says where a head attends. It does not say " +
-      "that the model needs the head."),
+      `attention, at most 1. A head has the name whose significance is largest, if it is at least: ${limits}` +
+      (run.windows ? `. This holds on ${textName()}, at least three times the standard error above ` +
+        "chance, or for induction and duplicate token on the repeated sequence."
+        : ", on every prompt on which it is defined.")),
+    text("A head with none of these names is positional if its value of this statistic is at least " +
+      `${positional}, and uniform (without a letter) if its entropy is nearly that of uniform attention.`),
+    text("“Since step N”: it has its name at all snapshots from step N on. It keeps the name down to " +
+      "three quarters of the limit, so that it does not lose it by noise."),
     ...(run.windows ? [heading(`Where a head does it in ${textName()}`),
       text(`The page shows tokens of ${textName()} that the selected head connects. A head moves a ` +
         "part of the key token to the query token: attention weight times the norm of the value " +

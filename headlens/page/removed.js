@@ -3,22 +3,14 @@
 import { stepText } from "./text.js";
 import { $, bold, make, sentence } from "./dom.js";
 import {
-  A, B, REMOVED, indexInB, isMeasured, nearestFrame, other, run, selected, sideName, state, update,
+  A, B, REMOVED, indexInB, isMeasured, other, run, selected, sideName, state,
 } from "./state.js";
 import { sortBy } from "./controls.js";
 import { fillTag, kindOf } from "./names.js";
 
-/** Returns where the values are, for a side that shows another step. */
-function elsewhere(of) {
-  const { step } = of.run.removed;
-  const parts = [`Measured at ${stepText(step)}. `];
-  if (of.run === run) {
-    const button = make("button", { textContent: "show" });
-    button.addEventListener("click", () => update({ frame: nearestFrame(run, step) }));
-    parts.push(button);
-  }
-  return parts;
-}
+/** Returns where the values are from, for a side that shows another step. */
+const elsewhere = (of) =>
+  (isMeasured(of) ? "" : `Measured at ${stepText(of.run.removed.step)}. `);
 
 /** Returns for each run with removed heads one side, if possible at the step of the measurement. */
 const measuredSides = () => [run, other].flatMap((of) => {
@@ -35,9 +27,9 @@ export function drawRemoved() {
   $("removed").hidden = !sides.length;
   $("removed").replaceChildren(make("h3", { textContent: "What happens without it?" }),
     ...sides.flatMap((of) => {
-      if (!isMeasured(of)) return [make("p", {}, ...prefix(of), ...elsewhere(of))];
       const { findings, groups, notes } = of.run.removed;
-      const said = make("p", {}, ...prefix(of), ...sentence(findings[placeIn(of)]));
+      const said = make("p", {}, ...prefix(of), elsewhere(of),
+        ...sentence(findings[placeIn(of)]));
       return groups.length ? [said] : [said, noteOf(notes[0])];
     }));
 }
@@ -75,9 +67,8 @@ export function drawGroups() {
   $("groups").replaceChildren(
     make("h2", { textContent: "What if all heads of one kind are removed?" }),
     ...sides.flatMap((of) => [
-      ...(B && isMeasured(of) ? [make("p", {}, bold(sideName(of)))] : []),
-      ...(isMeasured(of) ? groupTable(of.run.removed)
-        : [make("p", {}, ...prefix(of), ...elsewhere(of))]),
+      ...(B || elsewhere(of) ? [make("p", {}, ...prefix(of), elsewhere(of))] : []),
+      ...groupTable(of.run.removed),
     ]),
     noteOf(sides[0].run.removed.notes[1]), ...(run.removed ? [sort] : []));
 }

@@ -2,7 +2,7 @@
  * that says what happens, and cards of heads that can be switched off. headlens/story.py decides what
  * is shown and what it is called; this file draws it. */
 
-import { clamp, clip, rounded, stepText } from "./text.js";
+import { clamp, clip, format, stepText } from "./text.js";
 import { $, fillSelect, isPrinted, make, prepareCanvas } from "./dom.js";
 import { hasStory, nearestFrame, placeOfHead, run, state, update } from "./state.js";
 import { setColour } from "./names.js";
@@ -205,7 +205,7 @@ function buildTime() {
     const dot = make("i", { title: `${text}: first at ${stepText(step)}`, onclick: () => jump(step) });
     const label = make("button", { className: "quiet", onclick: () => jump(step) }, make("i"),
       `${text} · ${stepText(step)}`);
-    dot.style.left = `${100 * placeOf(step)}%`;
+    placeOnCurve(dot, placeOf(step));
     for (const node of [dot, label]) {
       node.dataset.step = step;
       setColour(node, name);
@@ -321,7 +321,7 @@ function showTexts() {
 const activeCard = () => pointedCard ?? 0;
 
 /** Returns a probability or a weight for people. */
-const percentText = (p) => `${rounded(p === null ? NaN : 100 * p, 0)}\u00a0%`;
+const percentText = (p) => `${format(p === null ? NaN : 100 * p, false, "percent")}\u00a0%`;
 
 /** Returns what the model predicts, at the shown step or without the heads of a card. */
 function shownPredictions() {
@@ -507,7 +507,7 @@ function paintStory() {
     if (drawn.card[number] > 0.02) paintLines(context, card, value, drawn.card[number]);
   });
   context.globalAlpha = 1;
-  paintHandle();
+  if (frameCount() > 1) placeOnCurve($("story-handle"), drawn.at / (frameCount() - 1));
 }
 
 function paintLines(context, { colour, data: { from } }, value, strength) {
@@ -581,14 +581,12 @@ function paintThumbnail({ canvas, colour, data }, value) {
   context.putImageData(image, 0, 0);
 }
 
-/** Places the handle of the time line on the curve. */
-function paintHandle() {
-  if (frameCount() === 1) return;
-  const place = drawn.at / (frameCount() - 1);
+/** Places a node of the time line on the curve. place: from 0, the first step, to 1. */
+function placeOnCurve(node, place) {
   const points = story.heights;
   const n = clamp(points.findLastIndex(([x]) => x <= place), 0, Math.max(0, points.length - 2));
   const [from, to] = [points[n], points[n + 1] ?? points[n]];
   const part = from && to[0] > from[0] ? clamp((place - from[0]) / (to[0] - from[0]), 0, 1) : 0;
-  $("story-handle").style.left = `${100 * place}%`;
-  $("story-handle").style.top = `${from ? from[1] + (to[1] - from[1]) * part : 94}%`;
+  node.style.left = `${100 * place}%`;
+  node.style.top = `${from ? from[1] + (to[1] - from[1]) * part : 94}%`;
 }

@@ -5,7 +5,8 @@ export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 // For each kind of number [[from this size on, decimals], ...]: DIGITS of headlens/rounding.py.
 const DIGITS = JSON.parse('__DIGITS__');
 
-/** Returns the number of decimals of a value of a kind: "value", "loss", "error", "chance", "weight". */
+/** Returns the number of decimals of a value of a kind: "value", "loss", "error", "chance", "percent",
+ * "weight". */
 export const decimals = (value, kind) =>
   DIGITS[kind].find(([size]) => Math.abs(value) >= size)?.[1] ?? 0;
 
