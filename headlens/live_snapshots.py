@@ -61,7 +61,7 @@ class LiveSnapshots:
         version, files = self.version(), self._files()
         last = _last(files)
         chosen = steadily_spaced(files, most_frames(_read(last)))
-        same = [file for file in chosen if _prompts(file) == _prompts(last)]
+        same = [file for file in chosen if _token_ids(file) == _token_ids(last)]
         frames = [{"step": file.step, "address": file.address} for file in same]
         history = read_history(self.folder / "statistics.jsonl")
         run = run_data([_read(last)], history, frames=frames)
@@ -116,9 +116,9 @@ def _read(file: File) -> SnapshotData:
 
 
 @functools.lru_cache(1000)
-def _prompts(file: File) -> int:
-    """Returns a hash of the prompts of a snapshot."""
-    return hash(repr(_read(file).prompts))
+def _token_ids(file: File) -> int:
+    """Returns a hash of the token ids of the prompts of a snapshot."""
+    return hash(repr(_read(file).token_ids))
 
 
 @functools.lru_cache(KEPT)

@@ -79,7 +79,7 @@ def shown_snapshots(folder: Path) -> list[SnapshotData]:
         return []
     most = most_frames(read_snapshot(files[-1]))
     chosen = [read_snapshot(path) for path in evenly_spaced(files, most)]
-    return [snapshot for snapshot in chosen if snapshot.prompts == chosen[-1].prompts]
+    return [snapshot for snapshot in chosen if snapshot.token_ids == chosen[-1].token_ids]
 
 
 def most_frames(snapshot: SnapshotData) -> int:

@@ -68,6 +68,11 @@ class SnapshotData:
         return self.row.step
 
     @property
+    def token_ids(self) -> list[list[int]]:
+        """The token ids of the prompts. A page shows the snapshots that have the same."""
+        return [prompt.token_ids for prompt in self.prompts]
+
+    @property
     def of_prompts(self) -> list[dict[str, np.ndarray]]:
         """The statistics on each prompt, (L, H)."""
         shape = self.codes[0].shape[:2]

@@ -57,7 +57,7 @@ class ComparisonRow:
     settings: dict[str, object]  # without seed
     runs: list[str]
     seeds: list[object]
-    values: list[float]  # of each run
+    values: list[float]  # of each seed
     mean: float  # of values; NaN if any value is NaN
     standard_error: float | None  # of the mean; None for a single run
     lowest: list[float]  # of the runs whose validation loss has risen
@@ -130,7 +130,8 @@ def summarize(runs: Sequence[ComparedRun], metric: str) -> list[ComparisonRow]:
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     rows = []
     for key, group in groups.items():
-        values = [run.value for run in group]
+        # A seed that was run again gives the same value, not an independent one.
+        values = [run.value for run in {run.settings.get("seed"): run for run in group}.values()]
         rows.append(
             ComparisonRow(
                 settings=json.loads(key),

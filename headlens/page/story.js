@@ -297,7 +297,8 @@ function showTexts() {
     node.classList.toggle("active", story.layout === "lines" && number === activeCard() && !isOff(card));
     const isEarly = !frame.named[number] && frameCount() > 1;
     node.classList.toggle("early", isEarly);
-    node.querySelector("p").textContent = isEarly && run.frames[state.frame].step < data.since ? data.early : data.note;
+    const isBefore = isEarly && run.frames[state.frame].step < data.since;
+    node.querySelector("p").textContent = isBefore ? data.early : data.note;
     const turn = node.querySelector(".switch");
     turn?.setAttribute("aria-checked", String(!isOff(card)));
     if (turn) turn.disabled = Boolean(off) && !isOff(card); // only one kind at a time was measured

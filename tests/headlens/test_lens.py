@@ -352,6 +352,10 @@ def test_a_large_model_has_few_keys(tmp_path):
 
 def test_a_page_has_only_steps_of_the_same_prompts(tmp_path):
     watched(lens_on("the bank", every=10), tmp_path, 20)
+    path = tmp_path / "step_00000010.npz"
+    other_version = read_snapshot(path)
+    other_version.prompts[0].uniform["entropy"] = 0.9
+    write_snapshot(path, other_version)
     watched(lens_on("the bank", every=10), tmp_path, 30, first_step=21)
     assert steps_of(tmp_path / "page.html") == [0, 10, 20, 30]
     watched(lens_on("the bank and more", every=10), tmp_path, 50, first_step=31)

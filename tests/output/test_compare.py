@@ -64,9 +64,11 @@ def compared(tmp_path, in_process):
 
 
 def test_seeds_share_a_row_and_the_best_is_first(run, compared, tmp_path):
-    """The row has the mean and its standard error. Control characters in names are escaped."""
+    """The row has the mean and its standard error; a repeated seed counts once. Control characters
+    in names are escaped."""
     for seed, last in enumerate((2.0, 2.5, 3.0)):
         run(f"a{seed}", [3.5, last], seed=seed)
+    run("again", [3.5, 3.0], seed=2)
     run("c\x1b]0;title\x07", [1.9, 1.5], weight_decay=0.2, lr=0.01)
     (tmp_path / "runs" / "no\x1b run").mkdir()
     (tmp_path / "runs" / "multirun").mkdir()  # the directories of sweeps
@@ -74,9 +76,9 @@ def test_seeds_share_a_row_and_the_best_is_first(run, compared, tmp_path):
     assert head == ["run", "optimizer.lr", "optimizer.weight_decay", "tokens", "val/loss"]
     assert rows[0] == ["c\\x1b]0;title\\x07", "0.01", "0.2", "2,000", "1.5000"]
     error = 0.5 / math.sqrt(3)
-    assert rows[1] == ["a0 + 2 runs", "0.001", "0.1", "2,000", f"2.5000 ± {error:.4f}"]
+    assert rows[1] == ["a0 + 3 runs", "0.001", "0.1", "2,000", f"2.5000 ± {error:.4f}"]
     assert skipped == ["runs/no\\x1b run"]
-    assert (found[1]["seeds"], found[1]["values"]) == ([0, 1, 2], [2.0, 2.5, 3.0])
+    assert (found[1]["seeds"], found[1]["values"]) == ([0, 1, 2, 2], [2.0, 2.5, 3.0])
     assert found[1]["standard_error"] == pytest.approx(error)
 
 

@@ -383,5 +383,6 @@ def test_a_page_follows_a_training_that_is_killed_and_resumed(tmp_path, server, 
     expect(page.locator("#subject")).to_contain_text(f"step {end:,}")
     rows = (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
     losses = [row["val/loss"] for row in map(json.loads, rows) if "val/loss" in row]
-    shown = page.evaluate("() => window.lens.runs[0].curves['validation loss'].map((at) => at[1])")
-    assert shown == [round(loss, 4) for loss in losses]
+    shown = "window.lens.runs[0].curves['validation loss'].map((at) => at[1])"
+    wait_until(page, f"{shown}.length === {len(losses)}")  # read less often than the state
+    assert page.evaluate(shown) == [round(loss, 4) for loss in losses]

@@ -101,4 +101,4 @@ def test_only_a_run_that_has_not_overfitted_is_said_to_need_more_steps(overfit, 
     falling = {step: 5.0 - step / 10 for step in range(0, 21, 2)}
     for losses in (LOSSES, falling):
         overfit(*lens, losses=losses)
-        assert ("trainer.resume" in capsys.readouterr().out) == (losses is falling)
+        assert ("a longer run" in capsys.readouterr().out) == (losses is falling)
