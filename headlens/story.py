@@ -312,15 +312,15 @@ class _Story:
         count = len(group.heads)
         row = next(row for row in self.table if row["name"] == group.name)
         note = title_of(group.name, row["tokens_back"] if count == 1 else None)
-        step = self.births[group.name]
+        step, last = self.births[group.name], self.rows[-1].step
         early = f"{note} · from step\u00a0{step:,}"
         if len(self.history) > 1:
             note += f" · first at step\u00a0{step:,}"
         effect, switched = "", None
         if found := self._without(group.name):
-            gets = f"the right {self.unit} gets {percent(found[1])}"
-            effect = f"without {'it' if count == 1 else 'them'}, {gets}"
-            line = self._line(self.rows[-1].step, found[1])
+            them = "it" if count == 1 else "them"
+            effect = f"right {self.unit}: {percent(found[1])} without {them} (step\u00a0{last:,})"
+            line = self._line(last, found[1])
             switched = self._headline_without(group, *found) | {"line": line}
         lines = f"lines: mean attention of {number_word(min(count, MAX_DRAWN))} heads"
         if count == 1:

@@ -13,11 +13,12 @@ export const openingView = () =>
   (run.opening ? { frame: run.frames.length - 1, ...run.opening } : {});
 
 /** Returns the view of the clearest head of a name at the shown step, {} without one. On the shown prompt,
- * unless the name is undefined there. */
+ * unless its name is undefined there or clearest on another kind of prompt: text or repeated sequence. */
 export function clearestView(key) {
   const [index, clearest] = factsOf(state.frame).clearest[key] ?? [];
   if (index === undefined) return {};
-  const prompt = sharpestQuery(index) === null ? clearest : state.prompt;
+  const isSameKind = !run.prompts[clearest].period === !run.prompts[state.prompt].period;
+  const prompt = isSameKind && sharpestQuery(index) !== null ? state.prompt : clearest;
   if (prompt !== state.prompt) {
     showMessage(`Prompt ${prompt + 1} is now shown: there this head does what its name says.`);
   }

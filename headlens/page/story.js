@@ -161,7 +161,7 @@ function makeCard(data, number) {
     ariaLabel: `${data.title}: open among all heads` }, canvas);
   open.onclick = () => openAllHeads(data.heads[0]);
   const texts = make("div", {}, make("h3", { textContent: data.title, title: data.meaning }),
-    make("p"), make("p", { className: "effect" }));
+    make("p"), make("p", { textContent: data.effect, className: "effect" }));
   const node = make("article", {}, open, texts);
   if (data.without) {
     const turn = make("button", { className: "switch", ariaLabel: `${data.title}: switched on` });
@@ -201,11 +201,12 @@ function buildTime() {
     pause();
     update({ frame: nearestFrame(run, step), off: "" });
   };
-  const parts = births.map(({ step, name, text }) => {
+  const parts = births.map(({ step, name, text }, n) => {
     const dot = make("i", { title: `${text}: first at ${stepText(step)}`, onclick: () => jump(step) });
     const label = make("button", { className: "quiet", onclick: () => jump(step) }, make("i"),
       `${text} · ${stepText(step)}`);
     placeOnCurve(dot, placeOf(step));
+    dot.style.translate = `${10 * births.slice(0, n).filter((one) => one.step === step).length}px`;
     for (const node of [dot, label]) {
       node.dataset.step = step;
       setColour(node, name);
@@ -284,7 +285,6 @@ function showTexts() {
   const frame = story.frames[state.frame];
   const off = cardOff();
   const card = storyCards[activeCard()];
-  const isLast = state.frame === frameCount() - 1;
   const headline = off?.without.headline.replace(/^W/, wasEarlier ? "At the last step, w" : "W");
   showHeadline(off ? { ...off.without, headline } : frame);
   const hasLines = story.layout === "lines" && !isOff(card);
@@ -297,9 +297,8 @@ function showTexts() {
     node.classList.toggle("active", story.layout === "lines" && number === activeCard() && !isOff(card));
     const isEarly = !frame.named[number] && frameCount() > 1;
     node.classList.toggle("early", isEarly);
-    const [note, effect] = node.querySelectorAll("p");
-    note.textContent = isEarly && run.frames[state.frame].step < data.since ? data.early : data.note;
-    effect.textContent = data.effect && !isLast ? `at the last step, ${data.effect}` : data.effect;
+    const isBefore = isEarly && run.frames[state.frame].step < data.since;
+    node.querySelector("p").textContent = isBefore ? data.early : data.note;
     const turn = node.querySelector(".switch");
     turn?.setAttribute("aria-checked", String(!isOff(card)));
     if (turn) turn.disabled = Boolean(off) && !isOff(card); // only one kind at a time was measured
@@ -553,7 +552,7 @@ function attentionLine(context, a, b, isSelf) {
     context.bezierCurveTo(a.x, from - bend, b.x, to + bend, b.x, to);
   } else {
     const far = Math.abs(a.x - b.x);
-    const high = isSelf ? 13 : Math.min(story.layout === "lines" ? 34 : 27, 9 + far * 0.16);
+    const high = isSelf ? 13 : Math.min(story.layout === "lines" ? 30 : 27, 9 + far * 0.16);
     const spread = isSelf ? 9 : 0;
     const top = a.top - 3;
     context.moveTo(a.x + spread / 3, top);

@@ -11,7 +11,7 @@ export const decimals = (value, kind) =>
   DIGITS[kind].find(([size]) => Math.abs(value) >= size)?.[1] ?? 0;
 
 /** Returns a value with a number of decimals; a dash if there is none. signed: the value is a change. */
-export function rounded(value, digits, signed = false) {
+function rounded(value, digits, signed = false) {
   if (!Number.isFinite(value)) return "–";
   const text = Math.abs(value).toFixed(digits);
   if (Number(text)) return (value < 0 ? "−" : signed ? "+" : "") + text;

@@ -95,7 +95,7 @@ function markAfter(query) {
 }
 
 /** Scrolls a long text to a token. */
-function scrollTo(node) {
+function scrollToToken(node) {
   const text = $("text");
   if (text.scrollHeight <= text.clientHeight + 1 || hovered.query !== null) return;
   const { offsetTop: top, offsetHeight: tall } = node;
@@ -127,5 +127,5 @@ export function drawText(query) {
     shade(node, colour, strongest * height(Math.abs(value), most));
   });
   markAfter(query);
-  scrollTo(nodes[query]);
+  scrollToToken(nodes[query]);
 }

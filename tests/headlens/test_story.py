@@ -352,6 +352,28 @@ def test_what_changes_without_heads_is_said_for_both_directions(probability):
     assert {"90" in sentence for sentence in sentences} == {probability == 0.9}
 
 
+def test_the_heads_that_the_model_needs_lead_if_the_first_ones_change_nothing():
+    run = copy.deepcopy(a_run())
+    last, usual = run.snapshots[-1], told(a_run())["prompts"][0]
+    assert usual["cards"][0]["name"] == "segment_start"  # without each name, all is the same
+    last.details["without"]["previous_token"]["of_prompts"][0]["losses"] = [9.0] * 7
+    one = told(run)["prompts"][0]
+    names = [card["name"] for card in one["cards"]]
+    assert names == ["previous_token", "segment_start", "diagonal"]
+    assert one["frames"][-1]["about"] == "previous_token"
+    # At earlier steps it was not measured: the newest name is told.
+    assert [frame["about"] for frame in one["frames"][:-1]] == [
+        frame["about"] for frame in usual["frames"][:-1]
+    ]
+
+
+def test_random_tokens_say_why_they_are_there_if_copying_was_not_learned():
+    run = story_run({(0, 2): ("previous_token", 40)}, (0, 40))
+    frames = told(run)["prompts"][1]["frames"]
+    assert "twice" in frames[-1]["headline"]
+    assert "twice" not in told(a_run())["prompts"][1]["frames"][-1]["headline"]
+
+
 def test_with_and_without_heads_are_compared_on_the_same_tokens():
     run = copy.deepcopy(a_story())
     last = run.snapshots[-1]

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from helpers import pages
-from helpers.pages import STEPS, a_run
+from helpers.pages import a_run
 
 from headlens.finding import removed_heads
 from headlens.heads import ALL_NAMES
@@ -77,17 +77,17 @@ def test_changes_within_the_noise_are_grey(shown):
     assert grey not in colours.values()
 
 
-def test_values_are_shown_only_at_the_step_of_the_measurement(shown):
+def test_values_say_of_which_step_they_are(shown):
     run = with_removal(result(4.5, 0.01, name="induction", heads=6), name_of_all="induction")
     lens = shown(run, fragment="#head=0.1")
     assert lens.locator("#groups tbody th").count() == 2
-    for part in ("#removed", "#groups"):
-        lens.locator("#step").fill("1")
-        texts = [lens.locator(f"#{name}").inner_text() for name in ("removed", "groups")]
-        assert all("120" in text and not numbers(text) for text in texts)
-        lens.locator(f"{part} button").first.click()
-        assert pages.state(lens, "frame") == STEPS.index(120)
-        assert numbers(lens.locator(part).inner_text())
+    parts = [lens.locator(part) for part in ("#removed", "#groups")]
+    measured = [numbers(part.inner_text()) for part in parts]
+    assert all(measured)
+    lens.locator("#step").fill("1")
+    for part, values in zip(parts, measured, strict=True):
+        assert "step 120" in part.inner_text()
+        assert set(values) <= set(numbers(part.inner_text()))
 
 
 def test_heads_are_sorted_by_the_loss_without_them(shown):

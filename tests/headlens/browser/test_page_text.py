@@ -210,6 +210,7 @@ def test_head_that_has_its_name_on_the_text_only_is_shown_there(shown):
     lens = shown(dataclasses.replace(run, data=data), fragment="#prompt=1")
     lens.locator("#names [data-name='induction']").click()
     assert [pages.state(lens, key) for key in ("layer", "head", "prompt")] == [1, 2, 0]
+    expect(lens.locator("#message")).to_be_visible()  # the prompt does not change silently
 
 
 def test_head_of_a_fixed_offset_has_its_number(shown):

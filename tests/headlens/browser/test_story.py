@@ -48,6 +48,11 @@ def headline(lens):
     return lens.locator("#story-headline")
 
 
+def reading(lens):
+    """Returns the sentence about the query token."""
+    return lens.locator("#story-reading").inner_text()
+
+
 def token(lens, number):
     return lens.locator(f"#story-tokens [data-token='{number}']")
 
@@ -145,13 +150,18 @@ def test_heads_can_be_switched_off(stills):
     # The heads of the last step were switched off.
     assert pages.state(lens, "frame") == len(STEPS) - 1
     expect(switch).to_have_attribute("aria-checked", "false")
-    expect(headline(lens)).to_have_text(card["without"]["headline"])
+    without = card["without"]["headline"]
+    expect(headline(lens)).to_contain_text(without[1:])
+    assert headline(lens).inner_text() != without  # it says that it is not about the step before
     assert chance(lens, PERIOD + 2) == pytest.approx(0.05, abs=1e-3)
     assert lens.locator("#story-lines").evaluate(DRAWN) == 0
     expect(reading).not_to_contain_text(arc)  # it is not drawn
     others = lens.get_by_role("switch").nth(1)
-    others.click()  # one name at a time: no other was measured
+    expect(others).to_be_disabled()  # one name at a time: no other was measured
+    switch.click()
+    others.click()
     expect(switch).to_have_attribute("aria-checked", "true")
+    expect(switch).to_be_disabled()
     expect(others).to_have_attribute("aria-checked", "false")
     expect(lens).to_have_url(re.compile("off="))
     again = stills(fragment=lens.evaluate("location.hash") + "&view=story")
@@ -168,7 +178,7 @@ def test_a_token_shows_what_it_attends_to(stills):
     token(lens, query).hover()
     reading = lens.locator("#story-reading")
     # Of PLANTED: induction to the token after the first "c", then the token before, then itself.
-    expect(reading).to_contain_text(re.compile(r"c.*d \d+.*b \d+.*c \d+"))
+    expect(reading).to_contain_text(re.compile(r"“c”.*“d” \d+.*“b” \d+.*“c” \d+"))
     weights = a_story().frames[STEPS[-1]].codes[1][1, 1]
     row = weights[query * (query + 1) // 2 :][: query + 1]
     expect(reading).to_contain_text(f"{(row.max() / 255) ** 2:.0%}"[:-1])
@@ -183,6 +193,52 @@ def test_a_token_shows_what_it_attends_to(stills):
     expect(token(lens, first + 1)).to_have_class(re.compile("query"))
     lens.keyboard.press("ArrowUp")  # the same token of the first copy
     assert pages.state(lens, "query") == first + 1 - PERIOD
+
+
+def test_a_click_keeps_what_pointing_shows(stills):
+    lens = stills()
+    lines = lens.locator("#story-lines")
+    token(lens, PERIOD + 3).hover()
+    shown, drawn = reading(lens), lines.evaluate(DRAWN)
+    token(lens, PERIOD + 3).click()
+    for other in (headline(lens), token(lens, PERIOD + 5)):
+        other.hover()
+        assert (reading(lens), lines.evaluate(DRAWN)) == (shown, drawn)
+    token(lens, PERIOD + 5).click()
+    assert reading(lens) != shown
+    headline(lens).hover()
+    lens.keyboard.press("Escape")
+    assert lines.evaluate(DRAWN) > 2 * drawn
+    token(lens, PERIOD).hover()  # what comes next is random
+    assert "expects" not in reading(lens)
+
+
+def test_cards_are_dim_before_a_head_has_the_name(stills):
+    lens, one = stills(), told(a_story(), 1)
+    notes = lens.locator("#story-cards p:not(.effect)")
+    for number, step in enumerate(STEPS):
+        lens.locator("#story-step").fill(str(number))
+        early = [step < card["since"] for card in one["cards"]]
+        found = lens.locator("#story-cards article").evaluate_all(
+            "all => all.map((node) => node.classList.contains('early'))"
+        )
+        assert found == early
+        wanted = [
+            card["early" if e else "note"] for card, e in zip(one["cards"], early, strict=True)
+        ]
+        assert notes.all_text_contents() == wanted
+    for at, birth in enumerate(sorted(one["births"], key=lambda birth: birth["step"])):
+        for node in (lens.locator("#story-names button"), lens.locator("#story-births i")):
+            lens.locator("#story-step").fill("0")
+            node.nth(at).click()
+            assert STEPS[pages.state(lens, "frame")] == birth["step"]
+
+
+def test_all_heads_open_at_the_top(stills):
+    lens = stills(viewport={"width": 460, "height": 500})
+    lens.locator("#show-all").click()  # below the window
+    expect(lens.locator("#grid")).to_be_visible()
+    lens.wait_for_function("() => scrollY === 0")
 
 
 def test_another_prompt_under_a_resting_pointer(stills):
@@ -239,7 +295,10 @@ def test_bars_below_a_text_say_what_its_colours_say(stills):
     assert sizes == sorted(set(sizes))
     assert 0 < sizes[0] < 3
     # No bar where nothing predicts the token, and none for a token that has not been read.
-    assert [bar(lens, at, 1) for at in (0, query + 1)] == [0, 0]
+    assert bar(lens, 0, 1) == 0
+    assert bar(lens, query + 1, 1) > 0
+    token(lens, query).click()
+    assert bar(lens, query + 1, 1) == 0
 
 
 def test_the_time_line_is_in_the_window(stills):
@@ -255,7 +314,7 @@ def test_names_at_the_time_line_have_the_colours_of_their_cards(stills):
     lens = stills()
     colour = "node => getComputedStyle(node).color"
     cards = lens.locator("#story-cards h3").evaluate_all(f"all => all.map({colour})")
-    names = lens.locator("#story-births b").evaluate_all(f"all => all.map({colour})")
+    names = lens.locator("#story-names button").evaluate_all(f"all => all.map({colour})")
     assert len(names) == len(cards) == len(set(cards))
     assert set(names) == set(cards)
 
