@@ -246,12 +246,29 @@ export function drawStory() {
   const width = $("story-picture").clientWidth;
   const key = [state.prompt, width, frameCount(), run.frames.at(-1).step].join();
   if (key !== builtFor) buildTokens();
-  if (key !== builtFor) (story.layout === "lines" ? fitRows : fitPassage)(width);
+  if (key !== builtFor) {
+    (story.layout === "lines" ? fitRows : fitPassage)(width);
+    fitHead();
+  }
   builtFor = key;
   showTexts();
   measureTokens();
   startMoving();
   return true;
+}
+
+/** Gives the head room for its longest sentence, so that nothing moves below it, and keeps a low
+ * picture in a narrow window while the cards are scrolled. */
+function fitHead() {
+  const head = $("story-head");
+  const sentences = [...story.frames, ...story.cards.flatMap(({ without }) => without ?? [])];
+  const length = ({ headline }) => headline.length;
+  const longest = sentences.reduce((a, b) => (length(a) < length(b) ? b : a));
+  head.style.setProperty("--head", 0);
+  showHeadline(longest);
+  $("story-line").textContent = longest.line;
+  head.style.setProperty("--head", `${head.offsetHeight}px`);
+  $("story-picture").classList.toggle("low", $("story-picture").offsetHeight < 0.45 * innerHeight);
 }
 
 /** Gives the passage letters that are as large as there is room. */
