@@ -257,17 +257,20 @@ export function drawStory() {
   return true;
 }
 
-/** Gives the head room for its longest sentence, so that nothing moves below it, and keeps a low
+/** Gives the head room for its tallest sentence, so that nothing moves below it, and keeps a low
  * picture in a narrow window while the cards are scrolled. */
 function fitHead() {
   const head = $("story-head");
   const sentences = [...story.frames, ...story.cards.flatMap(({ without }) => without ?? [])];
-  const length = ({ headline }) => headline.length;
-  const longest = sentences.reduce((a, b) => (length(a) < length(b) ? b : a));
+  const lines = story.layout === "lines" ? story.cards.map((card) => ` · ${card.lines}`) : [""];
+  const longest = lines.reduce((a, b) => (a.length < b.length ? b : a));
   head.style.setProperty("--head", 0);
-  showHeadline(longest);
-  $("story-line").textContent = longest.line;
-  head.style.setProperty("--head", `${head.offsetHeight}px`);
+  const heights = sentences.map((sentence) => {
+    showHeadline(sentence);
+    $("story-line").textContent = sentence.line + longest;
+    return head.getBoundingClientRect().height;
+  });
+  head.style.setProperty("--head", `${Math.max(...heights)}px`);
   $("story-picture").classList.toggle("low", $("story-picture").offsetHeight < 0.45 * innerHeight);
 }
 

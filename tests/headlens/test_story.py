@@ -16,7 +16,7 @@ from helpers.stories import PERIOD, REPEATED, SOME, a_story, story_run
 
 from headlens import Lens, LensConfig, capture
 from headlens.prompts import Prompt
-from headlens.recording import record_without
+from headlens.recording import record, record_without
 from headlens.snapshot_data import Contexts
 from headlens.story import MAX_CARDS, MAX_CHARACTERS, story, unit_of
 
@@ -260,6 +260,20 @@ def test_predictions_without_heads_are_those_of_a_forward_pass(kind):
             assert one["losses"] == pytest.approx(wanted.tolist(), abs=2e-4)
             assert len(one["tokens"]) == len(PROMPTS[number].tokens)
     assert found["previous_token"]["of_prompts"] != found["induction"]["of_prompts"]
+    # Heads attend as always without heads of their layer, and not without those of a layer before.
+    usual = record(run, PROMPTS, 0)
+    without_induction, without_previous = (
+        found[name]["attention"]["previous_token"] for name in GROUPS
+    )
+    for number, values in enumerate(usual.of_prompts):
+        value = pytest.approx(values["previous_token"][1, 2], abs=1e-5)
+        assert without_previous["values"][number] == value
+        assert without_induction["values"][number] != value
+        codes = usual.codes[number][1, 2].tolist()
+        assert without_previous["codes"][number] == codes
+        assert len(without_induction["codes"][number]) == len(codes)
+    # The repeated sequence alone defines it.
+    assert found["induction"]["attention"]["induction"]["values"] == [None, None]
 
 
 def test_models_without_a_known_output_projection_have_no_switch():
