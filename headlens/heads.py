@@ -108,10 +108,10 @@ KINDS = {
     # A text has few different separators: heads of random models reach 0.36.
     "separator": Kind(
         "¶",
-        ("#00695c", "#5cc9b5"),
+        ("#6b6100", "#d8cc5a"),
         "The tokens attend to punctuation and white space.",
         "separators",
-        ("watches spaces and punctuation", "watch spaces and punctuation"),
+        ("watches word and line breaks", "watch word and line breaks"),
         named_from=0.4,
     ),
     "segment_start": Kind(
@@ -139,6 +139,7 @@ PLACES = ("text and prompts", "text", "prompts")
 WHERES = {"text": "on the text only", "prompts": "on repeated sequences only"}
 UNIFORM_FROM = 0.95  # normalised entropy
 MIN_ERRORS = 3  # standard errors
+MAX_DRAWN = 8  # heads of a name whose mean attention is drawn: the clearest
 KEPT_FROM = 0.75  # a head keeps its name from this part of the limits on
 # since_step: the first step from which all snapshots give the head this name. holds_on: one of
 # PLACES. error: the standard error of the statistic that names the head. tokens_back: of "offset".

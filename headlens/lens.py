@@ -229,7 +229,7 @@ class Lens:
         return record(run_prompt, self.prompts, step, on_text, run_name, token_bytes, before)
 
     def _add_predictions_without(self, model: Any, data: SnapshotData) -> None:
-        """Adds what the model predicts on the prompts without the heads of each name."""
+        """Adds what the model does on the prompts without the heads of each name."""
         groups = heads_by_name(head_table([data.row], data.uniform))
         is_known = "predictions" in data.details and not self.attention
         # With FSDP, every rank would have to run the model.
@@ -238,7 +238,7 @@ class Lens:
             return
         run, token_bytes = functools.partial(capture, model), self.tokenizer.token_bytes
         found = record_without(
-            run, unwrapped(model), self.prompts, groups, data.row.names.shape[1], token_bytes
+            run, unwrapped(model), self.prompts, groups, data.row.offsets, token_bytes
         )
         if found:
             data.details["without"] = found

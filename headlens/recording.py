@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .ablation import Edit, Head, edited_contexts, output_projections
 from .capturing import Captured, LayerAttention, Visit
-from .heads import names_of
+from .heads import MAX_DRAWN, names_of
 from .history import Row, json_values
 from .prompts import Prompt, token_texts
 from .snapshot_data import SnapshotData, from_codes
@@ -255,15 +255,20 @@ def record_without(
     model: nn.Module,
     prompts: Sequence[Prompt],
     groups: Mapping[str, Sequence[Head]],
-    num_heads: int,
+    offsets: np.ndarray,
     token_bytes: Callable[[int], bytes],
 ) -> dict[str, dict] | None:
-    """Returns what the model predicts on the prompts without each group of heads: for each name the
-    same as details["predictions"]. None if the output projections of the model are not known.
+    """Returns what the model does on the prompts without each group of heads. None if the output
+    projections of the model are not known. For each name of a group:
 
-    capture: runs this model, whose layers have num_heads heads. A removed head has its mean context
-    vector over all tokens of the prompts, see ablation.py. Costs a forward pass on the prompts, and
-    one for each group.
+        tokens, of_prompts  what it predicts, as in details["predictions"]
+        attention           of each group {name: {codes, values}}: for each prompt the mean weights
+                            of its first MAX_DRAWN heads as a list of bytes, t (t + 1) / 2, and the
+                            mean of the statistic of its name, None where it is undefined
+
+    capture: runs this model. offsets: of each head, (L, H), see Row. A removed head has its mean
+    context vector over all tokens of the prompts, see ablation.py. Costs a forward pass on the
+    prompts, and one for each group.
     """
     projections = output_projections(model)
     if projections is None:
@@ -271,38 +276,50 @@ def record_without(
     sums: list[Tensor] = [torch.zeros(())] * len(projections)
     tokens = [0] * len(projections)  # in these sums: some models run twice to get the weights
 
-    def run(edit: Edit) -> list[list[Predictions]]:
-        found = []
-        for prompt in prompts:
+    def run(edit: Edit) -> list[_Recorder]:
+        recorders = [_Recorder(prompt, _statistics_on(prompt)) for prompt in prompts]
+        for recorder in recorders:  # without padding, which would be in the mean
             with edited_contexts(projections, edit):
-                logits = capture(torch.tensor([prompt.token_ids]), lambda *_: None).logits
-            if logits is None:
-                return []
-            found.append([predict(logits, prompt.token_ids)])
-        return found
+                _run(capture, [recorder])
+        return recorders
 
     def add(layer: int, context: Tensor) -> Tensor:
         sums[layer] = sums[layer].to(context.device) + context.float().sum((0, 1))
         tokens[layer] += context.shape[:2].numel()
         return context
 
-    if not run(add):
+    if not all(recorder.predictions for recorder in run(add)):
         return None
 
-    def without(group: Sequence[Head]) -> list[list[Predictions]]:
+    def without(group: Sequence[Head]) -> dict[str, Any]:
         def edit(layer: int, context: Tensor) -> Tensor:
             context = context.clone()
-            size = context.shape[-1] // num_heads
+            size = context.shape[-1] // offsets.shape[1]
             for head in (head for of_layer, head in group if of_layer == layer):
                 columns = slice(head * size, (head + 1) * size)
                 context[..., columns] = (sums[layer][columns] / tokens[layer]).to(context.dtype)
             return context
 
-        return run(edit)
+        recorders = run(edit)
+        found = _predictions(prompts, [r.predictions for r in recorders], token_bytes)
+        shown = {n: _attention_of(recorders, n, heads, offsets) for n, heads in groups.items()}
+        return found | {"attention": shown}
 
-    return {
-        name: _predictions(prompts, without(group), token_bytes) for name, group in groups.items()
-    }
+    return {name: without(group) for name, group in groups.items()}
+
+
+def _attention_of(
+    recorders: Sequence[_Recorder], name: str, heads: Sequence[Head], offsets: np.ndarray
+) -> dict[str, list]:
+    """Returns the attention of the heads of a name, as record_without describes it."""
+    codes, values = [], []
+    for recorder in recorders:
+        weights = [from_codes(recorder.codes[i][j].cpu().numpy()) for i, j in heads[:MAX_DRAWN]]
+        codes.append(to_codes(torch.from_numpy(np.mean(weights, 0))).tolist())
+        sums = torch.stack(recorder.sums, dim=1).cpu().numpy()
+        found = _on_prompt(_means(sums, recorder.statistics), offsets, recorder.prompt)[name]
+        values.append(np.mean([found[place] for place in heads]))
+    return {"codes": codes, "values": json_values(np.array(values))}
 
 
 def _predictions(

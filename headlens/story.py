@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .ablation import most_important
 from .finding import events, head_name
-from .heads import ALL_NAMES, KINDS, NAMES, head_table, heads_by_name, title_of
+from .heads import ALL_NAMES, KINDS, MAX_DRAWN, NAMES, head_table, heads_by_name, title_of
 from .history import Row, copying_step, evenly_spaced
 from .prompts import BYTES_OF_TOKEN, Prompt
 from .rounding import formatted
@@ -24,13 +25,14 @@ from .snapshot_data import SnapshotData, from_codes, triangle_to_square
 from .statistics import STATISTICS
 
 MAX_CARDS = 3
-MAX_DRAWN = 8  # heads of a card: the clearest
 MAX_CHARACTERS = 260  # of a passage in large type
 MAX_POINTS = 200  # of the curve
 MIN_EFFECT = 0.1  # heads whose removal changes less of the probability do not lead
+MAIN_PART = 0.8  # a head that alone causes this part of the change of the loss is named
 # Of the names that tell equally much, see Kind.telling, these come first.
 FIRST = {"lines": ("induction",), "text": ("segment_start", "induction", "separator")}
 AFTER_PUNCTUATION = ("looks at tokens after punctuation", "look at tokens after punctuation")
+NO_NAME = "No head has a name yet"
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 CURVES = ("validation loss", "training loss (smoothed)", "training loss")  # of a text
 
@@ -44,6 +46,15 @@ class Group:
     is_there: list[int]  # at each frame, how many of all heads have the name
     verbs: tuple[str, str]  # what one of them does, and what several do
     is_here: bool  # whether they do on this prompt what their name says
+
+    def what(self, count: int) -> str:
+        """Returns what heads do: "one head looks one letter back"."""
+        return f"{heads_word(count)} {self.verbs[count > 1]}"
+
+    def which(self) -> str:
+        """Returns the heads: "four heads that copy what came next"."""
+        count = len(self.heads)
+        return f"{'head' if count == 1 else heads_word(count)} that {self.verbs[count > 1]}"
 
 
 def story(
@@ -253,6 +264,11 @@ class _Story:
                 | {
                     "line": self._line(self.rows[n].step, right),
                     "named": [group.is_there[n] for group in self.cards] or [1],
+                    "titles": [
+                        _sentence(group.what(group.is_there[n] or len(group.heads)))
+                        for group in self.cards
+                    ]
+                    or [NO_NAME],
                 }
                 for n, right in enumerate(self.right)
             ],
@@ -276,10 +292,10 @@ class _Story:
         return "The prompt is longer; its beginning is shown." if self.prompt.truncated else ""
 
     def _key_to_picture(self) -> str:
-        bars = f"Bars: probability of the right {self.unit}, red: 0\u00a0%, green: 100\u00a0%."
+        bars = f"Bars: probability of the right {self.unit}, red 0\u00a0%, green 100\u00a0%."
         can_switch = any(card["without"] for card in self.cards_json)
-        switch = " Switch heads off, one kind at a time, to see what they are for." * can_switch
-        return f"{bars} Point at a {self.unit} to see what it attends to; click to keep it.{switch}"
+        switch = " Switch heads off to see what they are for." * can_switch
+        return f"{bars} Point at a {self.unit} or a card; click to keep it.{switch}"
 
     def _arc(self) -> str:
         """Returns what the last line of the repeated sequence means, if it is clearly drawn: what
@@ -313,47 +329,50 @@ class _Story:
         row = next(row for row in self.table if row["name"] == group.name)
         note = title_of(group.name, row["tokens_back"] if count == 1 else None)
         step, last = self.births[group.name], self.rows[-1].step
-        early = f"{note} · from step\u00a0{step:,}"
-        if len(self.history) > 1:
-            note += f" · first at step\u00a0{step:,}"
-        effect, switched = "", None
+        their, them = ("its", "it") if count == 1 else ("their", "them")
+        known, switched = [], None
+        if math.isfinite(share := self._share(group)):
+            known.append(f"{percent(share)} of {their} attention")
         if found := self._without(group.name):
-            them = "it" if count == 1 else "them"
-            effect = f"right {self.unit}: {percent(found[1])} without {them} (step\u00a0{last:,})"
-            line = self._line(last, found[1])
-            switched = self._headline_without(group, *found) | {"line": line}
+            main = self._main_head(group)
+            mostly = f" (mostly {main})" * bool(main)
+            known.append(f"right {self.unit} {percent(found[1])} without {them}{mostly}")
+            switched = self._headline_without(group, *found)
+            switched |= {"line": self._line(last, found[1]), "others": self._others(group)}
         lines = f"lines: mean attention of {number_word(min(count, MAX_DRAWN))} heads"
         if count == 1:
-            lines = f"lines: attention of {head_name(row['layer'], row['head'])}"
+            lines = f"lines: attention of {self._place(group.heads[0])}"
         is_repeated = self.prompt.period and STATISTICS[group.name].on == "repeated"
         return {
             "name": group.name,
             "heads": group.heads[:MAX_DRAWN],
-            "title": _sentence(f"{heads_word(count)} {group.verbs[count > 1]}"),
+            "title": _sentence(group.what(count)),
+            "places": self._place(group.heads[0]) + f"\u00a0+\u00a0{count - 1}" * (count > 1),
             "note": note,
-            "early": early,
+            "early": f"{note}, from step\u00a0{step:,}",
             "since": step,
             "meaning": KINDS[group.name].meaning,
             "lines": lines,
             # Heads that look for an earlier occurrence find none in the first copy.
             "from": self.prompt.period + 1 if is_repeated else 1,
-            "effect": effect,
+            "effect": "; ".join(known),
             "without": switched,
         }
 
     def _nameless(self) -> dict:
         """Returns a card of the head that is nearest to a name: no head has one."""
         row = self.table[0]
-        place = head_name(row["layer"], row["head"])
+        head = row["layer"] * self.last.row.names.shape[1] + row["head"]
         return {
             "name": "",
-            "heads": [row["layer"] * self.last.row.names.shape[1] + row["head"]],
-            "title": "No head has a name yet",
-            "note": f"the lines are of {place}",
+            "heads": [head],
+            "title": NO_NAME,
+            "places": self._place(head),
+            "note": "the lines are of",
             "early": "",
             "since": 0,
             "meaning": "A name needs clearly more weight on certain tokens than on all others.",
-            "lines": f"lines: attention of {place}",
+            "lines": f"lines: attention of {self._place(head)}",
             "from": 1,
             "effect": "",
             "without": None,
@@ -367,7 +386,8 @@ class _Story:
         known = f" (chance {percent(self.chance)})" if self.prompt.num_symbols else ""
         if not self.prompt.period and step and not self.rows[0].step:
             known = f" (before training: {percent(self.chance)})"
-        return f"step {step:,} · the right {self.unit} gets {percent(right)} on average{known}"
+        gets = f"here the right {self.unit} gets {percent(right)} on average"
+        return f"step {step:,} · {gets}{known}"
 
     def _is_guessing(self, right: float) -> bool:
         """Whether the right token is hardly more probable than by chance."""
@@ -385,11 +405,13 @@ class _Story:
         clause = name = begins = looks = which = ""
         if group := next(iter(copying or (not is_last and new) or named), None):
             count, name = group.is_there[n], group.name
-            clause = f"{heads_word(count)} {group.verbs[count > 1]}"
+            clause = group.what(count)
             begins = f"{heads_word(count)} begin{'s' * (count == 1)}"
             looks = f"{heads_word(count)} look{'s' * (count == 1)}"
             looks = looks if right > 0.5 else f"{begins} to look"
-            which = f"{heads_word(count)} that {group.verbs[count > 1]}"
+            which = f"{'the ' * (count == 1)}{group.which()}"
+            if main := self._main_head(group):
+                which = f"{main}, a head that {group.verbs[0]}"
         never = is_last and not is_text and not copying and guesses
         learned = f"It begins to use what it has read: some {unit}s are no longer a guess."
         if is_text:
@@ -411,7 +433,7 @@ class _Story:
             (new and not is_last, ("", f"{begins} to {group and group.verbs[1]}", ".", name)),
             (
                 is_last and name and name == self.most_needed,
-                ("Its guesses depend most on ", which, ".", name),
+                ("Here its guesses depend most on ", which, ".", name),
             ),
             (named, (f"{reads}, and ", clause, ".", name)),
             (guesses, (f"{reads} and has to guess.",)),
@@ -422,17 +444,53 @@ class _Story:
     def _headline_without(self, group: Group, before: float, right: float) -> dict:
         """Returns the sentence of the last step without the heads of a group. before, right: the
         probability of the right token with and without them."""
-        count = len(group.heads)
         floor = self.chance if self.prompt.num_symbols else 0.0
-        which = "head that" if count == 1 else f"{number_word(count)} heads that"
         lost = (before - right) / max(before - floor, floor, 1e-9)
-        result = ", little changes here."
+        result = f", the right {self.unit} stays as likely here."
         if lost > 0.85 and not self._is_guessing(before):
             result = ", it is no better than guessing."
         elif abs(lost) > 0.1 and percent(right) != percent(before):
             result = f", the right {self.unit} gets {percent(right)}, not {percent(before)}."
-        clause = f"{which} {group.verbs[count > 1]}"
-        return _marked("Without the ", clause, result, group.name)
+        return _marked("Without the ", group.which(), result, group.name)
+
+    def _place(self, head: int) -> str:
+        return head_name(*divmod(head, self.last.row.names.shape[1])).replace(" ", "\u00a0")
+
+    def _share(self, group: Group) -> float:
+        """Returns the part of their attention with which the heads of a group do here what their
+        name says; NaN if it is not known."""
+        is_share = group.name in STATISTICS and STATISTICS[group.name].of == "targets"
+        values = self.last.of_prompts[self.number][group.name].ravel()[group.heads]
+        return float(values.mean()) if is_share else math.nan
+
+    def _main_head(self, group: Group) -> str:
+        """Returns the head that alone does nearly all that the model needs of a group, or ""."""
+        found = self.last.ablation or {"groups": []}
+        whole = most_important(g for g in found["groups"] if g["name"] == group.name)
+        if whole is None or len(group.heads) == 1:
+            return ""
+        changes = [one["loss_change"] for one in found["heads"]]
+        main = max(group.heads, key=lambda head: changes[head])
+        return self._place(main) if changes[main] >= MAIN_PART * whole["loss_change"] else ""
+
+    def _others(self, group: Group) -> str:
+        """Returns how the attention of the other cards changes without the heads of a group."""
+        attention = self.last.details["without"][group.name].get("attention") or {}
+        changes = [
+            (before, after, other)
+            for other in self.cards
+            if other.name != group.name and other.name in attention
+            if (after := attention[other.name]["values"][self.number]) is not None
+            if math.isfinite(before := self._share(other))
+        ]
+        if not changes:
+            return ""
+        before, after, other = max(changes, key=lambda change: abs(change[0] - change[1]))
+        if abs(before - after) < MIN_EFFECT:
+            return "The attention of the other heads hardly changes."
+        put, their = ("puts", "its") if len(other.heads) == 1 else ("put", "their")
+        parts = f"{percent(after)} of {their} attention there, not {percent(before)}"
+        return f"Then the {other.which()} {put} {parts}."
 
     # ---------------------------------------------------------------------------------- time line
 

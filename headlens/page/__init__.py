@@ -132,7 +132,10 @@ def frame_data(snapshot: SnapshotData) -> dict:
     if predictions := details.get("predictions"):
         details = details | {"predictions": _predictions(predictions, snapshot.prompts)}
     if without := details.get("without"):
-        shown = {name: _predictions(found, snapshot.prompts) for name, found in without.items()}
+        shown = {
+            name: _predictions(found, snapshot.prompts) | {"attention": found.get("attention")}
+            for name, found in without.items()
+        }
         details = details | {"without": shown}
     if contexts := snapshot.contexts:
         ranges = _lines(tuple(map(tuple, contexts.tokens))).ranges

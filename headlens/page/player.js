@@ -1,4 +1,4 @@
-/* Plays the steps of a run: on the first screen once in seven seconds, with all that is between the
+/* Plays the steps of a run: on the first screen once in ten seconds, with all that is between the
  * steps, and on the screen of all heads one step after the other. */
 
 import { clamp } from "./text.js";
@@ -6,7 +6,8 @@ import { showMessage } from "./dom.js";
 import { decode } from "./data.js";
 import { run, state, update } from "./state.js";
 
-const STORY_SECONDS = 7;
+const STORY_SECONDS = 10;
+const FIRST_SECONDS = 1.5; // for which the first step is shown
 const STEP = 333; // milliseconds for a step, on the screen of all heads
 export const still = matchMedia("(prefers-reduced-motion: reduce)");
 let playing = false;
@@ -34,18 +35,19 @@ function glide() {
   const { pace } = run.story.prompts[state.prompt];
   const last = pace.length - 1;
   position = state.frame;
-  part = pace[state.frame];
+  part = pace[state.frame] || -FIRST_SECONDS / STORY_SECONDS;
   let before = performance.now();
   const next = (now) => {
     if (!playing) return;
-    const missing = [state.frame, Math.min(state.frame + 1, last)]
+    const missing = [Math.floor(position), Math.min(Math.floor(position) + 1, last)]
       .find((frame) => !run.frames[frame].bytes);
     if (missing === undefined) {
       const passed = clamp(now - before, 0, 100); // a hidden tab draws nothing
       part = Math.min(1, part + passed / 1000 / STORY_SECONDS);
-      const frame = part === 1 ? last : pace.findLastIndex((at) => at <= part);
-      const length = pace[frame + 1] - pace[frame];
-      position = frame === last ? last : frame + (part - pace[frame]) / length;
+      const from = part === 1 ? last : Math.max(0, pace.findLastIndex((at) => at <= part));
+      const length = pace[from + 1] - pace[from];
+      position = from === last ? last : from + Math.max(0, part - pace[from]) / length;
+      const frame = Math.round(position);
       if (frame !== state.frame) update({ frame });
       if (part === 1) return pause();
     } else {
@@ -77,7 +79,16 @@ export function pause() {
   update();
 }
 
+/** Shows a frame. Some heads can be switched off only at the last one, where that was measured. */
+export function showFrame(frame) {
+  const isLast = frame === run.frames.length - 1;
+  if (state.off && !isLast) {
+    showMessage("All heads are on again: the model ran without heads only at the last step.");
+  }
+  return update({ frame, off: isLast ? state.off : "" });
+}
+
 export function goStep(by) {
   pause();
-  update({ frame: clamp(state.frame + by, 0, run.frames.length - 1), off: "" });
+  showFrame(clamp(state.frame + by, 0, run.frames.length - 1));
 }

@@ -8,7 +8,9 @@ import { hasStory, nearestFrame, placeOfHead, run, state, update } from "./state
 import { setColour } from "./names.js";
 import { layOut } from "./grid.js";
 import { WEIGHTS } from "./colours.js";
-import { isPlaying, pause, playedPart, shownPosition, still, togglePlay } from "./player.js";
+import {
+  isPlaying, pause, playedPart, showFrame, shownPosition, still, togglePlay,
+} from "./player.js";
 import { placeOf } from "./losses.js";
 
 const EASE = 0.16; // seconds in which most of a change is done
@@ -24,6 +26,7 @@ let tokenBoxes = []; // of each token, in the picture: {x, top, bottom, left, ri
 let storyCards = []; // {data, node, canvas, colour, lit}
 let pointedToken = null; // the token under the pointer
 let pointedCard = null;
+let keptCard = null; // a click on a card keeps its lines
 let drawn = null; // what is drawn: {at, query: [0 to 1 per token], card: [per card], chance: [per token]}
 let readQuery = null; // the query token that the sentence and the list are about
 let isMoving = false;
@@ -51,12 +54,12 @@ export function buildStory() {
     update({ prompt: Number(event.target.value), query: null, off: "" });
   };
   $("show-all").textContent = run.count === 1 ? "the head ›" : `all ${run.count} heads ›`;
-  $("show-all").onclick = () => openAllHeads();
+  $("show-all").onclick = () => openAllHeads(storyCards[keptCard]?.data.heads[0]);
   $("story-play").onclick = togglePlay;
   $("story-step").max = frameCount() - 1;
   $("story-step").oninput = (event) => {
     pause();
-    update({ frame: Number(event.target.value), off: "" });
+    showFrame(Number(event.target.value));
   };
   $("story-time").hidden = frameCount() === 1;
   const tokens = $("story-tokens");
@@ -152,17 +155,22 @@ function buildTokens() {
   storyCards = story.cards.map(makeCard);
   $("story-cards").replaceChildren(...storyCards.map(({ node }) => node));
   buildTime();
-  drawn = pointedToken = pointedCard = null;
+  drawn = pointedToken = pointedCard = keptCard = null;
 }
 
 function makeCard(data, number) {
-  const canvas = make("canvas", { className: "pixels" });
-  const open = make("button", { className: "thumbnail", title: "open these heads among all heads",
-    ariaLabel: `${data.title}: open among all heads` }, canvas);
-  open.onclick = () => openAllHeads(data.heads[0]);
-  const texts = make("div", {}, make("h3", { textContent: data.title, title: data.meaning }),
-    make("p"), make("p", { textContent: data.effect, className: "effect" }));
-  const node = make("article", {}, open, texts);
+  const canvas = make("canvas", { className: "pixels thumbnail" });
+  const name = make("button", { title: data.meaning });
+  const open = make("button", { textContent: `${data.places} ›`,
+    title: "open among all heads", onclick: () => openAllHeads(data.heads[0]) });
+  const texts = make("div", {}, make("h3", {}, name), make("p", {}, make("span"), " · ", open),
+    make("p", { textContent: data.effect, className: "effect" }));
+  const node = make("article", {}, canvas, texts);
+  canvas.onclick = name.onclick = () => {
+    pause();
+    keptCard = keptCard === number ? null : number;
+    drawStory();
+  };
   if (data.without) {
     const turn = make("button", { className: "switch", ariaLabel: `${data.title}: switched on` });
     turn.setAttribute("role", "switch");
@@ -197,13 +205,14 @@ function buildTime() {
   $("story-loss").setAttribute("y2", Math.max(40, ...story.heights.map(([, y]) => y)));
   $("story-now").lastElementChild.textContent = story.heights.length < 2 ? "" : story.curve.title;
   const births = frameCount() > 1 ? [...story.births].sort((a, b) => a.step - b.step) : [];
-  const jump = (step) => {
-    pause();
-    update({ frame: nearestFrame(run, step), off: "" });
-  };
   const parts = births.map(({ step, name, text }, n) => {
-    const dot = make("i", { title: `${text}: first at ${stepText(step)}`, onclick: () => jump(step) });
-    const label = make("button", { className: "quiet", onclick: () => jump(step) }, make("i"),
+    const jump = () => {
+      pause();
+      keptCard = storyCards.findIndex(({ data }) => data.name === name);
+      showFrame(nearestFrame(run, step));
+    };
+    const dot = make("i", { title: `${text}: first at ${stepText(step)}`, onclick: jump });
+    const label = make("button", { className: "quiet", onclick: jump }, make("i"),
       `${text} · ${stepText(step)}`);
     placeOnCurve(dot, placeOf(step));
     dot.style.translate = `${10 * births.slice(0, n).filter((one) => one.step === step).length}px`;
@@ -237,12 +246,32 @@ export function drawStory() {
   const width = $("story-picture").clientWidth;
   const key = [state.prompt, width, frameCount(), run.frames.at(-1).step].join();
   if (key !== builtFor) buildTokens();
-  if (key !== builtFor) (story.layout === "lines" ? fitRows : fitPassage)(width);
+  if (key !== builtFor) {
+    (story.layout === "lines" ? fitRows : fitPassage)(width);
+    fitHead();
+  }
   builtFor = key;
   showTexts();
   measureTokens();
   startMoving();
   return true;
+}
+
+/** Gives the head room for its tallest sentence, so that nothing moves below it, and keeps a low
+ * picture in a narrow window while the cards are scrolled. */
+function fitHead() {
+  const head = $("story-head");
+  const sentences = [...story.frames, ...story.cards.flatMap(({ without }) => without ?? [])];
+  const lines = story.layout === "lines" ? story.cards.map((card) => ` · ${card.lines}`) : [""];
+  const longest = lines.reduce((a, b) => (a.length < b.length ? b : a));
+  head.style.setProperty("--head", 0);
+  const heights = sentences.map((sentence) => {
+    showHeadline(sentence);
+    $("story-line").textContent = sentence.line + longest;
+    return head.getBoundingClientRect().height;
+  });
+  head.style.setProperty("--head", `${Math.max(...heights)}px`);
+  $("story-picture").classList.toggle("low", $("story-picture").offsetHeight < 0.45 * innerHeight);
 }
 
 /** Gives the passage letters that are as large as there is room. */
@@ -284,6 +313,7 @@ function showHeadline({ headline, marked, about }) {
 function showTexts() {
   const frame = story.frames[state.frame];
   const off = cardOff();
+  const isLast = off || state.frame === frameCount() - 1;
   const card = storyCards[activeCard()];
   const headline = off?.without.headline.replace(/^W/, wasEarlier ? "At the last step, w" : "W");
   showHeadline(off ? { ...off.without, headline } : frame);
@@ -293,12 +323,19 @@ function showTexts() {
   $("story-prompt").value = state.prompt;
   storyCards.forEach((card, number) => {
     const { data, node } = card;
+    const title = node.querySelector("h3 button");
+    title.textContent = frame.titles[number];
+    title.setAttribute("aria-pressed", String(number === keptCard));
     node.classList.toggle("off", isOff(card));
-    node.classList.toggle("active", story.layout === "lines" && number === activeCard() && !isOff(card));
+    const isActive = chosenCard() === null ? story.layout === "lines" && number === 0
+      : number === chosenCard();
+    node.classList.toggle("active", isActive && !isOff(card));
     const isEarly = !frame.named[number] && frameCount() > 1;
     node.classList.toggle("early", isEarly);
     const isBefore = isEarly && run.frames[state.frame].step < data.since;
-    node.querySelector("p").textContent = isBefore ? data.early : data.note;
+    // It is about the last step.
+    node.querySelector(".effect").style.visibility = isLast ? "visible" : "hidden";
+    node.querySelector("p").firstChild.textContent = isBefore ? data.early : data.note;
     const turn = node.querySelector(".switch");
     turn?.setAttribute("aria-checked", String(!isOff(card)));
     if (turn) turn.disabled = Boolean(off) && !isOff(card); // only one kind at a time was measured
@@ -317,7 +354,8 @@ function showTexts() {
   showReading();
 }
 
-const activeCard = () => pointedCard ?? 0;
+const chosenCard = () => pointedCard ?? keptCard;
+const activeCard = () => chosenCard() ?? 0;
 
 /** Returns a probability or a weight for people. */
 const percentText = (p) => `${format(p === null ? NaN : 100 * p, false, "percent")}\u00a0%`;
@@ -329,19 +367,29 @@ function shownPredictions() {
   return found ? { texts: found.labels, ...found.of_prompts[state.prompt] } : null;
 }
 
+const token = (label) => make("bdi", { textContent: `“${clip(label, 16)}”` });
+
+/** Returns a list item of a token that the model expects. */
+function expected(label, p, isRight) {
+  const item = make("li", { className: isRight ? "right" : "" }, token(label),
+    make("span", { textContent: percentText(p) }));
+  item.style.setProperty("--p", p ?? 0);
+  return item;
+}
+
 /** Shows what the query token attends to and what the model expects after it. */
 function showReading() {
   const query = readQuery = shownQuery();
   const prompt = run.prompts[state.prompt];
   const found = shownPredictions();
-  const token = (label) => make("bdi", { textContent: `“${clip(label, 16)}”` });
+  const labels = prompt.labels.with(0, prompt.period ? "○" : prompt.labels[0]);
   const parts = [];
   if (chosenToken() !== null) {
-    parts.push(token(prompt.labels[query]), " looks at ");
+    parts.push(token(labels[query]), " looks at ");
     const seenBy = storyCards.filter((card) => !isOff(card)).map(({ data }) => {
       const row = Array.from({ length: query + 1 }, (_, key) => cardWeight(data, state.frame, query, key));
       const key = row.indexOf(Math.max(...row));
-      const at = make("b", {}, token(prompt.labels[key]), ` ${percentText(row[key])}`);
+      const at = make("b", {}, token(labels[key]), ` ${percentText(row[key])}`);
       setColour(at, data.name);
       return at;
     });
@@ -353,9 +401,9 @@ function showReading() {
       parts.push(". Next it expects ", make("b", {}, token(found.texts[best]),
         ` ${percentText(found.probabilities[query][0])}`));
     }
-    parts.push(".");
+    parts.push(state.query === null ? "." : ". Click it again to let it go.");
   } else if (cardOff()) {
-    parts.push("One kind at a time: switch these heads on again before you switch off others.");
+    parts.push(cardOff().without.others);
   } else {
     const hasArc = !story.cut && activeCard() === 0 && state.frame === frameCount() - 1;
     parts.push([story.key_to_picture, story.note, story.cut, hasArc ? story.arc : ""]
@@ -373,21 +421,23 @@ function showReading() {
     make("ol", {}, ...found.tokens[query].map((of, n) => {
       const p = found.probabilities[query][n];
       const isRight = n === found.hits[query];
-      const item = make("li", { className: isRight ? "right" : "" },
-        token(isRight ? prompt.labels[query + 1] : found.texts[of]),
-        make("span", { textContent: percentText(p) }));
-      item.style.setProperty("--p", p ?? 0);
-      return item;
+      return expected(isRight ? prompt.labels[query + 1] : found.texts[of], p, isRight);
     })));
+  const chance = tokenChances(cardOff() ? frameCount() - 1 : state.frame)[query + 1] ?? null;
+  if (found.hits[query] === -1 && chance !== null) {
+    $("story-next").lastElementChild.append(expected(prompt.labels[query + 1], chance, true));
+  }
 }
 
 /** Returns the mean weights of the heads of a card at a frame, a lower triangle; null if the frame is
  * not decoded. */
-function cardMeans({ heads }, frame) {
+function cardMeans({ heads, name: key }, frame) {
   const of = run.frames[frame];
   if (!of.bytes) return null;
   of.means ??= {};
-  const name = `${state.prompt} ${heads}`;
+  const name = `${state.prompt} ${state.off} ${heads}`;
+  const without = of.facts?.without?.[state.off]?.attention?.[key]?.codes[state.prompt];
+  if (without) of.means[name] ??= Float32Array.from(without, (code) => WEIGHTS[code]);
   if (!of.means[name]) {
     const { start, triangle } = run.prompts[state.prompt];
     const sum = new Float32Array(triangle);
@@ -439,7 +489,7 @@ function storyTarget() {
     chance: to ? from.map((p, n) => between(p, to[n], at - low)) : from,
     query: tokenNodes.map((_, n) => (query === null ? 1 : Number(n === query))),
     card: storyCards.map((card, number) => (isOff(card) ? 0
-      : pointedCard !== null ? (number === pointedCard ? 1 : 0.06)
+      : chosenCard() !== null ? Number(number === chosenCard())
         : query !== null || number === 0 ? 1 : 0)),
   };
 }
@@ -565,7 +615,7 @@ function attentionLine(context, a, b, isSelf) {
 /** Draws the mean heatmap of a card in its colour. */
 function paintThumbnail({ canvas, colour, data }, value) {
   const T = run.prompts[state.prompt].length;
-  const key = `${data.name} ${drawn.at.toFixed(2)} ${colour}`;
+  const key = `${data.name} ${drawn.at.toFixed(2)} ${colour} ${state.off}`;
   if (canvas.dataset.drawn === key) return;
   canvas.dataset.drawn = key;
   if (canvas.width !== T) canvas.width = canvas.height = T;

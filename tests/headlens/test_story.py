@@ -16,7 +16,7 @@ from helpers.stories import PERIOD, REPEATED, SOME, a_story, story_run
 
 from headlens import Lens, LensConfig, capture
 from headlens.prompts import Prompt
-from headlens.recording import record_without
+from headlens.recording import record, record_without
 from headlens.snapshot_data import Contexts
 from headlens.story import MAX_CARDS, MAX_CHARACTERS, story, unit_of
 
@@ -72,7 +72,7 @@ def test_cards_are_the_most_telling_names_on_each_prompt():
     ]
     assert [card["heads"] for card in of_copies["cards"]] == [[4], [2], [0]]
     assert [birth["step"] for birth in of_copies["births"]] == [80, 40, 40]
-    assert "80" in of_copies["cards"][0]["note"]
+    assert "80" in of_copies["cards"][0]["early"]
     assert all(len(one["cards"]) <= MAX_CARDS for one in (of_text, of_copies))
 
 
@@ -194,7 +194,7 @@ def test_a_long_passage_shows_its_beginning_and_says_so():
 # ------------------------------------------------------------------------------ heads switched off
 
 PROMPTS = [prompt("1-a", list("abcdefg")), prompt("2-b", list("hijk"))]
-GROUPS = {"both layers": [(0, 1), (1, 0)], "one head": [(1, 2)]}
+GROUPS = {"induction": [(0, 1), (1, 0)], "previous_token": [(1, 2)]}
 
 
 def losses_without(model, projections, group):
@@ -249,7 +249,8 @@ def test_predictions_without_heads_are_those_of_a_forward_pass(kind):
         ]
     model.train()
     run = functools.partial(capture, model)
-    found = record_without(run, model, PROMPTS, GROUPS, 4, text_of)
+    offsets = np.full((len(projections), 4), 2)
+    found = record_without(run, model, PROMPTS, GROUPS, offsets, text_of)
     assert model.training
     assert list(found) == list(GROUPS)
     model.eval()
@@ -258,14 +259,30 @@ def test_predictions_without_heads_are_those_of_a_forward_pass(kind):
             one = found[name]["of_prompts"][number]
             assert one["losses"] == pytest.approx(wanted.tolist(), abs=2e-4)
             assert len(one["tokens"]) == len(PROMPTS[number].tokens)
-    assert found["one head"]["of_prompts"] != found["both layers"]["of_prompts"]
+    assert found["previous_token"]["of_prompts"] != found["induction"]["of_prompts"]
+    # Heads attend as always without heads of their layer, and not without those of a layer before.
+    usual = record(run, PROMPTS, 0)
+    without_induction, without_previous = (
+        found[name]["attention"]["previous_token"] for name in GROUPS
+    )
+    for number, values in enumerate(usual.of_prompts):
+        value = pytest.approx(values["previous_token"][1, 2], abs=1e-5)
+        assert without_previous["values"][number] == value
+        assert without_induction["values"][number] != value
+        codes = usual.codes[number][1, 2].tolist()
+        assert without_previous["codes"][number] == codes
+        assert len(without_induction["codes"][number]) == len(codes)
+    # The repeated sequence alone defines it.
+    assert found["induction"]["attention"]["induction"]["values"] == [None, None]
 
 
 def test_models_without_a_known_output_projection_have_no_switch():
     class Other(torch.nn.Module):
         pass
 
-    assert record_without(lambda *_: None, Other(), PROMPTS, GROUPS, 4, text_of) is None
+    assert (
+        record_without(lambda *_: None, Other(), PROMPTS, GROUPS, np.zeros((1, 1)), text_of) is None
+    )
 
 
 class Letters:
