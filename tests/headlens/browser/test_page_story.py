@@ -108,7 +108,10 @@ def test_lines_of_charts_have_the_colour_of_the_shown_name_and_a_label(story):
     lens.evaluate(pages.WATCH_TEXT)
     lens.locator("#step").fill(str(len(STEPS) - 1))  # draws the lines again
     labels = lambda: {t["text"] for t in lens.evaluate("written") if t["where"] == key}  # noqa: E731
-    assert {name for name in labels() if name.startswith("L")} == {"L0 H0", "L0 H2"}  # they end apart
+    assert {name for name in labels() if name.startswith("L")} == {
+        "L0 H0",
+        "L0 H2",
+    }  # they end apart
     pages.tile(lens, 1, 0).hover()
     assert "L1 H0" in labels()
 

@@ -192,7 +192,8 @@ def test_every_control_is_reached_by_tab(shown):
 
 
 def test_options_neither_resize_the_grid_nor_cut_the_charts(shown):
-    lens = shown(fragment="#head=none", viewport={"width": 1400, "height": 700})
+    run = a_run("deep", 6, 6, PROMPTS[:1], (0, 120), (0, 120))
+    lens = shown(run, fragment="#head=none", viewport={"width": 1400, "height": 700})
     size = lambda: pages.tile(lens, 0, 0).bounding_box()["width"]  # noqa: E731
     outside = """() => [...document.querySelectorAll(".chart canvas")].filter((canvas) => {
       const [inner, outer] = [canvas, canvas.closest("#side")].map((n) => n.getBoundingClientRect());
