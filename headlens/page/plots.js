@@ -43,9 +43,10 @@ export function placePlots() {
   sizePlot(plots[0], left, most * A.T, labels);
   const { cell, height: tall } = plots[0];
   $("text").style.maxHeight = text ? `${Math.max(180, tall - BESIDE)}px` : "";
-  // If the rows are too low, short labels are in two columns, or only some tokens have a label.
-  const lanes = isShort && cell < SMALLEST ? 2 : 1;
-  const step = cell < SMALLEST ? Math.ceil(LARGEST / cell / lanes) : 1;
+  // If the rows are too low, short labels are in two columns or, if this is not enough, only some
+  // tokens have a label.
+  const needed = cell < SMALLEST ? Math.ceil(LARGEST / cell) : 1;
+  const [step, lanes] = isShort && needed === 2 ? [1, 2] : [needed, 1];
   const font = clamp(Math.floor(2 * cell * step * lanes) / 2, SMALLEST, LARGEST);
   Object.assign(plots[0], { step, lanes, font });
   const small = Math.max(20, (sideWidth() - 44) / 2);
@@ -85,7 +86,7 @@ export function drawMarks(plot, query, key, isPointer) {
   context.translate(0, TOP);
   const write = (n, column, strong) => {
     const text = plot.labels[n];
-    const lane = plot.lanes > 1 && Math.floor(n / plot.step) % 2 === 0 ? LANE : 0;
+    const lane = plot.lanes === 2 && n % 2 === 0 ? LANE : 0;
     context.save();
     context.translate(column ? left + (n + 0.5) * cell : left - 4 - lane,
       column ? size + 5 + lane : (n + 0.5) * cell);
@@ -104,7 +105,7 @@ export function drawMarks(plot, query, key, isPointer) {
   if (plot.labels) {
     for (const [column, strong] of [[false, query], [true, key]]) {
       for (const n of labelledTokens(plot)) { // others would be under that of the strong token
-        if (Math.abs(n - strong) * cell * plot.lanes >= plot.font + 1) write(n, column, false);
+        if (Math.abs(n - strong) * cell * plot.lanes >= plot.font) write(n, column, false);
       }
       write(strong, column, true);
     }
