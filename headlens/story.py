@@ -368,7 +368,7 @@ class _Story:
             "heads": [head],
             "title": NO_NAME,
             "places": self._place(head),
-            "note": "the lines are of",
+            "note": "nearest to a name",
             "early": "",
             "since": 0,
             "meaning": "A name needs clearly more weight on certain tokens than on all others.",
