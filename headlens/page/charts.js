@@ -15,7 +15,7 @@ import { openHelp } from "./help.js";
 const charts = [];
 const LEAST = 0.2; // range of the axis of a weight or an entropy if all heads are nearly equal
 const MARGIN = { left: 32, right: 50, top: 6, bottom: 16 }; // right: for names of heads
-const APART = 9; // pixels between the ends of lines with a label
+const APART = 11; // pixels between the ends of lines with a label
 const CHART_FONT = "10.5px system-ui, sans-serif";
 
 export function buildCharts() {
@@ -111,7 +111,7 @@ function drawChartLines() {
       }
     }
     context.globalAlpha = 1;
-    if (!chart.single) labelEnds(context, chart);
+    if (!chart.single && !otherRunSide()) labelEnds(context, chart);
     if (uniform !== null) {
       context.strokeStyle = colours.muted;
       context.setLineDash([3, 3]);
@@ -131,7 +131,7 @@ function labelEnd(context, { width, y }, index, value, colour) {
   const left = width - MARGIN.right + 5;
   Object.assign(context, { font: CHART_FONT, textAlign: "left", textBaseline: "middle" });
   context.fillStyle = colours.page;
-  context.fillRect(left, y(value) - 6, width, 12);
+  context.fillRect(left, y(value) - 5, width, 10);
   context.fillStyle = colour;
   context.fillText(headName(index), left, y(value));
 }

@@ -165,7 +165,7 @@ function showNotes() {
   $("charts-title").textContent = `All heads ${when}, on ${overText()}`;
   $("legend").replaceChildren(`Each ${mark} is one head`,
     ...(otherRunSide() ? [", ", bold("blue: B")] : [" in the colour of its name, grey without a name"]),
-    "; ", make("i", { textContent: "thick: the selected head" }),
+    "; ", make("i", { textContent: "orange: the selected head" }),
     `. Dashed: chance (equal weights on all key tokens). Point at a ${mark} to see which head it is.`);
 }
 
