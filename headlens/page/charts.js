@@ -15,7 +15,7 @@ import { openHelp } from "./help.js";
 const charts = [];
 const LEAST = 0.2; // range of the axis of a weight or an entropy if all heads are nearly equal
 const MARGIN = { left: 32, right: 50, top: 6, bottom: 16 }; // right: for names of heads
-const APART = 11; // pixels between the ends of lines with a label
+const APART = 10; // pixels between the ends of lines with a label
 const CHART_FONT = "10.5px system-ui, sans-serif";
 
 export function buildCharts() {

@@ -160,12 +160,13 @@ function showNotes() {
   $("compare-note").hidden = !B;
   const text = notes.join(" ");
   if ($("compare-note").textContent !== text) $("compare-note").textContent = text;
-  const [when, mark] = run.steps.length > 1 ? ["over the training", "line"] : ["by layer", "dot"];
+  const [when, mark, size] = run.steps.length > 1 ? ["over the training", "line", "thick"]
+    : ["by layer", "dot", "large"];
   $("legend").hidden = $("charts-title").hidden = run.statistics.every(({ empty }) => empty);
   $("charts-title").textContent = `All heads ${when}, on ${overText()}`;
   $("legend").replaceChildren(`Each ${mark} is one head`,
     ...(otherRunSide() ? [", ", bold("blue: B")] : [" in the colour of its name, grey without a name"]),
-    "; ", make("i", { textContent: "orange: the selected head" }),
+    "; ", make("i", { textContent: `${size}: the selected head` }),
     `. Dashed: chance (equal weights on all key tokens). Point at a ${mark} to see which head it is.`);
 }
 
