@@ -293,7 +293,7 @@ def _targets(
 
 
 def _place(of: Snapshot, name: str) -> str:
-    """Returns where the statistics of a snapshot were measured: "In your text"."""
+    """Returns where the statistics of a snapshot were measured: "In the text"."""
     if of.data.contexts:
         return f"In {of.data.contexts.text_name}"
     return "On the repeated sequence" if STATISTICS[name].on == "repeated" else "On the prompts"
@@ -343,15 +343,17 @@ def _unnamed(of: Snapshot, index: int) -> list[Part]:
     return [nearest, *_mean_weight(of, name, index), f"; a name needs at least {least}, {where}."]
 
 
-def subject(data: SnapshotData, history: Sequence[Row]) -> list[Part]:
-    """Returns what the model is and what its heads have learned until a snapshot, as sentences.
-    history: the rows of all snapshots."""
+def subject(data: SnapshotData, status: Mapping, step: int | None) -> list[Part]:
+    """Returns what the model is, how many heads have names at a step and, from the last snapshot,
+    which heads the model needs. data: the last snapshot. status: of `statuses` at the step. step:
+    None without a training."""
     layers, heads = data.row.names.shape
-    table, removed = head_table([data.row], data.uniform), data.ablation or {}
-    when = f". At step {data.step:,}, " if len(history) > 1 else "; "
+    removed = data.ablation or {}
+    when = "; " if step is None else f". At step {step:,}, "
     sizes = f": {_count(layers, 'layer')} × {_count(heads, 'head')}{when}"
-    said: list[Part] = [["bold", data.run], f"{sizes}{counts_of_names(table)}"]
-    if data.contexts and (weak := sum(row["holds_on"] == "prompts" for row in table)):
+    names = [{"name": ALL_NAMES[number]} for number in status["names"]]
+    said: list[Part] = [["bold", data.run], f"{sizes}{counts_of_names(names)}"]
+    if data.contexts and (weak := sum(status["hollow"])):
         said.append(f"; {weak} of the names not on {data.contexts.text_name}")
     said.append(". ")
     groups = removed["groups"] if removed.get("method") == "exact" else []
@@ -361,8 +363,9 @@ def subject(data: SnapshotData, history: Sequence[Row]) -> list[Part]:
             "it" if most["heads"] == 1 else "them",
         )
         before, after = (formatted_loss(removed["loss"] + c) for c in (0, most["loss_change"]))
+        model = "The" if step in (None, data.step) else f"At step {data.step:,}, the"
         said.append(
-            f"The model needs {title} most: without {them}, the loss rises from {before} to "
+            f"{model} model needs {title} most: without {them}, the loss rises from {before} to "
         )
         said += [["bold", after], "."]
     return said
@@ -451,7 +454,7 @@ def _table(found: dict) -> list[dict]:
 # ------------------------------------------------------------------- the terminal
 
 
-def counts_of_names(table: Sequence[dict]) -> str:
+def counts_of_names(table: Sequence[Mapping]) -> str:
     """Returns the number of heads with a name, and of each name: "3 of 32 heads have a name: 2
     induction, 1 separator"."""
     counts = Counter(title_of(row["name"]) for row in table if row["name"] in KINDS)
@@ -462,7 +465,7 @@ def counts_of_names(table: Sequence[dict]) -> str:
 
 
 def head_line(row: Mapping, text_name: str = "", has_steps: bool = True) -> str:
-    """Returns a line about a head with a name: "L5 H1 previous token: in your text, mean weight
+    """Returns a line about a head with a name: "L5 H1 previous token: in the text, mean weight
     0.83 on the token before (since step 400)". row: of heads.head_table."""
     where = f"in {text_name}, " if text_name else ""
     target = KINDS[row["name"]].target.format(row["tokens_back"])

@@ -99,7 +99,7 @@ class Lens:
         folder: str | Path = "attention",
         run_name: str = "",
         text: str | Tensor | None = None,
-        text_name: str = "your text",
+        text_name: str = "the text",
         vocabulary: Sequence[int] | None = None,
         attention: AttentionFunction | None = None,
         has_page: bool = True,

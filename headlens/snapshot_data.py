@@ -38,7 +38,7 @@ MAX_BYTES, MAX_JSON_BYTES = 2**30, 2**25  # uncompressed; a JSON object takes 30
 class Contexts:
     """Cells of each head in windows of a text, see whole_text.py."""
 
-    text_name: str  # "your text"
+    text_name: str  # "the validation text"
     tokens: list[list[str]]  # of each window
     # int16 (L, H, 2, CONTEXTS, 3): window, query and key, -1 if there are fewer cells. First those
     # that the head moves most, then those of query tokens at random.

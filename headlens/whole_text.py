@@ -61,7 +61,7 @@ class Text:
     """
 
     def __init__(
-        self, token_ids: Tensor, token_bytes: Callable[[int], bytes], name: str = "your text"
+        self, token_ids: Tensor, token_bytes: Callable[[int], bytes], name: str = "the text"
     ):
         self.token_ids, self.name = token_ids, name
         ids = np.unique(token_ids).tolist()

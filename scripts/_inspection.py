@@ -224,9 +224,10 @@ def lens_of(
     vocabulary = prompts.vocabulary
     if getattr(trained.tokenizer, "name", None) != getattr(prompts.tokenizer, "name", None):
         vocabulary = all_ids(trained)
-    dataset, text = loaded and (loaded.val or loaded.train), None
-    if dataset:
+    dataset, text, name = loaded and (loaded.val or loaded.train), None, "the text"
+    if loaded:
         text = some_windows(dataset, MAX_WINDOWS, MAX_TOKENS)
+        name = text_name(is_synthetic(trained, settings), bool(loaded.val))
     elif settings.data.path:
         text = text_of(settings.data.path)
     try:
@@ -235,7 +236,7 @@ def lens_of(
             prompts.config,
             context_length=trained.window,
             text=text,
-            text_name=text_name(is_synthetic(trained, settings)),
+            text_name=name,
             vocabulary=vocabulary,
         )
     except ValueError as error:  # the text is too short

@@ -36,6 +36,8 @@ RUN_HTML = "run.html"
 MAX_CONFIG = 2**20  # bytes; a larger file is ignored
 ROWS = (*KEYS, "train/tokens")  # of metrics.jsonl
 WHOLE = "{:,.0f}".format
+HITS = "how often the most likely next token is right, of the predictable tokens"
+SHOWN_SAMPLES = 4  # evenly spaced; the page folds the others away
 LOSS = functools.partial(rounded, digits=4)
 
 
@@ -64,11 +66,15 @@ def training_data(folder: Path, rows: list[dict]) -> dict:
     starts = read_rows(folder / "starts.jsonl")
     loss = validation_loss(folder, rows)
     samples = read_rows(folder / "samples.jsonl", "prompt", "text")
+    apart = (len(samples) - 1) / (SHOWN_SAMPLES - 1)
+    shown = {round(number * apart) for number in range(SHOWN_SAMPLES)}  # first and last, too
     return {
         "result": result(rows, loss),
         "facts": facts(rows, starts, loss),
         "charts": charts(rows, eval_windows(folder)),
-        "samples": [sample(row) for row in reversed(samples)],
+        "samples": [
+            sample(row) | {"is_shown": number in shown} for number, row in enumerate(samples)
+        ],
         "command": sanitize(shlex.join(["python", "train.py", f"from={folder}"]), keep=""),
         "environment": environment(starts),
         "settings": sanitize(config_yaml(folder)),
@@ -161,7 +167,7 @@ def facts(rows: list[dict], starts: list[dict], found: dict) -> list[tuple[str, 
             note + found.get("where", ""),
         ),
         ("bits per byte", found.get("bits_per_byte"), lambda bits: rounded(bits, 3), ""),
-        ("accuracy", found.get("accuracy"), "{:.1%}".format, "of the predictable tokens"),
+        ("accuracy", found.get("accuracy"), "{:.1%}".format, HITS),
         ("training loss", last(rows, "train/loss"), LOSS, "on the steps since the row before"),
         ("parameters", last(starts, "parameters"), WHOLE, ""),
         ("tokens trained on", tokens, WHOLE, ""),

@@ -118,7 +118,7 @@ def build_lens(
                 folder=directory / "attention",
                 run_name=directory.name,
                 text=text_windows(config, data.val or data.train),
-                text_name=text_name(bool(config.data.synthetic)),
+                text_name=text_name(bool(config.data.synthetic), bool(data.val)),
                 vocabulary=data.train.common_tokens(),
                 has_page=False,
             )
@@ -133,9 +133,10 @@ def build_lens(
     return LensRunner(lens, strategy, directory, config.debug, ablate)
 
 
-def text_name(is_synthetic: bool) -> str:
-    """Returns what pages call the text on which heads are measured."""
-    return "the validation sequences" if is_synthetic else "your text"
+def text_name(is_synthetic: bool, has_validation: bool) -> str:
+    """Returns what pages call the text on which heads are measured, for any reader."""
+    part = "validation" if has_validation else "training"
+    return f"the {part} {'sequences' if is_synthetic else 'text'}"
 
 
 def text_windows(config: Config, dataset: WindowDataset) -> torch.Tensor:

@@ -96,8 +96,12 @@ def run_data(
             for key, s in STATISTICS.items()
         ],
         "names": [{"key": name} | _shown(name) for name in ALL_NAMES],
-        "subject": subject(last, history),
-        "heads_at": _packed_json(statuses(history, steps)),
+        "heads_at": _packed_json(
+            [
+                status | {"subject": subject(last, status, step if len(history) > 1 else None)}
+                for step, status in zip(steps, statuses(history, steps), strict=True)
+            ]
+        ),
         "events": events(history),
         "opening": opening(last, opening_prompt),
         "text_name": text_name,

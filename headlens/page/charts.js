@@ -8,12 +8,15 @@ import {
   placeOfHead, rangeOf, run, selected, seriesOf, state, uniformOf,
 } from "./state.js";
 import { colours } from "./colours.js";
+import { nameAt } from "./names.js";
 import { select, sideWidth } from "./grid.js";
 import { openHelp } from "./help.js";
 
 const charts = [];
 const LEAST = 0.2; // range of the axis of a weight or an entropy if all heads are nearly equal
-const MARGIN = { left: 46, right: 8, top: 6, bottom: 16 };
+const MARGIN = { left: 32, right: 50, top: 6, bottom: 16 }; // right: for names of heads
+const APART = 10; // pixels between the ends of lines with a label
+const CHART_FONT = "10.5px system-ui, sans-serif";
 
 export function buildCharts() {
   charts.length = 0;
@@ -78,7 +81,7 @@ function drawChartLines() {
     if (chart.empty) continue;
     const { statistic, width, tall, x, y, uniform } = chart;
     const context = prepareCanvas(chart.lines, width, tall);
-    context.font = "10.5px system-ui, sans-serif";
+    context.font = CHART_FONT;
     context.fillStyle = colours.muted;
     context.textBaseline = "middle";
     context.textAlign = "right";
@@ -98,13 +101,17 @@ function drawChartLines() {
     for (const of of [otherRunSide(), A]) {
       if (!of) continue;
       const { count } = of.run;
-      context.strokeStyle = context.fillStyle = of === A ? colours.ink : colours.other;
-      context.globalAlpha =
-        chart.single ? clamp(60 / count, 0.15, 0.6) : clamp(16 / count, 0.025, 0.45);
       const series = seriesOf(of, statistic.key);
-      for (let index = 0; index < count; index++) drawHistory(context, chart, of, series, index);
+      const faint = chart.single ? clamp(60 / count, 0.15, 0.6) : clamp(16 / count, 0.025, 0.45);
+      const heads = Array.from({ length: count }, (_, index) => [index, lineColour(index)]);
+      for (const [index, colour] of heads.sort((one, two) => !!one[1] - !!two[1])) {
+        context.strokeStyle = context.fillStyle = colour ?? (of === A ? colours.ink : colours.other);
+        context.globalAlpha = colour ? 0.85 : faint;
+        drawHistory(context, chart, of, series, index);
+      }
     }
     context.globalAlpha = 1;
+    if (!chart.single && !otherRunSide()) labelEnds(context, chart);
     if (uniform !== null) {
       context.strokeStyle = colours.muted;
       context.setLineDash([3, 3]);
@@ -113,6 +120,30 @@ function drawChartLines() {
       context.setLineDash([]);
     }
   }
+}
+
+/** Returns the colour of the name of a head; null without a name, or if the lines show two runs. */
+const lineColour = (index) =>
+  (otherRunSide() ? null : nameAt(here, index)?.colours[Number(colours.isDark)] ?? null);
+
+/** Writes the name of a head at the end of its line, over other names. */
+function labelEnd(context, { width, y }, index, value, colour) {
+  const left = width - MARGIN.right + 5;
+  Object.assign(context, { font: CHART_FONT, textAlign: "left", textBaseline: "middle" });
+  context.fillStyle = colours.page;
+  context.fillRect(left, y(value) - 5, width, 10);
+  context.fillStyle = colour;
+  context.fillText(headName(index), left, y(value));
+}
+
+/** Labels the lines that end apart from all others. */
+function labelEnds(context, chart) {
+  const values = seriesOf(A, chart.statistic.key).rows.at(-1) ?? [];
+  const isNear = (one, two) => Number.isFinite(two) && Math.abs(chart.y(one) - chart.y(two)) < APART;
+  values.forEach((value, index) => {
+    if (!Number.isFinite(value) || values.filter((other) => isNear(value, other)).length > 1) return;
+    labelEnd(context, chart, index, value, lineColour(index) ?? colours.muted);
+  });
 }
 
 /** Draws one head: a line with gaps for missing values, or a dot if there is one step. */
@@ -148,9 +179,11 @@ export function drawChartMarks() {
     if (!single) upright(here.step, colours.ink);
     const shown = seriesOf(here, statistic.key);
     const trace = (of, index, colour, thick, when) => {
+      const series = seriesOf(of, statistic.key);
+      const end = series.rows.at(-1)?.[index];
+      if (!single && of.run === run && Number.isFinite(end)) labelEnd(context, chart, index, end, colour);
       context.strokeStyle = context.fillStyle = colour;
       context.lineWidth = thick;
-      const series = seriesOf(of, statistic.key);
       series.at = when ?? series.at;
       drawHistory(context, chart, of, series, index);
       const value = series.rows[series.at]?.[index];
@@ -162,7 +195,7 @@ export function drawChartMarks() {
     const chosen = selected() ?? index; // no head is enlarged: the hovered head
     if (chosen !== null) {
       if (otherRunSide()) trace(B, indexInB(chosen), colours.other, 2);
-      trace(here, chosen, colours.accent, 2, index === chosen ? at : shown.at);
+      trace(here, chosen, colours.accent, 2.5, index === chosen ? at : shown.at);
     }
     if (index !== chosen) trace(here, index, colours.ink, 1.4, at);
     const value = index === null ? null : shown.rows[at]?.[index] ?? null;
@@ -193,7 +226,8 @@ let chartFacts = [];
 export function drawCharts() {
   const at = run.steps.length === 1 && B?.at;
   const known = isMean() || [state.prompt, run.frames.filter((frame) => frame.facts).length].join();
-  const facts = [run, document.documentElement.dataset.theme, otherRunSide()?.run, at, sideWidth(), known];
+  const facts = [run, document.documentElement.dataset.theme, otherRunSide()?.run, at, sideWidth(), known,
+    innerHeight, selected() === null, here.run.frames[here.frame].heads.names.join()];
   if (facts.some((fact, n) => fact !== chartFacts[n])) drawChartLines();
   chartFacts = facts;
   drawChartMarks();

@@ -7,7 +7,7 @@ import {
   other, otherRunSide, overText, run, sideName, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
-import { layOut, select, stepHead } from "./grid.js";
+import { select, stepHead } from "./grid.js";
 import { choosePrompt } from "./finding.js";
 import { isPlaying, pause, togglePlay } from "./player.js";
 import { newsText } from "./losses.js";
@@ -61,7 +61,6 @@ function listenToControls() {
     const open = $("app").classList.toggle("open");
     $("options").setAttribute("aria-expanded", open);
     if (open) scrollTo(0, 0); // the controls are at the top
-    layOut(true);
   });
 }
 
@@ -88,7 +87,7 @@ function definedPrompt(key) {
 }
 
 /** Sorts the heads, on a prompt and at a step with values. */
-export function sortBy(sort) {
+function sortBy(sort) {
   const changes = { sort, ...definedPrompt(sort) };
   if (sort === REMOVED.key) {
     Object.assign(changes, { descending: true, frame: nearestFrame(run, run.removed.step) });
@@ -161,11 +160,14 @@ function showNotes() {
   $("compare-note").hidden = !B;
   const text = notes.join(" ");
   if ($("compare-note").textContent !== text) $("compare-note").textContent = text;
-  const marks = run.steps.length > 1 ? "One line per head" : "One dot per head, by layer";
-  $("legend").hidden = run.statistics.every(({ empty }) => empty);
-  $("legend").replaceChildren(`${marks}; ${overText()} · `,
-    make("i", { textContent: "selected head" }),
-    bold(otherRunSide() ? " · B" : ""), " · dashed: chance (equal weights on all key tokens)");
+  const [when, mark, size] = run.steps.length > 1 ? ["over the training", "line", "thick"]
+    : ["by layer", "dot", "large"];
+  $("legend").hidden = $("charts-title").hidden = run.statistics.every(({ empty }) => empty);
+  $("charts-title").textContent = `All heads ${when}, on ${overText()}`;
+  $("legend").replaceChildren(`Each ${mark} is one head`,
+    ...(otherRunSide() ? [", ", bold("blue: B")] : [" in the colour of its name, grey without a name"]),
+    "; ", make("i", { textContent: `${size}: the selected head` }),
+    `. Dashed: chance (equal weights on all key tokens). Point at a ${mark} to see which head it is.`);
 }
 
 /** Returns why the tokens of A and B are not the same. */

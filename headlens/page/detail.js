@@ -98,7 +98,7 @@ export function drawDetail() {
     const name = plot.what === "difference" ? "B − A" : sideName(plot.what === "a" ? A : B);
     const title = name + (plot.step > 1 ? ` · labels: 1 token in ${plot.step}` : "");
     // In a panel, which cannot scroll the map back to its place, the line of the caption stays.
-    const hidden = order.length === 1 && !$("app").classList.contains("compact");
+    const hidden = order.length === 1 && plot.step === 1 && !$("app").classList.contains("compact");
     Object.assign(plot.title, { textContent: title, title, hidden });
     plot.map.setAttribute("role", "img");
     plot.map.setAttribute("aria-label", `attention of ${indexName(index)}: ${title}`);

@@ -215,7 +215,7 @@ export function stepHead(by) {
 }
 
 let laidOut = ""; // the values that the current layout depends on
-let bodyTop = 0; // of the grid; in the compact layout, without the options
+let bodyTop = 0; // of the grid, without the options: they do not make it smaller
 let tilePixels = 0; // width of a thumbnail in pixels of the screen
 let measuredWidth = 0;
 
@@ -235,7 +235,7 @@ export function layOut(force = false) {
   let wide = width >= 900 && width - margin - 28 - least >= 330;
   const room = wide ? (width - margin - 28) * 0.41 : width - margin;
   let tile = (room - labels) / run.heads - gap;
-  if (!compact || !$("app").classList.contains("open")) bodyTop = $("body").offsetTop;
+  if (!$("app").classList.contains("open")) bodyTop = $("body").offsetTop;
   const below = tall - bodyTop - (compact ? 26 : 150);
   const low = below / run.layers - gap;
   if (low >= (compact ? 10 : 24)) tile = Math.min(tile, low); // the whole grid on one screen
@@ -264,7 +264,7 @@ export function layOut(force = false) {
  * head. */
 function placeGroups(isBelowGrid) {
   if (isBelowGrid) $("all").append($("groups"));
-  else $("legend").before($("groups"));
+  else $("charts-title").before($("groups"));
 }
 
 const PAPER = 940; // pixels: height of a page of paper, A4 or Letter, without margins
@@ -279,16 +279,18 @@ export function fitPaper(isPrinted) {
   document.documentElement.style.setProperty("--print", scale);
 }
 
-/** Measures the bar, and where the left column stays while the page scrolls: below the bar or, if it is
- * longer than the window, with its end at the end of the window. */
+/** Measures the bar, and where the shorter column stays while the page scrolls: below the bar or, if it
+ * is longer than the window, with its end at the end of the window. */
 export function measureBar() {
   const isCompact = $("app").classList.contains("compact"); // then the top stays too
   const top = isCompact ? $("top").offsetHeight : 0;
   const bar = $("bar").offsetHeight + top;
-  const stick = Math.min(bar + 10, innerHeight - $("all").offsetHeight - 10);
   document.documentElement.style.setProperty("--top", `${top}px`);
   document.documentElement.style.setProperty("--bar", `${bar}px`);
-  document.documentElement.style.setProperty("--stick", `${stick}px`);
+  for (const id of ["all", "side"]) {
+    const stick = Math.min(bar + 10, innerHeight - $(id).offsetHeight - 10);
+    $(id).style.setProperty("--stick", `${stick}px`);
+  }
 }
 
 /** Returns the pixels for the enlarged head and the charts. */

@@ -8,16 +8,15 @@ import { clearestView } from "./finding.js";
 let known = new Set(); // the names that heads of the run have at any step
 let hasOutlined = false; // whether a name does not hold on the text, at any step
 
-/** Writes what depends on the steps of the run. */
-export function buildSubject() {
-  $("subject").replaceChildren(...sentence(run.subject));
+/** Notes which names the legend needs, at any step. */
+export function readNames() {
   known = new Set(run.frames.flatMap(({ heads }) => heads.names).map((n) => run.names[n].key));
   hasOutlined = run.frames.some(({ heads }) => heads.hollow.includes(true));
 }
 
 export function buildLegend() {
   defineColours(run);
-  buildSubject();
+  readNames();
   for (const { key, letter, title, meaning } of run.names.filter((name) => name.letter)) {
     const tag = make("span");
     fillTag(tag, { key, letter });
@@ -36,8 +35,9 @@ export function buildLegend() {
 const chooseName = (key) =>
   update(state.name === key ? { name: "" } : { name: key, ...clearestView(key) });
 
-/** Updates the legend: the number of heads of each name at the shown step, also of another run. */
+/** Updates the sentence about the model, and the legend: the number of heads of each name at the shown step, also of another run. */
 export function drawLegend() {
+  $("subject").replaceChildren(...sentence(run.frames[state.frame].heads.subject));
   const names = Array.from({ length: run.count }, (_, index) => shownName(index));
   $("hollow").hidden = !hasOutlined;
   const isOutlined = names.some((name) => name?.hollow);

@@ -5,7 +5,6 @@ import { decode, prefetch, prepare, readData } from "./data.js";
 import { nearestFrame, other, run, setRuns, state, update } from "./state.js";
 import { isPlaying } from "./player.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
-import { buildSubject } from "./legend.js";
 import { poll } from "./polling.js";
 import { shownTab } from "./tabs.js";
 import { showTraining } from "./training.js";
@@ -100,7 +99,6 @@ async function takeHeads(found, hasLosses) {
     return isTaken;
   }
   Object.assign(run, { curves });
-  buildSubject();
   if (hasLosses || waitingLosses) {
     buildTimeline();
     drawTimeline();

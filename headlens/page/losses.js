@@ -8,6 +8,7 @@ import { setColour } from "./names.js";
 
 const THUMB = 8; // half the width of the slider's handle
 const AXIS = 34; // width of the axis at the right, in pixels; the slider leaves this room
+export const ACCURACY = "accuracy: how often the most likely next token is the right one";
 let timeCurves = []; // {points: [[step, value]], label: its legend, isPart: from 0 to 1}
 let frameSteps = [];
 
@@ -24,7 +25,7 @@ export function buildTimeline() {
     .map(([title, points]) => {
       const short = title.replace(/ loss\b|^validation (?=acc)/, "");
       const isPart = title.includes("accuracy");
-      const label = make("span", { title }, `${isPart ? "· " : ""}${short} `,
+      const label = make("span", { title: isPart ? `validation ${ACCURACY}` : title }, `${isPart ? "· " : ""}${short} `,
         make("b", { className: "number" }));
       label.dataset.curve = title;
       return { points, label, isPart };

@@ -17,6 +17,7 @@ const ruler = document.createElement("canvas").getContext("2d");
 const TOP = 6; // space above a heatmap for the first label
 const [SMALLEST, LARGEST] = [8.5, 11]; // size of a label, in pixels
 const BESIDE = 250; // height of what is next to a map and not the text, in pixels
+const LANE = 9; // width of a second column of short labels, with every other token
 const COPIES = 14; // width of the names of the two copies of a repeated sequence
 
 /** Sets the size of the enlarged heatmap, the same with and without a comparison: if possible whole
@@ -35,16 +36,19 @@ export function placePlots() {
     : sideWidth() >= 600 ? 246 : 0;
   ruler.font = LARGEST + FONT;
   const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
-  const left = Math.ceil(clamp(widest, 12, 84)) + 8 + copies;
+  const left = Math.ceil(clamp(widest, 12, 84)) + 8 + copies + (isShort ? LANE : 0);
   const low = Math.max(compact ? 120 : 170, innerHeight - left - around);
   const room = Math.max(40, Math.min(sideWidth() - text - left - 14, low, 560));
   const most = Math.min(room / A.T, Math.max(46, 90 / A.T));
   sizePlot(plots[0], left, most * A.T, labels);
   const { cell, height: tall } = plots[0];
   $("text").style.maxHeight = text ? `${Math.max(180, tall - BESIDE)}px` : "";
-  // If the rows are too low, only some tokens have a label.
-  const step = cell < SMALLEST ? Math.ceil(LARGEST / cell) : 1;
-  Object.assign(plots[0], { step, font: clamp(Math.floor(2 * cell * step) / 2, SMALLEST, LARGEST) });
+  // If the rows are too low, short labels are in two columns or, if this is not enough, only some
+  // tokens have a label.
+  const needed = cell < SMALLEST ? Math.ceil(LARGEST / cell) : 1;
+  const [step, lanes] = isShort && needed === 2 ? [1, 2] : [needed, 1];
+  const font = clamp(Math.floor(2 * cell * step * lanes) / 2, SMALLEST, LARGEST);
+  Object.assign(plots[0], { step, lanes, font });
   const small = Math.max(20, (sideWidth() - 44) / 2);
   for (const plot of plots.slice(1)) sizePlot(plot, 4, Math.min(small, plots[0].size), null);
 }
@@ -82,9 +86,10 @@ export function drawMarks(plot, query, key, isPointer) {
   context.translate(0, TOP);
   const write = (n, column, strong) => {
     const text = plot.labels[n];
+    const lane = plot.lanes === 2 && n % 2 === 0 ? LANE : 0;
     context.save();
-    context.translate(column ? left + (n + 0.5) * cell : left - 4,
-      column ? size + 5 : (n + 0.5) * cell);
+    context.translate(column ? left + (n + 0.5) * cell : left - 4 - lane,
+      column ? size + 5 + lane : (n + 0.5) * cell);
     if (column) context.rotate(-Math.PI / 2);
     if (strong) {
       const width = Math.min(context.measureText(text).width, 84) + 5;
@@ -100,7 +105,7 @@ export function drawMarks(plot, query, key, isPointer) {
   if (plot.labels) {
     for (const [column, strong] of [[false, query], [true, key]]) {
       for (const n of labelledTokens(plot)) { // others would be under that of the strong token
-        if (Math.abs(n - strong) * cell >= plot.font + 1) write(n, column, false);
+        if (Math.abs(n - strong) * cell * plot.lanes >= plot.font) write(n, column, false);
       }
       write(strong, column, true);
     }

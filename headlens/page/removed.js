@@ -2,10 +2,8 @@
 
 import { stepText } from "./text.js";
 import { $, bold, make, sentence } from "./dom.js";
-import {
-  A, B, REMOVED, indexInB, isMeasured, other, run, selected, sideName, state,
-} from "./state.js";
-import { sortBy } from "./controls.js";
+import { A, B, indexInB, isMeasured, other, run, selected, sideName } from "./state.js";
+import { ACCURACY } from "./losses.js";
 import { fillTag, kindOf } from "./names.js";
 
 /** Returns where the values are from, for a side that shows another step. */
@@ -48,7 +46,8 @@ function groupRows({ key, cells: [title, ...values], meaning, is_noise: isNoise 
 
 function groupTable({ columns, groups, notes }) {
   const head = columns.map((textContent, n) =>
-    make("th", { scope: "col", textContent, className: n ? "number" : "" }));
+    make("th", { scope: "col", textContent, className: n ? "number" : "",
+      title: textContent === "accuracy" ? ACCURACY : "" }));
   return [make("table", {}, make("thead", {}, make("tr", {}, ...head)),
     make("tbody", {}, ...groups.flatMap(groupRows))),
   ...(groups.some((group) => group.is_noise) ? [noteOf("grey: not clearly different from 0")] : []),
@@ -60,15 +59,11 @@ export function drawGroups() {
   const sides = measuredSides().filter((of) => of.run.removed.groups.length);
   $("groups").hidden = !sides.length;
   if (!sides.length) return;
-  const isSorted = state.sort === REMOVED.key;
-  const sort = make("button", { textContent: isSorted ? "sort heads by layer"
-    : "sort heads by loss without the head" });
-  sort.addEventListener("click", () => sortBy(isSorted ? "" : REMOVED.key));
   $("groups").replaceChildren(
     make("h2", { textContent: "What if all heads of one kind are removed?" }),
     ...sides.flatMap((of) => [
       ...(B || elsewhere(of) ? [make("p", {}, ...prefix(of), elsewhere(of))] : []),
       ...groupTable(of.run.removed),
     ]),
-    noteOf(sides[0].run.removed.notes[1]), ...(run.removed ? [sort] : []));
+    noteOf(sides[0].run.removed.notes[1]));
 }

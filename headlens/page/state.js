@@ -118,12 +118,12 @@ export const hasOverall = () => run.prompts.length > 1 || run.windows !== null;
  * prompts. */
 export const isMean = () => state.over === "mean" || !hasOverall();
 
-/** Returns how the page calls the text on which heads were measured: "your text". */
+/** Returns how the page calls the text on which heads were measured: "the validation text". */
 export const textName = () => run.text_name;
 
 /** Returns of what the shown statistics are. */
 export const overText = () => (!isMean() || !hasOverall() ? "this prompt" : run.windows
-  ? textName() : `mean over all ${run.prompts.length} prompts`);
+  ? textName() : `all ${run.prompts.length} prompts (mean)`);
 const TEXTS = "positional"; // this statistic compares prompts, so it has no value for one prompt
 
 /** Returns a statistic of all heads at all known steps: {steps, rows, at: index of the step}. */

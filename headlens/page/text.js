@@ -26,7 +26,6 @@ export const format = (value, signed = false, kind = "value") =>
 /** Returns a loss, or with `signed` the change of a loss. */
 export const formatLoss = (value, signed = false) => format(value, signed, "loss");
 
-
 /** Returns a mean on the text with its standard error: "0.62 ± 0.03", "0.617 ± 0.004". */
 export function formatMean(value, error) {
   if (error === null) return format(value);

@@ -1,7 +1,7 @@
 /* The tabs "losses and samples" and "settings". Python computes and formats all values:
  *
- *   training  {state, result, facts: [[name, value, note]], charts, samples: [{step, prompt, text}, the
- *             newest first], command, environment: [[name, value]], settings}; all texts
+ *   training  {state, result, facts: [[name, value, note]], charts, samples: [{step, prompt, text,
+ *             is_shown: at once}], command, environment: [[name, value]], settings}; all texts
  *   chart     {title, unit, sign: after the numbers of the axis, from_zero, lines}
  *   line      {name, kind: "training" or "validation", thin, points: [[step, value or null, text]]}
  *
@@ -9,16 +9,15 @@
  * A cursor at the nearest logged step shows the value of each line. */
 
 import { $, make, showMessage } from "./dom.js";
-import { clamp, stepText } from "./text.js";
+import { clamp, plural, stepText } from "./text.js";
 import { roundTicks } from "./ticks.js";
 
 const MARKERS_UP_TO = 60; // with more points, markers would hide the line
-const NEWEST = 3; // samples that are shown at once
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
 
 /** Draws both tabs, again if the run has new values. */
 export function showTraining(training) {
-  const isOpen = $("older")?.open;
+  const isOpen = $("more-samples")?.open;
   const { result, facts, charts, samples } = training;
   const focused = [...document.querySelectorAll("#tab-training svg")].indexOf(document.activeElement);
   $("tab-training").replaceChildren(
@@ -39,17 +38,17 @@ function pairs(className, rows) {
 
 function samplesOf(samples, isOpen) {
   if (!samples.length) return [];
-  const articles = samples.map(({ step, prompt, text }) => make("article", {},
+  const article = ({ step, prompt, text }) => make("article", {},
     make("h3", { textContent: stepText(step) }),
-    make("p", { dir: "auto" }, make("b", { textContent: prompt }), text)));
-  const older = make("details", { id: "older", open: Boolean(isOpen) },
-    make("summary", { textContent: `${samples.length - NEWEST} older samples` }),
-    ...articles.slice(NEWEST));
+    make("p", { dir: "auto" }, make("b", { textContent: prompt }), text));
+  const others = samples.filter((sample) => !sample.is_shown);
+  const more = make("details", { id: "more-samples", open: Boolean(isOpen) },
+    make("summary", { textContent: plural(others.length, "more sample") }), ...others.map(article));
   return [make("h2", { textContent: "What it writes" }),
     make("p", { className: "quiet-text" }, make("b", { textContent: "Bold" }),
       ": the prompt. The model has written the rest."),
-    make("div", { className: "samples" }, ...articles.slice(0, NEWEST),
-      ...(samples.length > NEWEST ? [older] : []))];
+    make("div", { className: "samples" },
+      ...samples.filter((sample) => sample.is_shown).map(article), ...(others.length ? [more] : []))];
 }
 
 function showSettings({ command, environment, settings }) {

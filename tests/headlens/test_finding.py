@@ -290,21 +290,26 @@ def test_opening_without_names_is_the_most_significant_head():
     assert opening(data) is None
 
 
-def test_subject_counts_names_at_the_last_step():
+def test_subject_counts_the_names_of_the_shown_step():
     data = on_text({"induction": [0.9, 0.9, 0, 0, 0, 0]}, places=[1, 2, 1, 1, 1, 1])
-    said = plain(subject(data, [data.row, data.row]))
+    (status,) = statuses([data.row], [data.step])
+    said = plain(subject(data, status, data.step))
     assert f"At step {data.step}, 2 of 6 heads" in said
     assert re.search(r"; 1 of the names .* the book", said)
     data = on_text({"separator": [0.9] * 6})
-    assert f"step {data.step}" not in plain(subject(data, [data.row]))  # without a training
+    earlier = data.step - 1
+    assert f"step {data.step}" not in plain(subject(data, status, None))  # without a training
     groups = [
         removal(2, name="separator", heads=6),
         removal(3, error=2, name="induction", heads=1),  # not clear
     ]
     data.ablation = {"method": "exact", "loss": 1, "groups": groups}
-    assert ["bold", formatted(3)] in subject(data, [data.row])
+    assert ["bold", formatted(3)] in subject(data, status, data.step)
+    said = plain(subject(data, status | {"names": [0] * 6}, earlier))
+    assert f"At step {earlier}, none of 6 heads" in said
+    assert f"At step {data.step}, the model needs" in said  # measured at the last step alone
     data.ablation["method"] = "estimate"
-    assert ["bold", formatted(3)] not in subject(data, [data.row])
+    assert ["bold", formatted(3)] not in subject(data, status, data.step)
 
 
 # ------------------------------------------------------------------- removed heads

@@ -14,7 +14,7 @@ from helpers.runs import train_in
 from playwright.sync_api import expect
 
 from clearhead.output.charts import smooth, thin
-from clearhead.output.report import sample_page, write_run_page
+from clearhead.output.report import sample_page, training_data, write_run_page
 
 NAN = math.nan
 
@@ -164,7 +164,7 @@ def test_text_with_markup_is_shown_as_text(run, page_of, opened, tmp_path):
     page = page_of(folder)
     assert page.locator("h1").inner_text() == "<img src=x>&amp;\\x1b"
     articles = page.locator(".samples article")
-    assert numbers(articles.locator("h3").all_inner_texts()) == [["2"], ["1"]]
+    assert numbers(articles.locator("h3").all_inner_texts()) == [["1"], ["2"]]
     assert articles.first.locator("b").text_content() == HOSTILE
     shown = articles.first.locator("p").text_content()
     assert shown.startswith(f"{HOSTILE}\n{HOSTILE}\u2028\\ud800\\x00\\u202eend")
@@ -189,12 +189,22 @@ def test_samples_of_newlines_stay_low():
     assert shown.count("</b> b\n\n  c\nd</p>") == 1
 
 
-def test_older_samples_are_shown_on_demand(run, page_of):
-    page = page_of(run(ROWS, [{"step": n, "prompt": "a", "text": f"a {n}"} for n in range(1, 7)]))
+def test_some_samples_from_first_to_last_are_shown_and_others_on_demand(run, page_of):
+    page = page_of(run(ROWS, [{"step": n, "prompt": "a", "text": f"a {n}"} for n in range(1, 8)]))
     shown = page.locator(".samples article:visible h3")
-    assert numbers(shown.all_inner_texts()) == [["6"], ["5"], ["4"]]
+    assert numbers(shown.all_inner_texts()) == [["1"], ["3"], ["5"], ["7"]]
     page.locator("summary").click()
-    assert numbers(shown.all_inner_texts()) == [[str(n)] for n in range(6, 0, -1)]
+    steps = [int(step) for (step,) in numbers(shown.all_inner_texts())]
+    assert sorted(steps) == [*range(1, 8)]
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_the_first_and_the_last_sample_are_always_shown(run, count):
+    rows = [{"step": n, "prompt": "a", "text": "a"} for n in range(count)]
+    samples = training_data(run(ROWS, rows), ROWS)["samples"]
+    shown = [number for number, found in enumerate(samples) if found["is_shown"]]
+    assert [shown[0], shown[-1]] == [0, count - 1]
+    assert len(shown) == min(count, 4)
 
 
 def test_the_tabs_are_chosen_by_pointer_keyboard_and_address(tmp_path, opened):

@@ -193,7 +193,7 @@ def test_charts_say_the_value_of_the_chosen_head_and_of_the_head_under_the_point
     red = (drawn[..., 0] > drawn[..., 1] + 50) & (drawn[..., 3] > 200)
     assert red.any(0).sum() > 0.5 * drawn.shape[1]  # the selected head is a line over all steps
     box = canvas.bounding_box()
-    left, right = 46, box["width"] - 8  # of the first and the last step
+    left, right = 32, box["width"] - 50  # of the first and the last step
     for step in (0, 60, 120):
         values = run.rows[step].values["diagonal"]
         for y, best in ((7, values.argmax()), (box["height"] - 17, values.argmin())):

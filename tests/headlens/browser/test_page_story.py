@@ -87,7 +87,33 @@ def test_letters_and_counts_of_names_follow_the_step(shown, story):
             assert counts.keys() == ever
             assert counts == {key: shown_keys.count(key) for key in ever}
             assert not lens.locator("#no-names").inner_text()
+            named = len(shown_keys) or "none"
+            expect(lens.locator("#subject")).to_contain_text(f"At step {step}, {named} of 6 heads")
     assert tags(lens) == ["S", "", "P", "", "I", ""]
+
+
+def test_lines_of_charts_have_the_colour_of_the_shown_name_and_a_label(story):
+    lens, key = story(), "previous_token"
+    canvas = lens.locator(f".chart[data-statistic='{key}'] canvas").first
+    colour = pages.colour_of(pages.tile(lens, 0, 2).locator(".tag"), "backgroundColor")
+
+    def coloured():
+        (drawn,) = pages.pixels(canvas)
+        is_near = np.abs(drawn[..., :3] - colour).max(-1) < 12
+        return (is_near & (drawn[..., 3] > 100)).any(0).sum()
+
+    assert coloured() > 50
+    lens.locator("#step").fill("0")  # no head has a name yet
+    assert coloured() == 0
+    lens.evaluate(pages.WATCH_TEXT)
+    lens.locator("#step").fill(str(len(STEPS) - 1))  # draws the lines again
+    labels = lambda: {t["text"] for t in lens.evaluate("written") if t["where"] == key}  # noqa: E731
+    assert {name for name in labels() if name.startswith("L")} == {
+        "L0 H0",
+        "L0 H2",
+    }  # they end apart
+    pages.tile(lens, 1, 0).hover()
+    assert "L1 H0" in labels()
 
 
 def test_filter_by_name_and_since(story):

@@ -191,6 +191,25 @@ def test_every_control_is_reached_by_tab(shown):
     assert any(name.startswith("head") for name in reached)  # one of the remaining heads
 
 
+def test_options_neither_resize_the_grid_nor_cut_the_charts(shown):
+    run = a_run("deep", 6, 6, PROMPTS[:1], (0, 120), (0, 120))
+    lens = shown(run, fragment="#head=none", viewport={"width": 1400, "height": 700})
+    size = lambda: pages.tile(lens, 0, 0).bounding_box()["width"]  # noqa: E731
+    outside = """() => [...document.querySelectorAll(".chart canvas")].filter((canvas) => {
+      const [inner, outer] = [canvas, canvas.closest("#side")].map((n) => n.getBoundingClientRect());
+      const chart = canvas.closest(".chart").getBoundingClientRect();
+      return inner.width > chart.width + 1 || inner.right > outer.right + 1;
+    }).length"""
+    before = size()
+    for _ in range(2):
+        lens.locator("#options").click()
+        assert size() == before
+        assert lens.evaluate(outside) == 0
+    lens.locator("#options").click()
+    lens.set_viewport_size({"width": 1000, "height": 600})
+    assert lens.evaluate(outside) == 0
+
+
 def test_small_window_with_touch(shown):
     """Everything fits or scrolls, and is large enough for a finger."""
     run = a_run("2026-11-21_gpt2-12x768" * 4, 12, 16, PROMPTS[:1], (0, 120), (0, 120))
