@@ -386,7 +386,7 @@ class _Story:
         known = f" (chance {percent(self.chance)})" if self.prompt.num_symbols else ""
         if not self.prompt.period and step and not self.rows[0].step:
             known = f" (before training: {percent(self.chance)})"
-        gets = f"here the right {self.unit} gets {percent(right)} on average"
+        gets = f"here the right {self.unit} gets a mean probability of {percent(right)}"
         return f"step {step:,} · {gets}{known}"
 
     def _is_guessing(self, right: float) -> bool:

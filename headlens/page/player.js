@@ -17,7 +17,7 @@ let part = 0; // of the first screen that was played, 0 to 1
 
 export const isPlaying = () => playing;
 export const shownPosition = () => position ?? state.frame;
-export const playedPart = () => (position === null ? 1 : part);
+export const playedPart = () => (position === null ? 1 : Math.max(0, part));
 
 export function togglePlay() {
   if (playing) pause();
