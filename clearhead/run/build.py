@@ -260,7 +260,9 @@ def open_tracker(
     starts.append({"step": state.step, "parameters": parameters} | started)
     starts.close()
     settings = state.settings | {"environment": started, "tokenizer": inputs.tokenizer.name}
-    tracker = Tracker(inputs.config.wandb, directory, settings, state.wandb_id, logged.get("step", -1))
+    tracker = Tracker(
+        inputs.config.wandb, directory, settings, state.wandb_id, logged.get("step", -1)
+    )
     closing.push(lambda _, error, __: tracker.finish(exit_code_of(error)))
     tracker.summary({"parameters": parameters})
     return tracker
