@@ -253,16 +253,16 @@ def open_tracker(
     """Writes the settings, removes the rows of steps that are computed again, and starts W&B."""
     strategy = inputs.strategy
     run_directory.write_settings(directory, state.settings, state.data, inputs.tokenizer)
-    logged = last_values(directory / "metrics.jsonl") if state.wandb_id else {}
+    logged_step = -1
+    if state.wandb_id:
+        logged_step = last_values(directory / "metrics.jsonl").get("step", -1)
     drop_rows_after(directory, state.step if inputs.resumed else -1)
     started = environment(str(strategy.device), strategy.world_size)
     starts = RowFile(directory / "starts.jsonl")
     starts.append({"step": state.step, "parameters": parameters} | started)
     starts.close()
     settings = state.settings | {"environment": started, "tokenizer": inputs.tokenizer.name}
-    tracker = Tracker(
-        inputs.config.wandb, directory, settings, state.wandb_id, logged.get("step", -1)
-    )
+    tracker = Tracker(inputs.config.wandb, directory, settings, state.wandb_id, logged_step)
     closing.push(lambda _, error, __: tracker.finish(exit_code_of(error)))
     tracker.summary({"parameters": parameters})
     return tracker
