@@ -154,12 +154,12 @@ def answer_of_run(run: LiveRun, *parts: str) -> Answer:
     """Returns the answer to a path below /run/NAME/. Raises Refused."""
     match parts:
         case [""]:
-            heads = ["heads"] * (run.has_snapshots or run.settings().get("lens.every") != 0)
+            heads = ["heads"] * (run.has_snapshots or run.settings.get("lens.every") != 0)
             return as_page(sanitize(run.folder.name), ["runs", *heads, "training", "settings"])
         case ["state.json"]:
             return Answer(json.dumps(run.state()).encode())
         case ["training.json"]:
-            return Answer(run.training())
+            return Answer(run.training)
         case ["data.json"] if run.has_snapshots:
             return Answer(run.snapshots.data())
         case ["frame", name] if run.has_snapshots and (found := STEP.fullmatch(name)):
