@@ -160,10 +160,14 @@ class LiveRuns:
     def find(self, name: str) -> LiveRun | None:
         return self._update().get(name)
 
+    def runs(self) -> list[LiveRun]:
+        """Returns all runs, the newest last."""
+        return sorted(self._update().values(), key=lambda run: (run.date(), run.folder.name))
+
     def rows(self) -> dict:
         """Returns {"folder", "runs": the rows of the newest runs, "more": number of other runs}."""
-        runs = sorted(self._update().values(), key=lambda run: (run.date(), run.folder.name))
-        rows = [run.row() for run in runs[::-1][:MAX_RUNS]]
+        runs = self.runs()[::-1]
+        rows = [run.row() for run in runs[:MAX_RUNS]]
         return {"folder": sanitize(str(self.folder)), "runs": rows, "more": len(runs) - len(rows)}
 
     def _update(self) -> dict[str, LiveRun]:
