@@ -67,17 +67,15 @@ class LensRunner:
             )
         return None
 
-    def summary(self, has_converged: bool) -> list[str]:
-        """Returns lines about the heads, for the end of a run. has_converged: whether more steps do
-        not decrease the validation loss."""
+    def summary(self) -> list[str]:
+        """Returns lines about the heads, for the end of a run."""
         if self.lens is None:
             return []
         lines = [f"attention heads  {text}" for text in self.lens.most_significant_heads()]
         names = {row["name"] for row in self.lens.table} - {"", "uniform"}
         if self.lens.table and not names - {"positional"}:
             some = " except positional" * bool(names)
-            advice = "" if has_converged else "; a longer run may have one"
-            lines.append(f"attention heads  no head has a name yet{some}{advice}")
+            lines.append(f"attention heads  no head has a name yet{some}")
         return lines + [f"removed heads    {t}" for t in self.lens.most_important_heads()]
 
 

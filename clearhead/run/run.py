@@ -186,7 +186,7 @@ class Run:
         lines, has_risen = results(folder)
         if not self.was_finished:
             lines.append(times(seconds_of, seconds))
-        lines += self.lens.summary(has_risen or state.should_stop_early(self.config.trainer))
+        lines += self.lens.summary()
         for line in ["", *lines, *where_to_look(self.config, log, uploaded, has_risen)]:
             log.console.print(line)
         log.tracker.finish()
