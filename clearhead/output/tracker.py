@@ -70,7 +70,11 @@ class Tracker:
 
             self.wandb = wandb
             self.is_shared = bool(wandb.sdk.wandb_setup.singleton().most_recent_active_run)
-            self.run = start_run(wandb, config, folder, settings, run_id, self.is_shared)
+            given = wandb, config, folder, settings, run_id, self.is_shared
+            self.run = call_with_timeout(
+                wandb_process.START_SECONDS + 2 * wandb_process.CALL_SECONDS,
+                lambda: start_run(*given),
+            )
         except Exception as error:
             self._stop_logging(error)
         self._call(define_metrics)

@@ -77,18 +77,11 @@ def start_run(
     options = {key: getattr(config, key) for key in OF_WANDB_INIT}
     options |= {"name": os.environ.get("WANDB_NAME") or folder.name, "config": settings}
     # Without an id, W&B uses WANDB_RUN_ID, or a new one.
-    options |= {"dir": str(folder), "id": run_id, "resume": "allow"}
-
-    def init(mode: str):
-        seconds = START_SECONDS + CALL_SECONDS
-        return call_with_timeout(
-            seconds, lambda: wandb.init(mode=mode, settings=wandb_settings, **options)
-        )
-
+    options |= {"dir": str(folder), "id": run_id, "resume": "allow", "settings": wandb_settings}
     if config.mode != "offline":
         try:
-            if call_with_timeout(CALL_SECONDS, lambda: wandb.login(prompt=False, verify=False)):
-                return init("online")
+            if wandb.login(prompt=False, verify=False):
+                return wandb.init(mode="online", **options)
             say(
                 "no API key found; this run is recorded offline. Log in with 'wandb login', "
                 "or set wandb=off to disable W&B"
@@ -98,7 +91,7 @@ def start_run(
             if not is_shared:
                 teardown()  # after some server errors the W&B process ends
                 wandb.setup(wandb_settings)
-    return init("offline")
+    return wandb.init(mode="offline", **options)
 
 
 def teardown() -> None:
