@@ -35,7 +35,6 @@ class LensRunner:
 
     lens: Lens | None  # None if it is off
     strategy: Strategy
-    directory: Path  # the run directory
     debug: bool  # whether an error ends the run
     # (model, heads by name, trained steps) -> the loss without each head, see
     # models/head_removal.py; None: off
@@ -112,7 +111,7 @@ def build_lens(
             notes.append("lens.ablation: no effect with FSDP")
         else:
             ablate = build_ablation(config, strategy, data.val)
-    return LensRunner(lens, strategy, directory, config.debug, ablate)
+    return LensRunner(lens, strategy, config.debug, ablate)
 
 
 def text_name(is_synthetic: bool) -> str:
