@@ -142,10 +142,10 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics; writes those after the last step to
         validation.json."""
-        step, report = self.state.step, self.log.console.validation_progress()
+        step = self.state.step
         is_last = step == self.stop.last_step
         with self.log.timed("validation"):
-            row = self.evaluator.validate(self.model, step, is_last, report)
+            row = self.evaluator.validate(self.model, step, is_last)
         if row:
             self.state.val_loss = row["val/loss"]
             self.log.console.validation(step, row)
