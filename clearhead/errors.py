@@ -17,14 +17,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import IO, NamedTuple
 
 NO_VALUE = ...  # Problem.value if there is none; `...` is the same object in every process
 DEBUG_HINT = "rerun with debug=true to see the traceback"  # for errors that are not ClearheadError
 # For weights, gradients or losses that are NaN or inf.
 DIVERGENCE_HINT = "use a smaller optimizer.lr, more trainer.warmup_steps or trainer.precision=fp32"
-MAX_FAILURES = 3  # in a row, after which a part of the output is off
 MAX_VALUE_CHARS = 300  # characters printed of a key or a value
 MAX_MESSAGE_CHARS = 1000  # characters printed of another library's message
 # Keys of settings whose value must not be printed or logged.
@@ -233,23 +231,6 @@ def exit_code_of(error: BaseException | None) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 130
     return 0 if error is None else getattr(error, "exit_code", 4)
-
-
-@dataclass
-class Failures:
-    """Counts failures of a part of the output that must not end a run. A failure may pass, such as
-    a full disk, so the part is off only after MAX_FAILURES in a row."""
-
-    in_a_row: int = 0
-    missing: int = 0  # that failed, or were not tried because it is off
-
-    @property
-    def is_off(self) -> bool:
-        return self.in_a_row >= MAX_FAILURES
-
-    def count(self, failed: bool) -> None:
-        self.in_a_row = self.in_a_row + 1 if failed else 0
-        self.missing += failed
 
 
 @contextlib.contextmanager

@@ -20,14 +20,14 @@ hub:NAME@REVISION,REVISION or hub:NAME@PATTERN. The page is a time-lapse of them
 import functools
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clearhead.config.command_line import settings_command, write_out
 from clearhead.errors import CheckpointError, refuse, sanitize
 from scripts._inspection import (
     InspectConfig,
+    Prompts,
     check_prompts,
     conflicts,
     is_synthetic,
@@ -39,79 +39,103 @@ from scripts._inspection import (
 if TYPE_CHECKING:
     import torch
 
-    from clearhead.models.foreign import ForeignModel
-    from clearhead.models.pretrained import PretrainedModel
-    from clearhead.tokens.windows import WindowDataset
-    from headlens import Lens, SnapshotData
+    from headlens import SnapshotData
 
-    Model = PretrainedModel | ForeignModel
+Steps = Sequence[tuple[int | None, str]]  # (step, path) of checkpoints of one training
 
 
 @settings_command(InspectConfig)
 def main(settings: InspectConfig) -> None:
-    from clearhead.models.foreign import load_any
+    from clearhead.models.foreign import series, series_name
     from clearhead.parallel.device import check, prepare
-    from headlens import run_data, snapshot_bytes
+    from headlens import page_html, snapshot_bytes
 
     refuse(check(settings.device) + conflicts(settings))
     device = prepare(settings.device, seed=0, threads=settings.threads)
-    if settings.checkpoints:
-        write_page(settings.out, [timelapse(settings, device)])
-        return
-    runs, prompts = [], None
+    models = {}
     for key in ("checkpoint", "compare"):
         if path := getattr(settings, key):
-            trained = load_any(path, key, settings.tokenizer)
-            loaded = load_data(trained, settings)
-            prompts = prompts or prompts_of(trained, settings, loaded)
-            lens, dataset = lens_of(trained, settings, loaded, prompts)
-            lens.run_name = Path(path).resolve().name
-            if not runs:
-                check_prompts(settings, lens)
-            runs.append(inspect(key, path, trained, lens, dataset, settings, device))
+            models[key] = Path(path).resolve().name, [(None, path)]
+    if pattern := settings.checkpoints:
+        models["checkpoints"] = series_name(pattern), series(pattern)
+    pages, last, prompts = [], [], None
+    for key, (name, found) in models.items():
+        data, page, prompts = inspect(key, name, found, settings, device, prompts)
+        last.append(data)
+        pages.append(page)
     if settings.is_data:
-        write_out(settings.out, snapshot_bytes(runs[0]))
-    else:
-        first = 0 if settings.texts else None  # the prompt with which the page opens
-        write_page(settings.out, [(run, run_data([run], opening_prompt=first)) for run in runs])
+        write_out(settings.out, snapshot_bytes(last[0]))
+        return
+    title = f"attention of {' and '.join(page['name'] for page in pages)}"
+    write_out(settings.out, page_html(pages, title, last[0]).encode())
+    print(sanitize(f"open {settings.out} in a browser"))
 
 
-def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[SnapshotData, dict]":
-    """Returns the last step and the data of a page with all checkpoints of a training. One model is
-    in memory at a time. Prints the most significant heads of the last step."""
-    from clearhead.models.foreign import load_any, series, series_name
+def inspect(
+    key: str,
+    name: str,
+    found: Steps,
+    settings: InspectConfig,
+    device: "torch.device",
+    prompts: Prompts | None,
+) -> "tuple[SnapshotData, dict, Prompts]":
+    """Returns the last step of a model or of the checkpoints of a training, the data of its page,
+    and its prompts. Prints its most significant heads. One model is in memory at a time.
+
+    key: the setting that names it. prompts: of the model that is shown next to it."""
+    from clearhead.models.foreign import load_any
+    from clearhead.models.head_removal import ablate_heads
     from clearhead.output.console import progress
     from headlens import FRAMES, run_data
 
-    key, pattern = "checkpoints", settings.checkpoints
-    found = series(pattern, key)
-    lens, frames, rows, lines = None, [], [], []
-    with progress("checkpoints") as report:
-        for number, (step, path) in enumerate(found, start=1):
+    lens, ablate, is_first = None, None, prompts is None
+    frames, rows, lines = [], [], []
+    count = min(len(found), FRAMES)
+    shown = {round(n * (len(found) - 1) / max(count - 1, 1)) for n in range(count)}
+    with progress("passes without heads" if settings.ablation else "checkpoints") as report:
+        for number, (step, path) in enumerate(found):
             trained = load_any(path, key, settings.tokenizer)
             if lens is None:
                 loaded = load_data(trained, settings)
-                prompts = prompts_of(trained, settings, loaded)
-                lens, _ = lens_of(trained, settings, loaded, prompts)
-                lens.run_name = series_name(pattern)
-                check_prompts(settings, lens)
-                count = min(len(found), FRAMES)
-            shown = [round(n * (len(found) - 1) / max(count - 1, 1)) for n in range(count)]
-            before = rows[-1] if rows else None
+                prompts = prompts or prompts_of(trained, settings, loaded)
+                lens, dataset = lens_of(trained, settings, loaded, prompts)
+                lens.run_name = name
+                if is_first:
+                    check_prompts(settings, lens)
             model = trained.model.to(device)
-            data, lines = inspected(key, path, lens, model, step, before=before)
+            if settings.ablation:
+                ablate = functools.partial(
+                    ablate_heads,
+                    model,
+                    dataset=dataset,
+                    is_synthetic=is_synthetic(trained, settings),
+                    max_tokens=math.inf if settings.ablation == "exact" else 0,
+                    report=report,
+                )
+            if step is None:
+                step = trained.state.step if trained.state else 0
+            try:
+                data, lines = lens.inspect(model, step, ablate, rows[-1] if rows else None)
+            except (TypeError, ValueError) as error:
+                hint, reason = "use a decoder with attention in each layer", str(error)
+                raise CheckpointError(key, path, reason.splitlines()[0], hint) from error
             del trained, model  # before the next one is loaded
             rows.append(data.row)
             if data.row.names.shape != rows[0].names.shape:
                 reason = "has other numbers of layers or heads than the first"
                 raise CheckpointError(key, path, reason, "give checkpoints of one training")
-            if number - 1 in shown:
+            if number in shown:
                 frames.append(data)
-            report(number, len(found))
-    print_heads(f"{found[-1][1]}, step {found[-1][0]}", lines)
-    opening_prompt = 0 if settings.texts else None
-    curves = losses(found[-1][1])
-    return frames[-1], run_data(frames, rows, curves, opening_prompt=opening_prompt)
+            if settings.checkpoints:
+                report(number + 1, len(found))
+    print(sanitize(f"{path}, step {step}: clearest heads"))
+    print(*(f"  {line}" for line in lines), sep="\n")
+    if settings.ablation:
+        print("largest increases of the loss:")
+        print(*(f"  {line}" for line in lens.most_important_heads()), sep="\n")
+    curves = losses(path) if settings.checkpoints else {}
+    first = 0 if settings.texts else None  # the prompt with which the page opens
+    return frames[-1], run_data(frames, rows, curves, opening_prompt=first), prompts
 
 
 def losses(path: str) -> dict[str, list]:
@@ -123,65 +147,6 @@ def losses(path: str) -> dict[str, list]:
 
     run = run_directory_of(Path(path).absolute())
     return curves([*read_rows(run / "metrics.jsonl", *CURVES)]) if run else curves_of(path)
-
-
-def write_page(out: str, runs: "Sequence[tuple[SnapshotData, dict]]") -> None:
-    """Writes the page of one or several models. runs: the last step of each, and its data."""
-    from headlens import page_html
-
-    datas = [data for _, data in runs]
-    title = f"attention of {' and '.join(data['name'] for data in datas)}"
-    write_out(out, page_html(datas, title, runs[0][0]).encode())
-    print(sanitize(f"open {out} in a browser"))
-
-
-def inspect(
-    key: str,
-    path: str,
-    trained: "Model",
-    lens: "Lens",
-    dataset: "WindowDataset | None",
-    settings: InspectConfig,
-    device: "torch.device",
-) -> "SnapshotData":
-    """Returns the data of one model. Prints its most significant heads."""
-    from clearhead.models.head_removal import ablate_heads
-    from clearhead.output.console import progress
-
-    step, ablate = trained.state.step if trained.state else 0, None
-    model = trained.model.to(device)
-    with progress("passes without heads") if settings.ablation else nullcontext() as report:
-        if settings.ablation:
-            ablate = functools.partial(
-                ablate_heads,
-                model,
-                dataset=dataset,
-                is_synthetic=is_synthetic(trained, settings),
-                max_tokens=math.inf if settings.ablation == "exact" else 0,
-                report=report,
-            )
-        data, lines = inspected(key, path, lens, model, step, ablate)
-    print_heads(path, lines)
-    if settings.ablation:
-        print("largest increases of the loss:")
-        print("\n".join(f"  {line}" for line in lens.most_important_heads()))
-    return data
-
-
-def inspected(
-    key: str, path: str, lens: "Lens", model: Any, step: int, ablate: Any = None, before: Any = None
-) -> tuple["SnapshotData", list[str]]:
-    """Returns Lens.inspect. Raises CheckpointError for a model without known attention."""
-    try:
-        return lens.inspect(model, step, ablate, before)
-    except (TypeError, ValueError) as error:
-        hint = "use a decoder with attention in each layer"
-        raise CheckpointError(key, path, str(error).splitlines()[0], hint) from error
-
-
-def print_heads(what: str, lines: Sequence[str]) -> None:
-    print(sanitize(f"{what}: clearest heads"))
-    print("\n".join(f"  {line}" for line in lines))
 
 
 if __name__ == "__main__":

@@ -17,39 +17,23 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from clearhead.config.command_line import ScriptConfig, settings_command
-from clearhead.config.schema import (
-    Count,
-    Encoding,
-    Name,
-    Names,
-    Positive,
-    Settings,
-    is_tokenizer,
-    rejected,
-)
+from clearhead.config.schema import Count, Name, Positive, is_tokenizer, rejected
 from clearhead.errors import ConfigError, sanitize
 from clearhead.files import script_path
 from clearhead.output.console import progress
 from clearhead.tokens import TRAINED
 from clearhead.tokens.encoding import available_cores
 from clearhead.tokens.prepare import Preparation, PrepareSettings
-from clearhead.tokens.sources import find_files, notes_about_repeated
+from scripts.train_tokenizer import SourceConfig
 
 
-class SourceConfig(Settings):
+class PreparedConfig(SourceConfig):
     """The texts, and how they are tokenized."""
 
-    path: Names = Field(
-        description="file, folder, glob pattern, a list of these, or hub:NAME:CONFIG:SPLIT"
-    )
     tokenizer: Name = Field(
         "gpt2",
         description="gpt2 | byte | a directory with tokenizer.json (scripts.train_tokenizer)",
     )
-    text_key: Names = Field(
-        "text", description="JSON field or Parquet column that has the text, or a list of several"
-    )
-    encoding: Encoding = Field("utf-8", description="of text files, such as cp1252")
 
     @field_validator("tokenizer")
     @classmethod
@@ -65,7 +49,7 @@ class SourceConfig(Settings):
 class PrepareConfig(ScriptConfig):
     """python -m scripts.prepare_data data.path=TEXTS out=DIR [KEY=VALUE ...]"""
 
-    data: SourceConfig
+    data: PreparedConfig
     out: Name = Field(description="folder for the token files")
     workers: Annotated[Count, Field(le=1024)] = Field(0, description="processes; 0: one per core")
     shard_tokens: Annotated[Positive, Field(lt=2**31)] = Field(
@@ -79,9 +63,7 @@ def main(settings: PrepareConfig) -> None:
     prepare_settings = PrepareSettings(
         shard_tokens=settings.shard_tokens, **data.model_dump(exclude={"path"})
     )
-    files = find_files(data.path, notes := [])
-    notes += notes_about_repeated(files)
-    print(*notes, sep="\n", end="\n" * bool(notes))
+    files = data.files()
     preparation = Preparation(files, Path(settings.out), prepare_settings)
     try:
         preparation.start()

@@ -43,6 +43,13 @@ class SourceConfig(Settings):
     )
     encoding: Encoding = Field("utf-8", description="of text files, such as cp1252")
 
+    def files(self) -> list[str]:
+        """Returns the files of `path`. Prints notes about them. Raises DataError."""
+        files = find_files(self.path, notes := [])
+        notes += notes_about_repeated(files)
+        print(*notes, sep="\n", end="\n" * bool(notes))
+        return files
+
 
 class TokenizerConfig(ScriptConfig):
     """python -m scripts.train_tokenizer data.path=TEXTS out=DIR [KEY=VALUE ...]"""
@@ -63,9 +70,7 @@ def main(settings: TokenizerConfig) -> None:
     from clearhead.models.export import write_tokenizer
 
     data = settings.data
-    files = find_files(data.path, notes := [])
-    notes += notes_about_repeated(files)
-    print(*notes, sep="\n", end="\n" * bool(notes))
+    files = data.files()
     options = {"text_key": data.text_key, "encoding": data.encoding}
     parts = [part for file in files for part in split_file(file, PART_BYTES, **options)]
     sample = Sample(settings.sample_mb * 10**6)

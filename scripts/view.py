@@ -62,11 +62,11 @@ def write(folder: Path) -> None:
     from headlens import draw_run
 
     run = LiveRun(folder)
-    if not run.settings():
+    if not run.is_run:
         raise DataError("write", folder, "not a run directory", "give runs/NAME")
     try:
         draw_run(folder / "attention")
-        page = write_run_page(folder, run.state()["state"])
+        page = write_run_page(folder, run.progress()["state"])
     except ValueError as error:
         hint = "remove the file, or use the version of clearhead that wrote it"
         raise DataError("write", folder, str(error), hint) from error

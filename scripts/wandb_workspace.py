@@ -14,12 +14,11 @@ from clearhead.config.command_line import ScriptConfig, settings_command
 from clearhead.config.schema import NO_SEPARATORS, Label
 from clearhead.config.yaml_files import default_values
 from clearhead.errors import NO_VALUE, RunError, refuse
-from clearhead.output.wandb_process import call_with_timeout, teardown
+from clearhead.output.wandb_process import cause
 
 if TYPE_CHECKING:  # wandb takes 0.5 s, and wandb_workspaces is an optional package
     from wandb_workspaces.workspaces import Section
 
-SECONDS = 30  # for the answers of W&B's server
 IMAGES = ("attention/largest", "attention/heads", "attention/animation")
 LOSSES = (("train/loss", "val/loss"), ("val/bits_per_byte",), ("val/accuracy",))
 OF_ALL = {"attention_names": "heads with a name", "attention_best": "largest of all heads"}
@@ -45,16 +44,14 @@ def main(settings: WorkspaceConfig) -> None:
         hint = "pip install wandb-workspaces"
         refuse([("W&B", NO_VALUE, f"package missing ({error})", hint)])
     wandb.setup(wandb.Settings(silent=True, mode="online"))
+    if not wandb.login(prompt=False, verify=False):
+        hint = "log in with 'wandb login', or set WANDB_API_KEY"
+        refuse([("W&B", NO_VALUE, "no API key found", hint)])
     try:
-        if not call_with_timeout(SECONDS, lambda: wandb.login(prompt=False, verify=False)):
-            hint = "log in with 'wandb login', or set WANDB_API_KEY"
-            refuse([("W&B", NO_VALUE, "no API key found", hint)])
-        print(call_with_timeout(SECONDS, lambda: create_view(settings.entity, settings.project)))
-    except (RuntimeError, TimeoutError) as error:
-        hint = "check project, entity, API key and network"
-        raise RunError("project", settings.project, f"W&B failed ({error})", hint) from error
-    finally:
-        teardown()
+        print(create_view(settings.entity, settings.project))
+    except Exception as error:  # of the server; it has many types
+        reason, hint = f"W&B failed ({cause(error)})", "check project, entity, API key and network"
+        raise RunError("project", settings.project, reason, hint) from error
 
 
 def create_view(entity: str | None, project: str) -> str:

@@ -38,8 +38,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from clearhead.config.command_line import errors_in_one_line
 from clearhead.config.schema import Config, known_settings
-from clearhead.config.stored import config_from, names_run
-from clearhead.config.validation import FOLDER_NAME, unknown_key
+from clearhead.config.stored import config_from
+from clearhead.config.validation import unknown_key
 from clearhead.config.yaml_files import CONFIGS
 from clearhead.errors import (
     DEBUG_HINT,
@@ -49,7 +49,6 @@ from clearhead.errors import (
     Problem,
     exit_code_of,
     format_error,
-    refuse,
 )
 from clearhead.files import as_json, atomic_write, make_folder, read_object
 
@@ -222,18 +221,11 @@ def sweep_directory(job: DictConfig) -> str:
 def config_of_job(config: Config, job: DictConfig) -> Config:
     """Returns the config with the name <name or sweep>_<number>, which is the same when the sweep
     is resumed, and with the W&B group of the sweep's runs, unless it is set. Raises ConfigError."""
-    if names_run(run := config.trainer.resume):
-        hint = "use from= for new runs with its settings, trainer.init_from= for its weights"
-        refuse([Problem("trainer.resume", run, "a sweep cannot resume a run by its path", hint)])
     name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(sweep_directory(job)).name)
     sweep = name[:MAX_NAME_CHARS].strip("-.+") or "sweep"
-    run = f"{config.name or sweep}_{job.job.num}"
-    if not re.search(FOLDER_NAME, run):
-        reason = f"with the number of the job, {run} is too long for a name"
-        refuse([Problem("name", config.name, reason, "use a shorter name")])
     return config.with_values(
         {
-            "name": run,
+            "name": f"{config.name or sweep}_{job.job.num}",
             "wandb.group": sweep if config.wandb.group is None else config.wandb.group,
         }
     )

@@ -322,10 +322,6 @@ def _fits_model(data: DataConfig, others: dict) -> None:
     if data.max_length > (most := model.context_length):
         reason = f"must be at most model.context_length={most}"
         raise rejected(reason, f"use data.max_length={most} or less", "data.max_length")
-    needed = data.vocab_size or VOCABULARIES.get(data.tokenizer, 0)
-    if model.vocab_size is not None and model.vocab_size < needed:
-        reason = f"data.tokenizer={data.tokenizer} has {needed} token ids"
-        raise rejected(reason, f"use null, or {needed} or more", "model.vocab_size")
 
 
 class Config(Settings):

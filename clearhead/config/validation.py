@@ -20,7 +20,6 @@ PATTERNS = {
     "also . = , + -",
     NO_SEPARATORS: r"must not be empty and must not contain / \ # ? % :",
     r"\S": "must not be empty or blank",
-    r"(?i)(\.png|^)$": "must end in .png",
 }
 
 Schema = TypeVar("Schema", bound=BaseModel)

@@ -49,12 +49,6 @@ class ForeignModel:
     folder: Path
     state: None = None
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """(layers, heads)"""
-        config = self.model.config.get_text_config()
-        return config.num_hidden_layers, getattr(config, "num_attention_heads", 0)
-
 
 def load_any(
     path: str, key: str = "checkpoint", tokenizer: str | None = None

@@ -49,11 +49,6 @@ class PretrainedModel:
     state: State | None  # None for a Hugging Face directory
     folder: Path  # the checkpoint or the Hugging Face directory
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """(layers, heads)"""
-        return self.model.config.num_layers, self.model.config.num_heads
-
 
 def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedModel:
     """Loads a trained model from a run, a checkpoint, a Hugging Face directory or hub:NAME.

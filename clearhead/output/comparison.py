@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clearhead.checkpoint.run_directory import final_validation, summarized_step
-from clearhead.config.automatic import automatic_warmup
 from clearhead.config.stored import SETTINGS_JSON, is_of, settings_of
 from clearhead.config.yaml_files import flat
 from clearhead.errors import as_yaml, sanitize
 from clearhead.files import read_object, read_rows
 from clearhead.output.charts import minimum_before_rise, number
-from clearhead.tokens import VOCABULARIES
 from headlens import rounded
 
 # The settings that change what a run learns.
@@ -97,11 +95,6 @@ def read(folder: Path, metric: str) -> ComparedRun:
     settings[CHECKSUM] = str(stored.get("data"))[:8]
     # The name of a trained tokenizer has a checksum. It has the size of the vocabulary.
     settings["data.tokenizer"] = stored.get("tokenizer", settings.get("data.tokenizer"))
-    steps = settings.get("trainer.max_steps")
-    automatic = {"model.vocab_size": VOCABULARIES.get(str(settings["data.tokenizer"]))}
-    automatic["trainer.warmup_steps"] = automatic_warmup(steps) if type(steps) is int else None
-    settings = {key: v for key, v in settings.items() if v != automatic.get(key, ...)}
-
     rows = read_rows(folder / "metrics.jsonl", metric, "train/tokens")
     points = [(row["step"], number(row[metric])) for row in rows if metric in row and row["step"]]
     if not points:

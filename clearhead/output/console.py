@@ -9,7 +9,6 @@ and in a notebook.
 import collections
 import contextlib
 import datetime
-import functools
 import math
 import os
 import sys
@@ -118,13 +117,6 @@ class Console:
         for text in snapshot.new_names if snapshot else []:
             self.print(f"step {step:>{width}}  new name: {text}")
 
-    def validation_progress(self) -> Report:
-        """Returns a function that shows how many windows of a validation are done."""
-        what = "validation windows"
-        if not self.bar:
-            return _report_lines(what, self.print)
-        return lambda done, total: self.bar.update(self.task, description=_line(what, done, total))
-
     def print(self, text: str = "") -> None:
         """Prints a line, above the progress bar if there is one. Does not interpret rich markup,
         and escapes control characters: a sample may contain any characters."""
@@ -142,7 +134,7 @@ def progress(what: str) -> Iterator[Report]:
     """Yields report(done, total), which shows on stderr how much is done. what: the parts."""
     console = rich_console(stderr=True)
     if not console.is_terminal:
-        yield _report_lines(what, functools.partial(print, file=sys.stderr, flush=True))
+        yield _report_lines(what)
         return
     columns = (TextColumn(what), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -150,20 +142,16 @@ def progress(what: str) -> Iterator[Report]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _report_lines(what: str, print_line: Callable[[str], None]) -> Report:
+def _report_lines(what: str) -> Report:
     last = time.monotonic()
 
     def report(done: int, total: int) -> None:
         nonlocal last
         if done < total and time.monotonic() - last >= LINE_SECONDS:
             last = time.monotonic()
-            print_line(_line(what, done, total))
+            print(f"{what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
 
     return report
-
-
-def _line(what: str, done: int, total: int) -> str:
-    return f"{what}: {done:,} of {total:,}"
 
 
 def rich_console(stderr: bool = False, **options) -> RichConsole:

@@ -4,11 +4,11 @@
     runs.rows()          # of the list, the newest run first
     run = runs.find("first")
     run.state()          # step, versions of its snapshots and of its losses
-    run.training()       # losses, samples and settings
+    run.training         # losses, samples and settings
 
-Only files that have changed are read again. Nothing is written. Only directories in this folder
-are runs, and links are not followed. output/live_server.py sends the results to a browser, to one
-request at a time.
+A run is read again when one of its files has changed. Nothing is written. Only directories in this
+folder are runs, and none whose files are links. output/live_server.py sends the results to a
+browser, to one request at a time.
 """
 
 import functools
@@ -16,9 +16,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import quote
 
 from clearhead.checkpoint.run_directory import (
@@ -40,9 +38,8 @@ from headlens import LiveSnapshots, rounded
 MAX_RUNS = 200  # in the list
 POINTS = 80  # of a curve in the list
 METRICS, STARTS = "metrics.jsonl", "starts.jsonl"
-LOGS = (METRICS, STARTS, "samples.jsonl", VALIDATION_JSON)
-
-Value = TypeVar("Value")
+FILES = (SETTINGS_JSON, CONFIG_YAML, METRICS, STARTS, "samples.jsonl", VALIDATION_JSON)
+FILES += (SUMMARY_JSON, LOCK)
 
 
 def signature(path: Path) -> tuple[int, ...] | None:
@@ -56,60 +53,42 @@ def signature(path: Path) -> tuple[int, ...] | None:
     return (found.st_ino, found.st_mtime_ns, found.st_size) if is_file else None
 
 
-def read_from(*names: str, nothing: Value) -> Callable:
-    """Decorates a method of LiveRun that reads these files: it is called again only if one has
-    changed. nothing: its result without the first file, and if one is a link."""
-
-    def decorate(method: Callable[["LiveRun"], Value]) -> Callable[["LiveRun"], Value]:
-        @functools.wraps(method)
-        def read(run: "LiveRun") -> Value:
-            seen = [signature(run.folder / name) for name in names]
-            if run.known.get(method, (None,))[0] != seen:
-                is_there = seen[0] and None not in seen
-                run.known[method] = seen, method(run) if is_there else nothing
-            return run.known[method][1]
-
-        return read
-
-    return decorate
-
-
 class LiveRun:
-    """A run directory that another process may be changing."""
+    """A version of a run directory that another process may be changing. A file is read once."""
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.version = [signature(folder / name) for name in FILES]
         self.snapshots = LiveSnapshots(folder / "attention")
-        self.known = {}  # the signatures of files, and what was read from them
-        self.is_running, self.lock_seen = False, ()
+        self.may_be_running = True
 
-    @read_from(SETTINGS_JSON, nothing={})
+    @property
+    def is_run(self) -> bool:
+        return None not in self.version and bool(self.settings)
+
+    @functools.cached_property
     def settings(self) -> dict:
         return flat(settings_of(self.folder) or {})
 
-    @read_from(STARTS, nothing={})
+    @functools.cached_property
     def start(self) -> dict:
         return next(iter(read_rows(self.folder / STARTS)), {})
 
-    @read_from(SUMMARY_JSON, nothing=None)
-    def finished_step(self) -> int | None:
-        return summarized_step(self.folder)
-
-    @read_from(METRICS, nothing=[])
+    @functools.cached_property
     def rows(self) -> list[dict]:
         return read_rows(self.folder / METRICS, *ROWS)
 
-    @read_from(CONFIG_YAML, *LOGS, nothing=b"")
+    @functools.cached_property
     def training(self) -> bytes:
-        """Returns losses, samples and settings as JSON."""
-        found = {"training": training_data(self.folder, self.rows()), "curves": curves(self.rows())}
+        """Losses, samples and settings as JSON."""
+        found = {"training": training_data(self.folder, self.rows), "curves": curves(self.rows)}
         return json.dumps(found).encode()
 
-    @read_from(*LOGS, nothing={"losses": [], "lines": {}})
+    @functools.cached_property
     def losses(self) -> dict:
-        """Returns the last losses as texts and the curves of both, for the list."""
-        train, val = (finite(points_of(self.rows(), f"{of}/loss")) for of in ("train", "val"))
-        found = validation_loss(self.folder, self.rows())
+        """The last losses as texts and the curves of both, for the list."""
+        train, val = (finite(points_of(self.rows, f"{of}/loss")) for of in ("train", "val"))
+        found = validation_loss(self.folder, self.rows)
         losses = [("training", rounded(train[-1][1], 4))] if train else []
         losses += [("validation", rounded(found["loss"], 4))] if found else []
         lines = {"training": thin(smooth(train), POINTS), "validation": thin(val, POINTS)}
@@ -127,7 +106,7 @@ class LiveRun:
 
     def row(self) -> dict:
         """Returns the row of the list."""
-        parameters = self.start().get("parameters")
+        parameters = self.start.get("parameters")
         history = signature(self.folder / "attention" / "statistics.jsonl")
         has_picture = self.has_snapshots and history
         return {
@@ -136,40 +115,39 @@ class LiveRun:
             "date": self.date(),
             "size": f"{parameters:,} parameters" if isinstance(parameters, int) else "",
             "picture": f"{self.address}head.png?{history[1]:x}" if has_picture else "",
-            **self._progress(),
-            **self.losses(),
+            **self.progress(),
+            **self.losses,
         }
 
     def state(self) -> dict:
         """Returns what the page of the run asks for, see page/live.js."""
         return {
-            **self._progress(),
+            **self.progress(),
             "snapshots": self.snapshots.version() if self.has_snapshots else "",
-            "training": hashlib.sha256(self.training()).hexdigest()[:16],
+            "training": hashlib.sha256(self.training).hexdigest()[:16],
         }
 
     def date(self) -> str:
         """Returns the time of the first start, such as 2026-11-29 01:36; "" if it is not known."""
-        return sanitize(str(self.start().get("time", ""))[:16].replace("T", " "), keep="")
+        return sanitize(str(self.start.get("time", ""))[:16].replace("T", " "), keep="")
 
-    def _progress(self) -> dict:
+    def progress(self) -> dict:
         """Returns {"state", "text": the state in words, "done": the fraction of the steps}."""
-        step = self.rows()[-1]["step"] if self.rows() else 0
-        state = "finished" if step == self.finished_step() else "stopped"
-        state = "running" if self._is_locked() else state
-        planned = self.settings().get("trainer.max_steps")
+        step = self.rows[-1]["step"] if self.rows else 0
+        state = "finished" if step == summarized_step(self.folder) else "stopped"
+        state = "running" if self.is_running() else state
+        planned = self.settings.get("trainer.max_steps")
         is_known = state != "finished" and isinstance(planned, int) and planned > 0
         done = min(step / planned, 1) if is_known else None
-        return {"state": state, "text": progress(state, self.rows(), planned), "done": done}
+        return {"state": state, "text": progress(state, self.rows, planned), "done": done}
 
-    def _is_locked(self) -> bool:
-        """Asks for the lock only if it is known to be locked, or its file has changed: otherwise
-        this process could hold the lock at the moment when a run needs it. A process writes to the
-        file after it has locked it."""
-        seen = signature(self.folder / LOCK)
-        if self.is_running or seen != self.lock_seen:
-            self.is_running, self.lock_seen = bool(seen) and is_locked(self.folder), seen
-        return self.is_running
+    def is_running(self) -> bool:
+        """Asks for the lock of a version until it is free: otherwise this process could hold the
+        lock at the moment when a run needs it. A process writes to the file of the lock after it
+        has locked it, which makes another version."""
+        if self.may_be_running:
+            self.may_be_running = is_locked(self.folder)
+        return self.may_be_running
 
 
 class LiveRuns:
@@ -182,10 +160,14 @@ class LiveRuns:
     def find(self, name: str) -> LiveRun | None:
         return self._update().get(name)
 
+    def runs(self) -> list[LiveRun]:
+        """Returns all runs, the newest last."""
+        return sorted(self._update().values(), key=lambda run: (run.date(), run.folder.name))
+
     def rows(self) -> dict:
         """Returns {"folder", "runs": the rows of the newest runs, "more": number of other runs}."""
-        runs = sorted(self._update().values(), key=lambda run: (run.date(), run.folder.name))
-        rows = [run.row() for run in runs[::-1][:MAX_RUNS]]
+        runs = self.runs()[::-1]
+        rows = [run.row() for run in runs[:MAX_RUNS]]
         return {"folder": sanitize(str(self.folder)), "runs": rows, "more": len(runs) - len(rows)}
 
     def _update(self) -> dict[str, LiveRun]:
@@ -194,5 +176,9 @@ class LiveRuns:
                 names = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
         except OSError:
             names = []
-        self.known = {name: self.known.get(name) or LiveRun(self.folder / name) for name in names}
-        return {name: run for name, run in self.known.items() if run.settings()}
+        known = {}
+        for name in names:
+            run, before = LiveRun(self.folder / name), self.known.get(name)
+            known[name] = before if before and before.version == run.version else run
+        self.known = known
+        return {name: run for name, run in known.items() if run.is_run}

@@ -48,13 +48,6 @@ class Answer(NamedTuple):
     policy: str = "default-src 'none'"  # Content-Security-Policy
 
 
-class Refused(Exception):
-    """A request without an answer: its HTTP status and one line."""
-
-    def __init__(self, status: HTTPStatus, text: str):
-        self.status, self.text = status, text
-
-
 class LiveServer(ThreadingHTTPServer):
     """Serves the runs of a folder on 127.0.0.1, at this port or, if it is in use, at a free one."""
 
@@ -89,12 +82,13 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE
 
     def do_GET(self) -> None:
+        hosts = self.headers.get_all("Host") or []
+        if len(hosts) != 1 or not HOST.fullmatch(hosts[0].strip()):
+            reason = "use http://127.0.0.1 or http://localhost"
+            return self.send_error(HTTPStatus.FORBIDDEN, reason)
         try:
-            self.check_host()
             with self.server.lock:  # the files are read by one thread at a time
                 answer = answer_to(self.server.runs, self.path)
-        except Refused as refused:
-            return self.send_error(refused.status, refused.text)
         except FileNotFoundError as error:
             return self.send_error(HTTPStatus.NOT_FOUND, str(error))
         except (OSError, ValueError) as error:  # another process has just replaced a file
@@ -107,11 +101,6 @@ class Handler(BaseHTTPRequestHandler):
         charset = "" if answer.kind == "image/png" else "; charset=utf-8"
         headers["Content-Type"] = answer.kind + charset
         self.send(HTTPStatus.OK, headers, answer.body)
-
-    def check_host(self) -> None:
-        hosts = self.headers.get_all("Host") or []
-        if len(hosts) != 1 or not HOST.fullmatch(hosts[0].strip()):
-            raise Refused(HTTPStatus.FORBIDDEN, "use http://127.0.0.1 or http://localhost")
 
     def send(self, status: int, headers: dict[str, str], body: bytes | None = None) -> None:
         self.send_response_only(status)
@@ -135,38 +124,36 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def answer_to(runs: LiveRuns, target: str) -> Answer:
-    """Returns the answer to a request target. Raises Refused."""
-    path = target.partition("?")[0]
-    if not path.startswith("/") or len(path) > 4096:
-        raise Refused(HTTPStatus.BAD_REQUEST, "not a path")
+    """Returns the answer to a request target. Raises FileNotFoundError."""
     # Decoded after the split: a name with an encoded slash is not the name of a run.
-    match [os.fsdecode(unquote_to_bytes(part)) for part in path.split("/")[1:]]:
-        case [""]:
+    parts = target.partition("?")[0].split("/")
+    match [os.fsdecode(unquote_to_bytes(part)) for part in parts]:
+        case ["", ""]:
             return as_page("runs", ["runs"])
-        case ["runs.json"]:
+        case ["", "runs.json"]:
             return Answer(json.dumps(runs.rows()).encode())
-        case ["run", name, part, *parts] if run := runs.find(name):
-            return answer_of_run(run, part, *parts)
-    raise Refused(HTTPStatus.NOT_FOUND, "no such page or run")
+        case ["", "run", name, *rest] if rest and (run := runs.find(name)):
+            return answer_of_run(run, *rest)
+    raise FileNotFoundError("no such page or run")
 
 
 def answer_of_run(run: LiveRun, *parts: str) -> Answer:
-    """Returns the answer to a path below /run/NAME/. Raises Refused."""
+    """Returns the answer to a path below /run/NAME/. Raises FileNotFoundError."""
     match parts:
         case [""]:
-            heads = ["heads"] * (run.has_snapshots or run.settings().get("lens.every") != 0)
+            heads = ["heads"] * (run.has_snapshots or run.settings.get("lens.every") != 0)
             return as_page(sanitize(run.folder.name), ["runs", *heads, "training", "settings"])
         case ["state.json"]:
             return Answer(json.dumps(run.state()).encode())
         case ["training.json"]:
-            return Answer(run.training())
+            return Answer(run.training)
         case ["data.json"] if run.has_snapshots:
             return Answer(run.snapshots.data())
         case ["frame", name] if run.has_snapshots and (found := STEP.fullmatch(name)):
             return Answer(run.snapshots.frame(int(found[1])))
         case ["head.png"] if run.has_snapshots:
             return Answer(run.snapshots.picture(), "image/png")
-    raise Refused(HTTPStatus.NOT_FOUND, "no such page")
+    raise FileNotFoundError("no such page")
 
 
 def as_page(title: str, tabs: list[str]) -> Answer:

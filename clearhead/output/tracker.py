@@ -9,9 +9,7 @@ describes the dashboard.
 
 A killed process loses the rows that W&B has not written to its record (offline: those of the last
 FLUSH_SECONDS, see wandb_process.py) or sent to the server (online: those of the last 15 seconds).
-The resumed run logs the steps that it computes again, so only rows from before its checkpoint stay
-lost on W&B, and pictures of an online run whose upload was interrupted. The run directory has all
-of them.
+The resumed run logs each step once that W&B does not have. The run directory has all of them.
 """
 
 import math
@@ -30,7 +28,6 @@ from clearhead.output.wandb_process import (
     call_with_timeout,
     cause,
     define_metrics,
-    next_step,
     say,
     start_run,
     teardown,
@@ -46,11 +43,17 @@ class Tracker:
 
     settings: all settings as plain values, for the dashboard.
     run_id: the id of the W&B run to resume, or None for a new one.
+    logged_step: the last step that earlier processes have logged to it; -1: none.
     The attribute `run` is the W&B run; None if W&B is off.
     """
 
     def __init__(
-        self, config: WandbConfig, folder: Path, settings: dict, run_id: str | None = None
+        self,
+        config: WandbConfig,
+        folder: Path,
+        settings: dict,
+        run_id: str | None = None,
+        logged_step: int = -1,
     ):
         self.folder, self.config = folder, config
         self.rows = RowFile(folder / "metrics.jsonl")
@@ -66,18 +69,17 @@ class Tracker:
             import wandb  # takes 0.5 s; a broken installation must not end the run
 
             self.wandb = wandb
-            if wandb.sdk.wandb_setup.singleton().most_recent_active_run:
-                self.is_shared = True
-            self.run = start_run(wandb, config, folder, settings, run_id, self.is_shared)
+            self.is_shared = bool(wandb.sdk.wandb_setup.singleton().most_recent_active_run)
+            given = wandb, config, folder, settings, run_id, self.is_shared
+            self.run = call_with_timeout(
+                wandb_process.START_SECONDS + 2 * wandb_process.CALL_SECONDS,
+                lambda: start_run(*given),
+            )
         except Exception as error:
             self._stop_logging(error)
         self._call(define_metrics)
         if self.run:  # it may have been started before
-            try:
-                seconds = wandb_process.CALL_SECONDS
-                self.first_step = call_with_timeout(seconds, lambda: next_step(self.run))
-            except Exception as error:
-                say(f"steps that are computed again may be shown twice ({cause(error)})")
+            self.first_step = logged_step + 1 if self.run.offline else self.run.starting_step
 
     @property
     def run_id(self) -> str | None:
@@ -128,35 +130,24 @@ class Tracker:
             self.samples.append(sample)
         path = page() if page else None
         # W&B would give a step that it has, and all later ones, another number.
-        if self.run is None or step < self.first_step:
+        if step < self.first_step:
             return
-        media = self._media(snapshot, sample, path)
-        # commit: otherwise W&B records the row at the next step. W&B names the files of media after
-        # the step of the last call.
-        self._call(lambda run: run.log(metrics, step=step, commit=not media))
-        if media:
-            self._call(lambda run: run.log(media, step=step, commit=True))
 
-    def _media(
-        self, snapshot: "Snapshot | None", sample: dict | None, page: Path | None
-    ) -> dict[str, object]:
-        """Returns images, pages, tables and histograms as W&B's types. For one that cannot be built
-        it prints a line on stderr; the files stay in the run directory."""
-        media = wandb_values(snapshot, say) if snapshot else {}
-        if sample:
-            # inject=False: by default W&B adds a stylesheet from its server to the page.
-            text, options = sample_page(sample), {"inject": False, "data_is_not_path": True}
-            self._add(media, "samples/text", lambda: self.wandb.Html(text, **options))
-        if page:
-            self._add(media, "attention/page", lambda: self.wandb.Html(str(page), inject=False))
-        return media
+        def log_to(run) -> None:
+            media = wandb_values(snapshot, say) if snapshot else {}
+            # inject=False: by default W&B adds a stylesheet from its server to a page.
+            if sample:
+                text, options = sample_page(sample), {"inject": False, "data_is_not_path": True}
+                media["samples/text"] = self.wandb.Html(text, **options)
+            if path:
+                media["attention/page"] = self.wandb.Html(str(path), inject=False)
+            # commit: otherwise W&B records the row at the next step. W&B names the files of media
+            # after the step of the last call.
+            run.log(metrics, step=step, commit=not media)
+            if media:
+                run.log(media, step=step, commit=True)
 
-    @staticmethod
-    def _add(media: dict[str, object], key: str, build: Callable) -> None:
-        try:
-            media[key] = build()
-        except Exception as error:  # such as a full disk
-            say(f"{key} was not logged ({cause(error)})")
+        self._call(log_to)
 
     def summary(self, values: dict[str, float]) -> None:
         """Sets summary values, the columns in the table of runs on the dashboard."""
@@ -175,9 +166,8 @@ class Tracker:
         found = {listing.step_of(path): path for path in listing.list_checkpoints(self.folder)}
         step = best_step if self.config.log_model == "best" and best_step in found else max(found)
         state = checkpoint.load_state(found[step])
-        aliases = (
-            [f"step_{step}"] + ["best"] * (step == best_step) + ["last"] * (step == max(found))
-        )
+        names = {"best": best_step, "last": max(found)}
+        aliases = [f"step_{step}", *(name for name, at in names.items() if at == step)]
         metadata = {key: getattr(state, key) for key in ("step", "tokens", "val_loss")}
         metadata |= {"settings": {key: state.settings[key] for key in ("model", "data")}}
         files = [found[step] / name for name in checkpoint.MODEL_FILES]

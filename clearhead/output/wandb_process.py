@@ -4,10 +4,7 @@ An error of W&B is a line on stderr. It never ends the training.
 """
 
 import contextlib
-import glob
-import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -80,18 +77,11 @@ def start_run(
     options = {key: getattr(config, key) for key in OF_WANDB_INIT}
     options |= {"name": os.environ.get("WANDB_NAME") or folder.name, "config": settings}
     # Without an id, W&B uses WANDB_RUN_ID, or a new one.
-    options |= {"dir": str(folder), "id": run_id, "resume": "allow"}
-
-    def init(mode: str):
-        seconds = START_SECONDS + CALL_SECONDS
-        return call_with_timeout(
-            seconds, lambda: wandb.init(mode=mode, settings=wandb_settings, **options)
-        )
-
+    options |= {"dir": str(folder), "id": run_id, "resume": "allow", "settings": wandb_settings}
     if config.mode != "offline":
         try:
-            if call_with_timeout(CALL_SECONDS, lambda: wandb.login(prompt=False, verify=False)):
-                return init("online")
+            if wandb.login(prompt=False, verify=False):
+                return wandb.init(mode="online", **options)
             say(
                 "no API key found; this run is recorded offline. Log in with 'wandb login', "
                 "or set wandb=off to disable W&B"
@@ -101,24 +91,7 @@ def start_run(
             if not is_shared:
                 teardown()  # after some server errors the W&B process ends
                 wandb.setup(wandb_settings)
-    return init("offline")
-
-
-def next_step(run) -> int:
-    """Returns the step after the last one that W&B has of a resumed run: on the server or, if it is
-    offline, in the records of earlier processes of this run directory."""
-    if not run.offline:
-        return run.starting_step
-    own = Path(run.dir).parent
-    records = own.parent.glob(f"*run-*-{glob.escape(run.id)}")  # run-DATE-ID, offline-run-DATE-ID
-    by_date = sorted(records, key=lambda path: path.name.removeprefix("offline-"), reverse=True)
-    for record in by_date:
-        if record != own:
-            command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json"]
-            done = subprocess.run([*command, str(record)], capture_output=True, check=True)
-            if (step := json.loads(done.stdout)["step"]) is not None:
-                return step + 1
-    return 0
+    return wandb.init(mode="offline", **options)
 
 
 def teardown() -> None:

@@ -8,7 +8,6 @@ Shapes: B batch, T positions, V vocabulary.
 
 import codecs
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,6 @@ from clearhead.errors import DIVERGENCE_HINT, DivergedError
 from clearhead.models.decoding import Sampling, generate
 from clearhead.models.perplexity import text_metrics
 from clearhead.output.comparison import standard_error
-from clearhead.output.console import Report
 from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.windows import WindowDataset, evenly_spaced_windows
@@ -52,7 +50,6 @@ class Validation:
         model: torch.nn.Module,
         windows: np.ndarray,
         num_parts: int = 1,
-        report: Report = lambda done, total: None,
     ) -> dict:
         """Returns the metrics, and their error if the windows are evaluated in several parts. Each
         rank evaluates some windows; all return the same.
@@ -63,16 +60,10 @@ class Validation:
         loss_error         the standard error of the loss over `parts`; None for a single part
         parts              the metrics of each of at most num_parts parts: neighbouring windows are
                            in one part, because their losses are not independent
-
-        report: called after each pass with the numbers of finished and of all windows.
         """
         parts = np.array_split(windows, min(num_parts, len(windows)))
-        sums, done = [], 0  # done: windows of finished parts
         with self.strategy.inference(model):
-            for part in parts:
-                of_part = lambda n, done=done: report(done + n, len(windows))  # noqa: E731
-                sums.append(self._sums(model, part, of_part))
-                done += len(part)
+            sums = [self._sums(model, part) for part in parts]
         self.strategy.synchronize()
         sums = [self.strategy.all_reduce_sum(float(loss), *counts) for loss, *counts in sums]
         total = [sum(column) for column in zip(*sums, strict=True)]
@@ -82,7 +73,7 @@ class Validation:
         return self._metrics(total, total) | about
 
     def _sums(
-        self, model: torch.nn.Module, part: np.ndarray, report: Callable[[int], None]
+        self, model: torch.nn.Module, part: np.ndarray
     ) -> tuple[Tensor | float, int, int, int]:
         """Returns of the windows of this rank: the sum of the losses, and the numbers of targets,
         of their bytes, and of right predictions."""
@@ -106,7 +97,6 @@ class Validation:
                 right += counts * int((logits.argmax(-1) == target_ids).sum())
             else:
                 num_bytes += int(self.token_lengths[targets].sum())
-            report(min((first + self.batch_size) * ranks, len(part)))
         return loss_sum, num_targets, num_bytes, right
 
     def _metrics(self, of_part: list[float], of_all: list[float]) -> dict[str, float]:
@@ -129,7 +119,7 @@ class Evaluator:
     batch_size: int  # windows per forward pass on this rank
     final: dict | None = None  # content of validation.json: the metrics after the last step
 
-    def validate(self, model: GPT, step: int, is_last: bool, report: Report) -> dict[str, float]:
+    def validate(self, model: GPT, step: int, is_last: bool) -> dict[str, float]:
         """Returns validation metrics; {} without validation data. After the last step it also
         evaluates more windows (`final`). Raises DivergedError on all ranks if the loss is NaN or
         inf.
@@ -144,11 +134,11 @@ class Evaluator:
         if is_last:
             limit = max(trainer.eval_windows, int(FINAL_FRACTION * step * trainer.batch_size))
             more = evenly_spaced_windows(dataset, limit)
-            found = self.validation.run(model, more, PARTS, report)
+            found = self.validation.run(model, more, PARTS)
             self._check(found["loss"], step)
             self.final = {"step": step} | found
         if found is None or found["windows"] > len(windows):
-            found = self.validation.run(model, windows, report=report)
+            found = self.validation.run(model, windows)
             self._check(found["loss"], step)
         return {f"val/{name}": found[name] for name in METRICS if name in found}
 

@@ -3,9 +3,8 @@ snapshots and text samples, if none are given."""
 
 import math
 import re
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 
 from clearhead.config.automatic import expected_steps
 from clearhead.config.schema import Config
-from clearhead.errors import MAX_FAILURES, Failures, best_effort
+from clearhead.errors import best_effort
 from clearhead.models.head_removal import ablate_heads
 from clearhead.parallel.strategy import Strategy
 from clearhead.tokens.tokenizer import Tokenizer
@@ -28,7 +27,6 @@ MIN_TOKENS, MAX_TOKENS = 64, 256
 MANY_WINDOWS = 8  # before they become longer
 SMALL = 5e10  # tokens x parameters of an exact ablation, about one second on a CPU
 EXCERPTS, EXCERPT_TOKENS = 8, 4096  # of a dataset, in which prompts are searched
-OFF = "lens: attention logging is off for the rest of this run"
 
 
 @dataclass
@@ -37,12 +35,10 @@ class LensRunner:
 
     lens: Lens | None  # None if it is off
     strategy: Strategy
-    directory: Path  # the run directory
     debug: bool  # whether an error ends the run
     # (model, heads by name, trained steps) -> the loss without each head, see
     # models/head_removal.py; None: off
     ablate: Callable[[GPT, dict[str, list[tuple[int, int]]], int], dict] | None
-    failures: Failures = field(default_factory=Failures)  # of snapshots, on any rank
 
     def is_due(self, step: int, last_step: int) -> bool:
         if self.lens is None:
@@ -53,48 +49,32 @@ class LensRunner:
     def snapshot(self, model: GPT, step: int) -> Snapshot | None:
         """Takes an attention snapshot: statistics and images. Returns None after an error.
 
-        All ranks run the model, and rank 0 writes the files. After several errors in a row, on any
-        rank, no rank takes another one.
-        """
-        if self.failures.is_off:
-            self.failures.count(True)
-            return None
+        All ranks run the model, and rank 0 writes the files."""
 
         def ablate(groups: dict[str, list[tuple[int, int]]]) -> dict | None:
             with best_effort("lens.ablation: failed", self.debug):
                 return self.ablate(model, groups, step)
             return None  # after an error
 
-        snapshot, failed = None, True
         what = f"lens: the snapshot of step {step} failed"
-        with best_effort(what, self.debug, self.strategy.label):
-            with self.strategy.inference(model):
-                snapshot = self.lens.snapshot(
-                    model,
-                    step,
-                    ablate=ablate if self.ablate else None,
-                    write=self.strategy.is_rank_0,
-                )
-            failed = False
-        self.failures.count(bool(self.strategy.all_reduce_max(failed)))
-        if self.failures.is_off and self.strategy.is_rank_0:
-            print(f"{OFF}, after {MAX_FAILURES} failed snapshots in a row", file=sys.stderr)
-        return snapshot
+        with best_effort(what, self.debug, self.strategy.label), self.strategy.inference(model):
+            return self.lens.snapshot(
+                model,
+                step,
+                ablate=ablate if self.ablate else None,
+                write=self.strategy.is_rank_0,
+            )
+        return None
 
-    def summary(self, has_converged: bool) -> list[str]:
-        """Returns lines about missing snapshots and the heads, for the end of a run.
-        has_converged: whether more steps do not decrease the validation loss."""
+    def summary(self) -> list[str]:
+        """Returns lines about the heads, for the end of a run."""
         if self.lens is None:
             return []
-        missing, lines = self.failures.missing, []
-        if missing:
-            lines = [f"lens             attention snapshots that are missing: {missing}"]
-        lines += [f"attention heads  {text}" for text in self.lens.most_significant_heads()]
+        lines = [f"attention heads  {text}" for text in self.lens.most_significant_heads()]
         names = {row["name"] for row in self.lens.table} - {"", "uniform"}
         if self.lens.table and not names - {"positional"}:
             some = " except positional" * bool(names)
-            advice = "" if has_converged else "; a longer run may have one"
-            lines.append(f"attention heads  no head has a name yet{some}{advice}")
+            lines.append(f"attention heads  no head has a name yet{some}")
         return lines + [f"removed heads    {t}" for t in self.lens.most_important_heads()]
 
 
@@ -109,7 +89,8 @@ def build_lens(
     """Builds the lens. An error on any rank turns it off, as during training."""
     lens = None
     if config.lens.every != 0:
-        with best_effort(OFF, config.debug, strategy.label):
+        what = "lens: attention logging is off for the rest of this run"
+        with best_effort(what, config.debug, strategy.label):
             lens = Lens(
                 tokenizer,
                 config.lens,
@@ -130,7 +111,7 @@ def build_lens(
             notes.append("lens.ablation: no effect with FSDP")
         else:
             ablate = build_ablation(config, strategy, data.val)
-    return LensRunner(lens, strategy, directory, config.debug, ablate)
+    return LensRunner(lens, strategy, config.debug, ablate)
 
 
 def text_name(is_synthetic: bool, has_validation: bool) -> str:

@@ -142,10 +142,10 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics; writes those after the last step to
         validation.json."""
-        step, report = self.state.step, self.log.console.validation_progress()
+        step = self.state.step
         is_last = step == self.stop.last_step
         with self.log.timed("validation"):
-            row = self.evaluator.validate(self.model, step, is_last, report)
+            row = self.evaluator.validate(self.model, step, is_last)
         if row:
             self.state.val_loss = row["val/loss"]
             self.log.console.validation(step, row)
@@ -186,7 +186,7 @@ class Run:
         lines, has_risen = results(folder)
         if not self.was_finished:
             lines.append(times(seconds_of, seconds))
-        lines += self.lens.summary(has_risen or state.should_stop_early(self.config.trainer))
+        lines += self.lens.summary()
         for line in ["", *lines, *where_to_look(self.config, log, uploaded, has_risen)]:
             log.console.print(line)
         log.tracker.finish()

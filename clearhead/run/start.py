@@ -30,7 +30,7 @@ from clearhead.parallel import device
 from clearhead.parallel.memory import check_memory, find_micro_batch, meta_model
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.lens_runner import choose_prompts
-from clearhead.run.tokenizer import find_tokenizer, short_tokens, vocabulary_size
+from clearhead.run.tokenizer import find_tokenizer, vocabulary_size
 from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.token_stream import check_checksums
 from clearhead.tokens.tokenizer import Tokenizer
@@ -70,8 +70,6 @@ def start(config: Config, strategy: Strategy, closing: contextlib.ExitStack) -> 
     with strategy.raise_on_all_ranks():  # other machines may have less memory
         refuse(check_memory(config, strategy))
     data = load_data(config, strategy, tokenizer, resumed)
-    if not resumed:
-        notes += short_tokens(config, tokenizer, data)
     is_compiled = should_compile(config, strategy, notes)
     config = complete(config, strategy, tokenizer, data, is_compiled)
     notes = data.notes + notes

@@ -8,6 +8,7 @@ continues with the time that is left.
 
 import collections
 import math
+import statistics
 import time
 from collections.abc import Callable
 
@@ -26,7 +27,6 @@ FINAL_VALIDATION_FRACTION = 0.02  # of the limit, see evaluation.py
 BYTES_PER_SECOND = 3e8  # at which a checkpoint is written, with its checksums
 EXIT_SECONDS = 2.0  # for the report and the end of the process
 WANDB_EXIT_SECONDS = 5.0  # more for W&B
-SLOWDOWN = 4.0  # if steps have become slower, the end of the run takes at most this much longer
 MEASURED = 10  # steps whose mean duration is used
 
 
@@ -138,7 +138,7 @@ class TimeLimit:
     ):
         self.started = STARTED if is_single_run() else started
         self.seconds = 60 * (config.trainer.max_minutes or math.inf)
-        self.device, self.used, self.is_compiled = device, used, is_compiled
+        self.device, self.used, self._omits_first = device, used, is_compiled
         # Seconds for everything after the last validation, whose duration is measured.
         checkpoint_bytes = 12 * meta_model(config.model).num_parameters()
         self.end_of_run = EXIT_SECONDS + checkpoint_bytes / BYTES_PER_SECOND
@@ -149,10 +149,11 @@ class TimeLimit:
         self.end_of_run += fraction * min(self.seconds, 1e9)
         self.end = self.started + min(1.0 - used, 1.0) * self.seconds - self.end_of_run
         self._first: tuple[float, float] | None = None  # time and used fraction at the first step
-        # Starts of steps, without the seconds of all evaluations before.
-        self._starts: collections.deque[float] = collections.deque(maxlen=MEASURED + 2)
-        self._step, self._steps, self._is_near_end = 0.0, 0, False
-        self._excluded = self._evaluation = self._longest_evaluation = 0.0
+        self._last = self._evaluation = self._longest_evaluation = 0.0
+        # Seconds of steps, without evaluations. The first one may be slow: it counts until there is
+        # another one, but not if it compiles the model.
+        self._durations: collections.deque[float] = collections.deque(maxlen=MEASURED + 1)
+        self._step, self._is_near_end = 0.0, False  # seconds of a step
 
     @property
     def exists(self) -> bool:
@@ -170,32 +171,26 @@ class TimeLimit:
     def start_step(self) -> float:
         """Returns the fraction of the limit that is used when a step starts. It is 1.0 if there is
         no time for another step after this one, and never smaller than before."""
-        self._longest_evaluation = max(self._longest_evaluation, self._evaluation)
-        self._excluded, self._evaluation = self._excluded + self._evaluation, 0.0
         if self._is_near_end:
             torch.get_device_module(self.device).synchronize()  # it may be several steps behind
         now = time.monotonic()
         if self._first is None:  # the validation of step 0 is before it
-            self._first, self._excluded = (now, self.used), 0.0
-        self._starts.append(now - self._excluded)
-        (started, before), step = self._first, self._seconds_per_step()
-        # There may be an evaluation after this step and one after the next. If steps have become
-        # slower than they were on average, the end of the run has too.
-        mean = (now - self._excluded - started) / max(1, self._steps)
-        slower = (min(max(1.0, step / mean), SLOWDOWN) - 1) * self.end_of_run if mean > 0 else 0.0
-        end = self.end - 2 * self._longest_evaluation - slower
-        if self.device.type != "cpu" and not self._is_near_end and end - now < 2 * MEASURED * step:
+            self._first = now, self.used
+        else:
+            self._durations.append(now - self._last - self._evaluation)
+        self._longest_evaluation = max(self._longest_evaluation, self._evaluation)
+        self._last, self._evaluation = now, 0.0
+        first, *others = self._durations or [0.0]
+        if others or not self._omits_first:
+            self._step = statistics.fmean(others or [first])
+        # There may be an evaluation after this step and one after the next.
+        end = self.end - 2 * self._longest_evaluation
+        left = end - now
+        if self.device.type != "cpu" and not self._is_near_end and left < 2 * MEASURED * self._step:
             self._is_near_end = True
-            self._starts.clear()  # the first wait is not the duration of a step
-        self._steps += 1
-        done = (now - started) / (end - started) if end - now > 2 * step else 1.0
+            self._durations.clear()
+            self._omits_first = True  # the first wait is not the duration of a step
+        started, before = self._first
+        done = (now - started) / (end - started) if left > 2 * self._step else 1.0
         self.used = min(1.0, max(self.used, before + (1 - before) * done))
         return self.used
-
-    def _seconds_per_step(self) -> float:
-        """Returns the mean duration of the last steps. The first step, which may be slow, counts
-        until there is another one, but not if it compiles the model: then the result is 0."""
-        starts = list(self._starts)[1 if len(self._starts) > 2 or self.is_compiled else 0 :]
-        if len(starts) > 1:
-            self._step = (starts[-1] - starts[0]) / (len(starts) - 1)
-        return self._step

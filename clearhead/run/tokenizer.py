@@ -13,11 +13,7 @@ from clearhead.tokens.sources import token_files
 from clearhead.tokens.tokenizer import BLOCK, Sample, Tokenizer, get_tokenizer, train_tokenizer
 from clearhead.tokens.tokenizer_json import from_json, load_tokenizer, read_tokenizer, to_json
 from clearhead.tokens.windows import MixedDataset
-from data import GPTDatasetV1, LoadedData, load_datasets
-
-# Bytes per token of GPT-2's tokenizer. An own vocabulary is better in seven languages that have
-# fewer, but not in English, which has four (docs/results.md).
-FEW_BYTES = 3
+from data import load_datasets
 
 
 def find_tokenizer(
@@ -82,21 +78,6 @@ def train_on_text(config: Config) -> tuple[Tokenizer, int]:
                 for text in raw.split(b"\xff"):
                     sample.add(text)
     return train_tokenizer(sample, config.data.vocab_size), sample.text_bytes
-
-
-def short_tokens(config: Config, tokenizer: Tokenizer, data: LoadedData) -> list[str]:
-    """Returns a note if a new model learns a text for which GPT-2's vocabulary is a bad choice."""
-    is_chosen = tokenizer.name == "gpt2" and not config.trainer.init_from
-    if not is_chosen or not isinstance(data.train, GPTDatasetV1):
-        return []
-    if (counts := data.train.tokens.id_counts()) is None:
-        return []
-    bytes_per_token = counts @ tokenizer.byte_lengths / counts.sum()
-    if bytes_per_token >= FEW_BYTES:
-        return []
-    reason = f"tokens of your text have {bytes_per_token:.1f} bytes, of English text 4; it uses "
-    reason += f"{np.count_nonzero(counts):,} of {tokenizer.n_vocab:,} ids"
-    return [f"data.tokenizer=gpt2: {reason}; data.tokenizer=bpe learns faster"]
 
 
 def vocabulary_size(config: Config, tokenizer: Tokenizer) -> int:

@@ -122,16 +122,6 @@ class TokenStream:
             positions.append(starts[block] + int(np.searchsorted(within, wanted)) + 1)
         return positions
 
-    def id_counts(self) -> np.ndarray | None:
-        """Returns how often each id occurs, int64, (V,); None for more than MAX_MEASURED tokens."""
-        if len(self) > MAX_MEASURED:
-            return None
-        counts = np.zeros(self.vocab_size, np.int64)
-        for start in range(0, len(self), SEARCH_BLOCK):
-            for *_, ids in self._slices(start, start + SEARCH_BLOCK):
-                counts += np.bincount(ids, minlength=self.vocab_size)
-        return counts
-
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
         """Splits the stream before a position, without copying."""
         return self._substream(0, position), self._substream(position, len(self))

@@ -69,7 +69,7 @@ trainer.precision=fp8 trainer.compile=maybe trainer.device=tpu trainer.resume=tr
 trainer.micro_batch_size=some wandb.mode=of wandb.log_model=true parallel.strategy=many
 data.path= name= data.val_path= wandb.project= lens.prompts=[''] name=../x name=.. name=-rf
 wandb.project=team/a
-model.num_heads=5 model.attention=flex data.max_length=2048 model.vocab_size=1000
+model.num_heads=5 model.attention=flex data.max_length=2048
 trainer.micro_batch_size=3 data.weights=[1,2]
 data.synthetic=induction
 """

@@ -557,7 +557,6 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         found_losses, found = result(run)
         assert found_losses == losses
         assert_same(found, expected)
-        assert run.lens.failures.missing == 5 * (name == "failing")
     folder = tmp_path / "runs" / "with" / "attention"
     assert len(names(folder, "*.png")) == 5 * 3
     assert names(folder, "*.html") == []  # run.html has the heads
@@ -567,7 +566,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
     assert log[0]["attention/largest"] == ["attention/step_00000000.png"]
 
 
-def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
+def test_an_error_costs_its_snapshots_only_and_is_one_line(make_run, monkeypatch, capsys):
     run, calls = watched_run(make_run, "name=passing"), itertools.count()
     monkeypatch.setattr(
         "headlens.lens.draw_snapshot",
@@ -578,14 +577,8 @@ def test_a_passing_error_costs_its_snapshots_only(make_run, monkeypatch):
     log = rows(run.directory)
     assert [row["step"] for row in log if "attention/heads" in row] == [0, 3, 4]
     assert (folder / "heads.csv").exists()
-    assert (run.lens.failures.missing, len(run.lens.summary(False)) > 1) == (2, True)
-
-
-def test_the_lens_is_off_after_several_errors_in_a_row(make_run, monkeypatch):
-    run, calls = watched_run(make_run, "name=lasting"), []
-    monkeypatch.setattr("headlens.lens.draw_snapshot", lambda *_: calls.append(1) or fails())
-    fit(run)
-    assert (run.lens.failures.missing, len(calls)) == (5, 3)
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.search(r"step (\d)", line)[1] for line in lines] == ["1", "2"]
 
 
 def test_resumed_run_has_the_same_pages(make_run, tmp_path):

@@ -149,15 +149,6 @@ def test_progress_of_scripts_is_a_bar_or_lines_now_and_then(monkeypatch, capsys)
     assert capsys.readouterr().out == ""
 
 
-def test_a_long_validation_shows_its_progress(make_run, monkeypatch, capsys):
-    monkeypatch.setattr(console_file, "LINE_SECONDS", 0)
-    run = make_run("trainer.eval_windows=5", "trainer.micro_batch_size=2")
-    capsys.readouterr()
-    run.evaluate()
-    assert "2 of 5\n" in (out := capsys.readouterr().out)
-    assert "4 of 5\n" in out
-
-
 TWO_STEPS = """
 import sys
 from clearhead.output import console

@@ -94,11 +94,3 @@ def test_the_best_weights_are_shown_and_used_if_the_loss_has_risen(
     assert ("checkpoints/best" in commands[-1]) == has_risen
     code, out, _ = in_process(scripts.compare.main, tmp_path)
     assert (code, f"{rest:.4f}" in out, "2.0000" in out) == (0, True, has_risen)
-
-
-def test_only_a_run_that_has_not_overfitted_is_said_to_need_more_steps(overfit, capsys):
-    lens = ("lens=default", "lens.prompts=[abcdefgh]", "lens.every=10")
-    falling = {step: 5.0 - step / 10 for step in range(0, 21, 2)}
-    for losses in (LOSSES, falling):
-        overfit(*lens, losses=losses)
-        assert ("a longer run" in capsys.readouterr().out) == (losses is falling)

@@ -259,14 +259,3 @@ def test_one_command_for_large_texts(here, in_process, tmp_path):
         code, _, errors = in_process(command.main, folder, *map("=".join, given.items()))
         assert (code in (2, 3), printed_keys(errors)) == (True, [key]), errors
         assert not (folder / "new").exists()
-
-
-def test_a_note_names_a_better_tokenizer(make_run, here, capsys):
-    """Only where it is better, which is not for English text."""
-    english = "The quick brown fox jumps over the lazy dog, and then it goes home again.\n" * 40
-    Path("en.txt").write_text(english, encoding="utf-8")
-    own = ("data.tokenizer=gpt2", "model.vocab_size=null", "data.val_fraction=0.5")
-    for path, named in (("en.txt", False), ("de.txt", True)):
-        make_run(*own, f"data.path={path}")
-        printed = capsys.readouterr().out
-        assert ("data.tokenizer=bpe" in printed) == named, (path, printed)

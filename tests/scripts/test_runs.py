@@ -1,10 +1,8 @@
 """scripts/runs.py: lists runs, and removes optimizer states and nothing else."""
 
 import json
-import os
 import shutil
 import subprocess
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -38,8 +36,8 @@ def home(trained, tmp_path, monkeypatch):
     shutil.copy(trained.parents[1] / "text.txt", "text.txt")
     for name, year in (("new", 2022), ("old", 2020), ("mid", 2021)):
         copy = Path(shutil.copytree(trained, Path("runs", name), symlinks=True))
-        started = datetime(year, 5, 6).timestamp()
-        os.utime(copy / "run.json", (started, started))
+        start = json.loads((copy / "starts.jsonl").read_text()) | {"time": f"{year}-05-06T00:00"}
+        (copy / "starts.jsonl").write_text(json.dumps(start))
     Path("runs/old/summary.json").unlink()
     Path("runs/multirun/sweep").mkdir(parents=True)
     Path("runs/multirun/sweep/results.md").write_text("results")
@@ -65,17 +63,17 @@ def test_runs_are_listed_by_date(command):
     assert (code, err) == (0, "")
     rows = table(out)
     assert [row["run"] for row in rows] == ["old", "mid", "new"]
-    assert [row["state"] for row in rows] == ["stopped", "finished", "running"]
+    states = ["stopped, step 4 of 4", "finished, step 4", "running, step 4 of 4"]
+    assert [row["state"] for row in rows] == states
     loss = json.loads(Path("runs/mid/validation.json").read_text())["loss"]
     bytes_of_all = sum(path.stat().st_size for path in files("runs/mid"))
     states = sum(Path("runs/mid", name).stat().st_size for name in STATES)
     assert rows[1] == {
         "run": "mid",
-        "steps": "4 of 4",
         "MB": f"{bytes_of_all / 1e6:.1f}",
         "MB of optimizer states": f"{states / 1e6:.1f}",
         "validation loss": f"{loss:.4f}",
-        "state": "finished",
+        "state": "finished, step 4",
     }
 
 
