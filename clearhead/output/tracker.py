@@ -9,7 +9,9 @@ describes the dashboard.
 
 A killed process loses the rows that W&B has not written to its record (offline: those of the last
 FLUSH_SECONDS, see wandb_process.py) or sent to the server (online: those of the last 15 seconds).
-The resumed run logs each step once that W&B does not have. The run directory has all of them.
+The resumed run logs the steps that it computes again, so only rows from before its checkpoint stay
+lost on W&B, and pictures of an online run whose upload was interrupted. The run directory has all
+of them.
 """
 
 import math
@@ -28,6 +30,7 @@ from clearhead.output.wandb_process import (
     call_with_timeout,
     cause,
     define_metrics,
+    next_step,
     say,
     start_run,
     teardown,
@@ -43,7 +46,6 @@ class Tracker:
 
     settings: all settings as plain values, for the dashboard.
     run_id: the id of the W&B run to resume, or None for a new one.
-    logged_step: the last step that earlier processes have logged to it; -1: none.
     The attribute `run` is the W&B run; None if W&B is off.
     """
 
@@ -53,7 +55,6 @@ class Tracker:
         folder: Path,
         settings: dict,
         run_id: str | None = None,
-        logged_step: int = -1,
     ):
         self.folder, self.config = folder, config
         self.rows = RowFile(folder / "metrics.jsonl")
@@ -79,7 +80,11 @@ class Tracker:
             self._stop_logging(error)
         self._call(define_metrics)
         if self.run:  # it may have been started before
-            self.first_step = logged_step + 1 if self.run.offline else self.run.starting_step
+            try:
+                seconds = wandb_process.CALL_SECONDS
+                self.first_step = call_with_timeout(seconds, lambda: next_step(self.run))
+            except Exception as error:
+                say(f"steps that are computed again may be shown twice ({cause(error)})")
 
     @property
     def run_id(self) -> str | None:

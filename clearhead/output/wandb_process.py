@@ -4,7 +4,10 @@ An error of W&B is a line on stderr. It never ends the training.
 """
 
 import contextlib
+import glob
+import json
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -92,6 +95,23 @@ def start_run(
                 teardown()  # after some server errors the W&B process ends
                 wandb.setup(wandb_settings)
     return wandb.init(mode="offline", **options)
+
+
+def next_step(run) -> int:
+    """Returns the step after the last one that W&B has of a resumed run: on the server or, if it is
+    offline, in the records of earlier processes of this run directory."""
+    if not run.offline:
+        return run.starting_step
+    own = Path(run.dir).parent
+    records = own.parent.glob(f"*run-*-{glob.escape(run.id)}")  # run-DATE-ID, offline-run-DATE-ID
+    by_date = sorted(records, key=lambda path: path.name.removeprefix("offline-"), reverse=True)
+    for record in by_date:
+        if record != own:
+            command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json"]
+            done = subprocess.run([*command, str(record)], capture_output=True, check=True)
+            if (step := json.loads(done.stdout)["step"]) is not None:
+                return step + 1
+    return 0
 
 
 def teardown() -> None:

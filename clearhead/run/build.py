@@ -23,7 +23,7 @@ from clearhead.compute.optimizers import MAX_SKIPS, NonFiniteCheck, build_optimi
 from clearhead.config.automatic import automatic_intervals
 from clearhead.config.schema import Config
 from clearhead.errors import RunDirectoryError, exit_code_of, refuse, shorten
-from clearhead.files import RowFile, drop_rows_after, last_values
+from clearhead.files import RowFile, drop_rows_after
 from clearhead.output.console import Console
 from clearhead.output.run_log import Metrics, RunLog
 from clearhead.output.summary import describe, introduce
@@ -253,16 +253,13 @@ def open_tracker(
     """Writes the settings, removes the rows of steps that are computed again, and starts W&B."""
     strategy = inputs.strategy
     run_directory.write_settings(directory, state.settings, state.data, inputs.tokenizer)
-    logged_step = -1
-    if state.wandb_id:
-        logged_step = last_values(directory / "metrics.jsonl").get("step", -1)
     drop_rows_after(directory, state.step if inputs.resumed else -1)
     started = environment(str(strategy.device), strategy.world_size)
     starts = RowFile(directory / "starts.jsonl")
     starts.append({"step": state.step, "parameters": parameters} | started)
     starts.close()
     settings = state.settings | {"environment": started, "tokenizer": inputs.tokenizer.name}
-    tracker = Tracker(inputs.config.wandb, directory, settings, state.wandb_id, logged_step)
+    tracker = Tracker(inputs.config.wandb, directory, settings, state.wandb_id)
     closing.push(lambda _, error, __: tracker.finish(exit_code_of(error)))
     tracker.summary({"parameters": parameters})
     return tracker

@@ -196,7 +196,8 @@ def test_options_neither_resize_the_grid_nor_cut_the_charts(shown):
     lens = shown(run, fragment="#head=none", viewport={"width": 1400, "height": 700})
     size = lambda: pages.tile(lens, 0, 0).bounding_box()["width"]  # noqa: E731
     outside = """() => [...document.querySelectorAll(".chart canvas")].filter((canvas) => {
-      const [inner, outer] = [canvas, canvas.closest("#side")].map((n) => n.getBoundingClientRect());
+      const [inner, outer] = [canvas, canvas.closest("#side")]
+        .map((node) => node.getBoundingClientRect());
       const chart = canvas.closest(".chart").getBoundingClientRect();
       return inner.width > chart.width + 1 || inner.right > outer.right + 1;
     }).length"""
