@@ -169,19 +169,6 @@ def chips(lens):
     return lens.locator(".chip").evaluate_all("all => all.map((c) => Number(c.dataset.head))")
 
 
-def test_a_head_without_a_name_opens_where_it_attends_most_to_an_earlier_token(shown):
-    """Not to the first token, and not to itself."""
-    run, names = a_run(), a_run().rows[120].names
-    lens = shown(run, fragment="#head=none")
-    unnamed = np.argwhere(names == 0).tolist()
-    assert unnamed
-    for place in unnamed:
-        weights = run.weights[120][0][tuple(place)]
-        above = np.tril(weights - 1 / np.arange(1, 13)[:, None], -1)[:, 1:]
-        pages.tile(lens, *place).click()
-        assert above[pages.state(lens, "query")].max() == pytest.approx(above.max(), abs=0.01)
-
-
 def test_mean_of_several_heads(shown):
     lens, weights = shown(fragment="#head=none"), a_run().weights[120][0]
     flat = weights.reshape(6, 12, 12)

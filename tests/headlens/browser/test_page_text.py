@@ -213,19 +213,6 @@ def test_head_that_has_its_name_on_the_text_only_is_shown_there(shown):
     expect(lens.locator("#message")).to_be_visible()  # the prompt does not change silently
 
 
-def test_head_of_a_fixed_offset_has_its_number(shown):
-    lens = shown(a_text_run(), fragment="#head=0.1&prompt=0")
-    for part in ("#detail-name", "#finding"):
-        assert "3" in re.findall(r"offset.(\d)", lens.locator(part).inner_text())
-    lens.locator("#finding button").or_(lens.locator("#finding")).first.click()
-    text = lens.locator("#finding").inner_text()
-    found = re.search(r'\((\d+)\) it .*?"(\S+)" \((\d+)\), with weight (\d\.\d+)', text)
-    query, key = int(found[1]), int(found[3])
-    assert (key, found[2].strip("␣")) == (query - 3, SOME.tokens[query - 3].strip())
-    weights = attention_of(SOME.token_ids, 80)[0][0, 1]
-    assert float(found[4]) == pytest.approx(float(weights[query, key]), abs=0.011)
-
-
 def test_statistics_are_those_of_the_text_or_of_the_prompt(shown):
     lens, run = shown(a_text_run(), fragment="#head=0.2&prompt=1"), a_text_run()
     title = {s["key"]: s["title"] for s in run.data["statistics"]}["induction"]
@@ -348,13 +335,6 @@ def test_nothing_is_wider_than_the_window(shown, width):
         "all => all.map((node) => node.getBoundingClientRect().right)"
     )
     assert max(lines) <= width
-
-
-def test_opens_with_a_head_whose_name_holds_on_the_text(shown):
-    lens, row = shown(a_text_run(), fragment=""), a_text_run().rows[80]
-    place = (pages.state(lens, "layer"), pages.state(lens, "head"))
-    assert ALL_NAMES[row.names[place]] in ("previous_token", "offset")
-    assert lens.locator("#contexts").is_visible()
 
 
 def test_cells_that_do_not_exist_are_not_shown(shown):
