@@ -340,17 +340,21 @@ def test_hostile_text_stays_text(shown):
 def test_policy_refuses_other_scripts_and_styles(tmp_path, write, browser):
     """The Content-Security-Policy blocks scripts that were not escaped, also in run.html."""
     planted = "<script>document.title = 'taken'</script><p id=planted style='color: red'>x</p>"
+    planted += "<base href='https://lens.test/'><img id=image src='http://127.0.0.1:9/x'>"
     for path in (write(a_run()), write_run_page(tmp_path, "finished")):
         text = path.read_text(encoding="utf-8")
         assert "<main" in text
         path.write_text(text.replace("<main", f"{planted}<main", 1), encoding="utf-8")
-        lens = browser.new_page()
+        lens, failed = browser.new_page(), {}
+        lens.on("requestfailed", lambda one, into=failed: into.update({one.url: one.failure}))
         lens.goto(path.as_uri())
         assert lens.title() != "taken"
         color = lens.locator("#planted").evaluate("p => getComputedStyle(p).color")
         assert color != "rgb(255, 0, 0)"
         fetched = "fetch('data:text/plain,x').then(() => 'fetched', () => 'refused')"
         assert lens.evaluate(fetched) == "refused"
+        assert lens.evaluate("document.baseURI") == path.as_uri()
+        assert failed["http://127.0.0.1:9/x"] == "csp"
         lens.close()
 
 
