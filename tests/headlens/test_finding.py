@@ -153,10 +153,12 @@ def clearest_by_loops(weights, keys_of):
 def test_rows_where_a_name_is_clearest(name):
     """By plain loops, for all heads and prompts; without a target of the name, the row of the
     largest weight to an earlier token."""
-    run, back = a_run(), 3
+    copies = prompt("3-repeated", ["<|endoftext|>", *2 * [" oak", ",", " grey", "\n"]], period=4)
+    prompts = (*PROMPTS[:2], copies)
+    run, back = a_run(prompts=prompts), 3
     data = named(run.snapshots[-1], *[name] * 6, tokens_back=back)
     found = findings(data)
-    for number, one in enumerate(PROMPTS):
+    for number, one in enumerate(prompts):
         known = targets(one.token_ids, one.tokens)
         of_queries = known["offset", back] if name == "offset" else known.get(name)
         if name == "" or (one.period and STATISTICS[name].on == "texts"):
@@ -169,7 +171,7 @@ def test_rows_where_a_name_is_clearest(name):
             assert found["rows"][number][head] == best[0]
     assert (found["prompts"] == [-1] * 6) == (name == "")
     if name:
-        periods = {PROMPTS[number].period for number in found["prompts"]}
+        periods = {prompts[number].period for number in found["prompts"]}
         assert periods == {4 if STATISTICS[name].on == "repeated" else 0}  # a text, if possible
 
 

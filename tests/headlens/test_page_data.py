@@ -4,12 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from helpers.loops import targets
 from helpers.pages import PROMPTS, a_run, unpacked
 
-from headlens import KINDS, STATISTICS, run_data
+from headlens import KINDS, run_data
 from headlens.finding import findings
-from headlens.heads import ALL_NAMES, NAMES, head_table, significances, targets_on
+from headlens.heads import ALL_NAMES, head_table, significances
 from headlens.recording import uniform_of
 
 
@@ -69,19 +68,3 @@ def test_significance_at_each_step_and_on_each_prompt():
     for found, values, prompt in on_prompts:
         wanted = np.nanmax(significances(values, prompt.uniform), axis=0).ravel()
         assert found["significance"] == pytest.approx(wanted, abs=2e-4)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_targets_of_a_name(name):
-    """The key tokens to which its heads attend, by plain loops."""
-    (shown,) = [of for of in a_run().data["names"] if of["key"] == name]
-    assert (shown["letter"], shown["colours"]) == (KINDS[name].letter, KINDS[name].colours)
-    for prompt in PROMPTS:
-        wanted, found = targets(prompt.token_ids, prompt.tokens), targets_on(prompt)
-        for number in range(2, 9) if name == "offset" else [None]:
-            of_queries = wanted["offset", number] if number else wanted[name]
-            here = found.get(f"offset_{number}" if number else name)
-            if prompt.period and STATISTICS[name].on == "texts":
-                assert here is None
-            else:
-                assert [np.flatnonzero(row).tolist() for row in here] == of_queries
