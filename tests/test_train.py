@@ -157,16 +157,6 @@ def test_gradient_norm_of_a_large_matrix_is_exact():
     assert float(norm) == pytest.approx(float(layer.weight.grad.double().norm()), rel=1e-4)
 
 
-def test_optimizer_uses_the_learning_rate_of_the_schedule(make_run):
-    run = make_run("trainer.warmup_steps=2", "optimizer.lr=0.5", "trainer.max_steps=4")
-    used = []
-    for _ in range(4):
-        train_step(run)
-        (rate,) = {group["lr"] for group in run.optimizer.param_groups}
-        used.append(rate)
-    assert used == pytest.approx([0.25, 0.5, 0.5, 0.05])
-
-
 def test_weights_depend_on_the_seed_and_not_on_evaluation(make_run):
     """Validation, samples and logging do not change the weights, also with dropout."""
 
