@@ -3,7 +3,6 @@
 import builtins
 import errno
 import fcntl
-import functools
 import io
 import json
 import math
@@ -256,14 +255,6 @@ def test_settings_of_an_earlier_version(run, newest, resumed, key, value, is_ref
                 start()
         else:
             start()
-
-
-def test_settings_that_are_nested_deeply_are_refused(newest, resumed):
-    """They can be read, but not copied."""
-    deep = functools.reduce(lambda value, _: [value], range(900), 1)
-    change_state(newest, **{"settings.other": deep})
-    with refused(CheckpointError, "checkpoint", newest.resolve() / "state.json", exit_code=3):
-        resumed(LONGER)
 
 
 def test_nonfinite_losses_of_skipped_steps_are_valid(run, newest, resumed):
