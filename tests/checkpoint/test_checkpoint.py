@@ -20,7 +20,6 @@ from helpers.runs import (
     change_tensors,
     copy_run,
     damage,
-    train_in,
     write_checksums,
 )
 from safetensors.torch import load_file
@@ -41,22 +40,16 @@ from train import fit, save, save_if_due, stop, train_step
 MODEL = "model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run of 4 steps with checkpoints of steps 2 and 4. The best is that of step 4."""
-    return train_in(tmp_path_factory.mktemp("finished"), "name=saved")
-
-
 @pytest.fixture
-def saved(finished, make_run, tmp_path):
-    """The newest checkpoint of runs/saved, a copy of `finished` in the current directory."""
-    return tmp_path / copy_run(finished) / "checkpoints" / "step_00000004"
+def saved(trained, make_run, tmp_path):
+    """The newest checkpoint of runs/run, a copy of `trained` in the current directory."""
+    return tmp_path / copy_run(trained) / "checkpoints" / "step_00000004"
 
 
 @pytest.fixture
 def longer(make_run):
-    """longer() -> the Run that resumes runs/saved and has one more step."""
-    return lambda *more: make_run("name=saved", "trainer.max_steps=5", *more)
+    """longer() -> the Run that resumes runs/run and has one more step."""
+    return lambda *more: make_run("name=run", "trainer.max_steps=5", *more)
 
 
 def test_content_of_a_checkpoint(saved, longer):
@@ -132,13 +125,13 @@ def test_model_settings_that_do_not_fit_allocate_nothing(saved):
             load_model(listing.find_checkpoint(saved))
 
 
-def test_damaged_checkpoint_is_skipped_or_refused(finished, make_run, tmp_path, capsys):
+def test_damaged_checkpoint_is_skipped_or_refused(trained, make_run, tmp_path, capsys):
     """A run resumes from the checkpoint before, with a warning. A damaged checkpoint that is given
     by its path is refused."""
     names = (*checkpoint.FILES, "SHA256SUMS")
     for name, how in zip(names, ("flip", "cut", "grow", "remove"), strict=True):
         run = tmp_path / "runs" / how
-        shutil.copytree(finished, run, symlinks=True)
+        shutil.copytree(trained, run, symlinks=True)
         damage(run / "checkpoints" / "step_00000004" / name, how)
         with refused(DamagedCheckpointError, "checkpoint", exit_code=3):
             path = f"trainer.resume={run}/checkpoints/step_00000004"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.refusals import SPECIAL_FILES, refused
-from helpers.runs import change_state, copy_run, rows, train_in, write_checksums
+from helpers.runs import change_state, copy_run, rows, write_checksums
 
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing, tensors
@@ -28,12 +28,6 @@ UNREADABLE = {
     "FIFO": FIFO,
     "empty": lambda path: path.write_bytes(b""),
 }
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run with checkpoints of steps 2 and 4."""
-    return train_in(tmp_path_factory.mktemp("trained"), "name=run")
 
 
 @pytest.fixture

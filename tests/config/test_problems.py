@@ -10,7 +10,6 @@ import os
 import pytest
 from helpers import TINY
 from helpers.refusals import printed_keys, refused, time_limit
-from helpers.runs import train_in
 from helpers.settings import settings
 from helpers.tally import tally
 
@@ -231,11 +230,6 @@ def test_settings_of_generation():
     check_each(lambda given: parse(GenerateConfig, given), mistakes, {"top_k=1": "checkpoint"})
 
 
-@pytest.fixture(scope="module")
-def a_run(tmp_path_factory):
-    return train_in(tmp_path_factory.mktemp("trained"), "name=run")
-
-
 # (script, exit code, key, arguments)
 SCRIPTS = [
     (generate, 2, "device", "checkpoint={run} device=cuda"),
@@ -249,20 +243,20 @@ SCRIPTS = [
 ]
 
 
-def test_arguments_of_scripts(in_process, text_file, tmp_path, a_run):
+def test_arguments_of_scripts(in_process, text_file, tmp_path, trained):
     os.mkfifo(tmp_path / "pipe")
     before = files_in(tmp_path)
     for script, expected, key, arguments in SCRIPTS:
         tally(FAULT)
-        code, _, err = in_process(script.main, tmp_path, *arguments.format(run=a_run).split())
+        code, _, err = in_process(script.main, tmp_path, *arguments.format(run=trained).split())
         assert (code, printed_keys(err)) == (expected, [key]), arguments
         assert files_in(tmp_path) == before, arguments
 
 
-def test_unusual_prompts_are_continued(in_process, a_run, tmp_path):
+def test_unusual_prompts_are_continued(in_process, trained, tmp_path):
     for prompt in ("", "word " * 2000, "a\0b", "${oc.env:HOME} [a, {b} 'c", "é 漢 \U0001f642"):
         tally(FAULT)
-        arguments = [f"checkpoint={a_run}", f"prompt={prompt}", "max_new_tokens=2"]
+        arguments = [f"checkpoint={trained}", f"prompt={prompt}", "max_new_tokens=2"]
         code, out, err = in_process(generate.main, tmp_path, *arguments)
         assert code == 0, prompt
         assert out.startswith(prompt), prompt

@@ -19,7 +19,7 @@ import torch
 from helpers import TINY
 from helpers.models import tiny_model
 from helpers.refusals import printed_keys
-from helpers.runs import change_state, train_in, write_checksums
+from helpers.runs import change_state, write_checksums
 from helpers.settings import settings, train_main
 from helpers.tally import tally
 from helpers.texts import write_packed
@@ -34,17 +34,10 @@ from train import fit
 FAULT = "malicious pickle, _target_, markup in tokens, path escape, secret canaries"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with a text file and a tiny run."""
-    folder = tmp_path_factory.mktemp("trained")
-    train_in(folder, "name=run")
-    return folder
-
-
 @pytest.fixture
 def folder(trained, tmp_path):
-    shutil.copytree(trained, tmp_path / "here", symlinks=True)
+    """A folder with a text file and a tiny run."""
+    shutil.copytree(trained.parents[1], tmp_path / "here", symlinks=True)
     return tmp_path / "here"
 
 

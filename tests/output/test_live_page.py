@@ -17,11 +17,6 @@ from headlens import KINDS, read_snapshot, write_snapshot
 ports = itertools.count(8200, 30)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    return train_in(tmp_path_factory.mktemp("finished"), "name=first", *RUN)
-
-
 @pytest.fixture
 def growing(tmp_path, finished):
     return GrowingRun(finished, tmp_path / "runs" / "first")
