@@ -249,25 +249,16 @@ SECRETS = {
 }
 
 
-@pytest.fixture
-def keeps_secrets(in_process, tmp_path, text_file, monkeypatch):
-    """Trains briefly, searches output and files for secrets, and returns the exit code."""
+def test_no_secret_is_written_or_printed(in_process, tmp_path, text_file, monkeypatch):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-
-    def run(*arguments):
-        given = [*TINY, f"data.path={text_file}", "trainer.max_steps=2", *arguments]
-        code, out, err = in_process(train.main, tmp_path, *given)
+    given = [*TINY, f"data.path={text_file}", "trainer.max_steps=2"]
+    watched = ["lens=often", "lens.prompts=[a word]"]
+    for expected, arguments in ((0, watched), (3, ["debug=true", "data.path=no"])):
+        code, out, err = in_process(train.main, tmp_path, *given, *arguments)
+        assert code == expected
         assert "canary" not in out + err
         for path in tmp_path.rglob("*"):
             assert "canary" not in path.name
             assert path.is_dir() or b"canary" not in path.read_bytes(), path
         tally(FAULT)
-        return code
-
-    return run
-
-
-def test_no_secret_is_written_or_printed(keeps_secrets):
-    assert keeps_secrets("lens=often", "lens.prompts=[a word]") == 0
-    assert keeps_secrets("debug=true", "data.path=no") == 3
