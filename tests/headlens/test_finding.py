@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from helpers.loops import targets
-from helpers.pages import PROMPTS, a_run, prompt
+from helpers.pages import CHANGES, PROMPTS, a_run, prompt, removal, removals
 from helpers.stories import PLANTED, REPEATED, SOME, planted, story_run
 
 from headlens import STATISTICS
@@ -310,32 +310,6 @@ def test_subject_counts_names_at_the_last_step():
 
 
 # ------------------------------------------------------------------- removed heads
-
-CHANGES = (0.0004, 1.25, -0.3, 0.002, 2.5, 0.05)  # of six heads in two layers
-
-
-def removal(change, accuracy=None, **more):
-    error = more.pop("error", abs(change) / 10)
-    return more | {
-        "loss_change": change,
-        "loss_change_error": error,
-        "accuracy_without": accuracy,
-    }
-
-
-def removals(method="exact", groups=(), changes=CHANGES):
-    accuracies = [(n + 1) / 10 if method == "exact" else None for n in range(6)]
-    heads = zip(np.ndindex(2, 3), changes, accuracies, strict=True)
-    return {
-        "step": 120,
-        "method": method,
-        "windows": 8,
-        "targets": 512,
-        "loss": 0.5,
-        "accuracy": 0.75 if method == "exact" else None,
-        "heads": [removal(c, a, layer=at[0], head=at[1]) for at, c, a in heads],
-        "groups": list(groups),
-    }
 
 
 def row_of(*names):

@@ -65,10 +65,6 @@ def predicted(lens, side=0):
     return [tuple(row) for row in rows.evaluate_all(read)]
 
 
-def as_label(token):
-    return token.replace(" ", "␣").replace("\n", "⏎")
-
-
 def assert_predicts(lens, predictions, query, words, side=0):
     rows = predicted(lens, side)
     tokens = [f"<{token}>" for token in predictions.token_ids[query]]
@@ -78,9 +74,9 @@ def assert_predicts(lens, predictions, query, words, side=0):
         loss = predictions.losses[query]
         assert formatted_loss(loss) in lens.locator("#next p").nth(side).inner_text()
         if words[query + 1] not in tokens:
-            assert rows[5][0] == as_label(words[query + 1])
+            assert rows[5][0] == pages.as_label(words[query + 1])
             chances.append(np.exp(-loss))
-        assert [row[0] for row in rows if row[2]] == [as_label(words[query + 1])]
+        assert [row[0] for row in rows if row[2]] == [pages.as_label(words[query + 1])]
     assert len(rows) == len(chances)
     for (_, text, _), chance in zip(rows, chances, strict=True):
         if text.startswith("<"):

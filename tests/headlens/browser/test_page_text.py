@@ -114,17 +114,13 @@ def shown_contexts(lens):
     return lens.locator("#contexts ol").evaluate_all(READ)
 
 
-def as_label(token):
-    return token.replace(" ", "␣").replace("\n", "⏎")
-
-
 def assert_cells(lines, cells, tokens=TOKENS):
     """Checks tokens, positions and weights of lines. cells: (window, query, key, weight)."""
     assert len(lines) == len(cells)
     for line, (window, query, key, weight) in zip(lines, cells, strict=True):
         words = [tokens[token] for token in WINDOWS[window].tolist()]
-        assert line["query"] == [as_label(words[query]), str(query)]
-        assert line["key"] == [as_label(words[key]), str(key)]
+        assert line["query"] == [pages.as_label(words[query]), str(query)]
+        assert line["key"] == [pages.as_label(words[key]), str(key)]
         assert float(line["weight"].lstrip("<")) == pytest.approx(weight, abs=0.011)
         text = line["line"]
         first = text.index(words[key].replace("\n", "⏎"))
@@ -311,11 +307,8 @@ def test_hostile_and_partial_tokens(shown):
     assert "é¹" in lens.locator("#contexts .note").inner_text()
 
 
-HEBREW = ["של", "ום", " עול", "ם", ",", " אני", " קורא", "."]
-
-
 def test_lines_of_a_text_from_right_to_left(shown):
-    lens = shown(text_run(tokens=HEBREW * 8), fragment="#head=1.0&step=40")
+    lens = shown(text_run(tokens=pages.HEBREW * 8), fragment="#head=1.0&step=40")
     read = "all => all.map((node) => node.getBoundingClientRect().right)"
     keys, queries = (lens.locator(f"#contexts li {name}") for name in ("mark", "u"))
     near = 0  # on one line of the page: the key token, which comes first, is on the right
