@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from helpers.pages import PROMPTS, a_run, unpacked
 
-from headlens import KINDS, run_data
+from headlens import run_data
 from headlens.finding import findings
-from headlens.heads import ALL_NAMES, head_table, significances
+from headlens.heads import significances
 from headlens.recording import uniform_of
 
 
@@ -38,23 +38,6 @@ def test_losses_that_are_not_finite_are_omitted():
     curves = {"validation loss": [(0, 2.5), (1, float("nan")), (2, float("inf")), (3, 1.5)]}
     found = run_data(list(a_run().frames.values())[-1:], curves=curves)["curves"]
     assert found == {"validation loss": [(0, 2.5), (3, 1.5)]}
-
-
-def test_names_at_the_steps_of_the_frames():
-    """They are the names of the table of heads at each of these steps."""
-    run = a_run()
-    of_frames = json.loads(unpacked(run.data["heads_at"]))
-    assert [name["key"] for name in run.data["names"]] == list(ALL_NAMES)
-    rows = list(run.rows.values())
-    for frame, heads in zip(run.data["frames"], of_frames, strict=True):
-        known = [row for row in rows if row.step <= frame["step"]]
-        for row in head_table(known, uniform_of(PROMPTS)):
-            index = row["layer"] * run.data["heads"] + row["head"]
-            assert ALL_NAMES[heads["names"][index]] == row["name"]
-            assert bool(heads["titles"][index]) == (row["name"] in KINDS)
-            if row["name"] in KINDS and len(known) > 1:
-                assert f"since step {row['since_step']}" in heads["findings"][index]
-    assert len({name for heads in of_frames for name in heads["names"]}) > 1
 
 
 def test_significance_at_each_step_and_on_each_prompt():
