@@ -165,16 +165,22 @@ def test_nonfinite_parameters_are_not_saved(longer, saved):
     assert listing.find_checkpoint(run.directory).name == "step_00000004"
 
 
-def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
-    """Training changes the parameters while the checkpoint is being written."""
-    run = make_run("trainer.eval_every=0")
-    proceed, write = threading.Event(), checkpoint.write
+@pytest.fixture
+def proceed(monkeypatch):
+    """An event for which the writing of checkpoints waits."""
+    event, write = threading.Event(), checkpoint.write
 
     def late(*arguments):
-        assert proceed.wait(TIMEOUT)
+        assert event.wait(TIMEOUT)
         write(*arguments)
 
     monkeypatch.setattr(checkpoint, "write", late)
+    return event
+
+
+def test_a_checkpoint_has_the_parameters_of_its_step(make_run, proceed):
+    """Training changes the parameters while the checkpoint is being written."""
+    run = make_run("trainer.eval_every=0")
     train_step(run)
     wanted = copy.deepcopy(run.model.state_dict())
     save(run)
@@ -288,15 +294,9 @@ def test_a_stop_saves_again_if_the_checkpoint_may_not_be_on_disk(
     assert os.readlink(run.directory / "checkpoints" / "last") == "step_00000001"
 
 
-def test_after_an_interrupt_closing_waits_for_the_checkpoint(make_run, monkeypatch):
+def test_after_an_interrupt_closing_waits_for_the_checkpoint(make_run, proceed):
     """As when a notebook cell is interrupted: the run directory stays locked during the write."""
-    run, proceed, write = make_run(), threading.Event(), checkpoint.write
-
-    def late(*arguments):
-        assert proceed.wait(TIMEOUT)
-        write(*arguments)
-
-    monkeypatch.setattr(checkpoint, "write", late)
+    run = make_run()
     train_step(run)
     save(run)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)

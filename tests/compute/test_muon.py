@@ -1,4 +1,4 @@
-"""Muon: update rule, parameters, clipping, skipped steps, resuming, sharding.
+"""Muon: update rule, parameters, clipping, skipped steps. Resuming: test_optim.py.
 
 Trainings by several ranks with it: tests/ranks/test_ranks.py.
 """
