@@ -154,7 +154,7 @@ def test_rows_where_a_name_is_clearest(name):
     """By plain loops, for all heads and prompts; without a target of the name, the row of the
     largest weight to an earlier token."""
     copies = prompt("3-repeated", ["<|endoftext|>", *2 * [" oak", ",", " grey", "\n"]], period=4)
-    prompts = (*PROMPTS[:2], copies)
+    prompts = (PROMPTS[0], prompt("2-once", ["Once", " upon", " A", " time"]), copies)
     run, back = a_run(prompts=prompts), 3
     data = named(run.snapshots[-1], *[name] * 6, tokens_back=back)
     found = findings(data)
