@@ -179,7 +179,7 @@ OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 def marked_up(tmp_path_factory):
     """(folder, output) of a run with markup in its text, prompts and names."""
     folder = tmp_path_factory.mktemp("marked")
-    name = "<img src=x onerror=window.hacked=1>.txt"
+    name = "<img src=x onerror=window.hacked=1>\x1b[31m.txt"
     (folder / name).write_text("\n".join(MARKUP.values()) * 12, encoding="utf-8")
     given = settings(*TINY, f"data.path='{name}'", "name=run", "trainer.max_steps=2", "lens=often")
     prompts = [*MARKUP.values(), "../../../outside/x", "a\0b"]
