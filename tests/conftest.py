@@ -65,6 +65,24 @@ def server(tmp_path_factory):
         yield started
 
 
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """runs/run, a finished run with checkpoints of steps 2 and 4, next to its text.txt. Tests that
+    change it make a copy."""
+    from helpers.runs import train_in
+
+    return train_in(tmp_path_factory.mktemp("trained"), "name=run")
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """runs/first, a finished run with an attention snapshot of each of its five steps."""
+    from helpers.live import RUN
+    from helpers.runs import train_in
+
+    return train_in(tmp_path_factory.mktemp("finished"), "name=first", *RUN)
+
+
 @pytest.fixture
 def text_file(tmp_path):
     path = tmp_path / "text.txt"

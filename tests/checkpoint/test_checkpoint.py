@@ -20,7 +20,6 @@ from helpers.runs import (
     change_tensors,
     copy_run,
     damage,
-    train_in,
     write_checksums,
 )
 from safetensors.torch import load_file
@@ -41,22 +40,16 @@ from train import fit, save, save_if_due, stop, train_step
 MODEL = "model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run of 4 steps with checkpoints of steps 2 and 4. The best is that of step 4."""
-    return train_in(tmp_path_factory.mktemp("finished"), "name=saved")
-
-
 @pytest.fixture
-def saved(finished, make_run, tmp_path):
-    """The newest checkpoint of runs/saved, a copy of `finished` in the current directory."""
-    return tmp_path / copy_run(finished) / "checkpoints" / "step_00000004"
+def saved(trained, make_run, tmp_path):
+    """The newest checkpoint of runs/run, a copy of `trained` in the current directory."""
+    return tmp_path / copy_run(trained) / "checkpoints" / "step_00000004"
 
 
 @pytest.fixture
 def longer(make_run):
-    """longer() -> the Run that resumes runs/saved and has one more step."""
-    return lambda *more: make_run("name=saved", "trainer.max_steps=5", *more)
+    """longer() -> the Run that resumes runs/run and has one more step."""
+    return lambda *more: make_run("name=run", "trainer.max_steps=5", *more)
 
 
 def test_content_of_a_checkpoint(saved, longer):
@@ -132,13 +125,13 @@ def test_model_settings_that_do_not_fit_allocate_nothing(saved):
             load_model(listing.find_checkpoint(saved))
 
 
-def test_damaged_checkpoint_is_skipped_or_refused(finished, make_run, tmp_path, capsys):
+def test_damaged_checkpoint_is_skipped_or_refused(trained, make_run, tmp_path, capsys):
     """A run resumes from the checkpoint before, with a warning. A damaged checkpoint that is given
     by its path is refused."""
     names = (*checkpoint.FILES, "SHA256SUMS")
     for name, how in zip(names, ("flip", "cut", "grow", "remove"), strict=True):
         run = tmp_path / "runs" / how
-        shutil.copytree(finished, run, symlinks=True)
+        shutil.copytree(trained, run, symlinks=True)
         damage(run / "checkpoints" / "step_00000004" / name, how)
         with refused(DamagedCheckpointError, "checkpoint", exit_code=3):
             path = f"trainer.resume={run}/checkpoints/step_00000004"
@@ -172,16 +165,22 @@ def test_nonfinite_parameters_are_not_saved(longer, saved):
     assert listing.find_checkpoint(run.directory).name == "step_00000004"
 
 
-def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
-    """Training changes the parameters while the checkpoint is being written."""
-    run = make_run("trainer.eval_every=0")
-    proceed, write = threading.Event(), checkpoint.write
+@pytest.fixture
+def proceed(monkeypatch):
+    """An event for which the writing of checkpoints waits."""
+    event, write = threading.Event(), checkpoint.write
 
     def late(*arguments):
-        assert proceed.wait(TIMEOUT)
+        assert event.wait(TIMEOUT)
         write(*arguments)
 
     monkeypatch.setattr(checkpoint, "write", late)
+    return event
+
+
+def test_a_checkpoint_has_the_parameters_of_its_step(make_run, proceed):
+    """Training changes the parameters while the checkpoint is being written."""
+    run = make_run("trainer.eval_every=0")
     train_step(run)
     wanted = copy.deepcopy(run.model.state_dict())
     save(run)
@@ -295,15 +294,9 @@ def test_a_stop_saves_again_if_the_checkpoint_may_not_be_on_disk(
     assert os.readlink(run.directory / "checkpoints" / "last") == "step_00000001"
 
 
-def test_after_an_interrupt_closing_waits_for_the_checkpoint(make_run, monkeypatch):
+def test_after_an_interrupt_closing_waits_for_the_checkpoint(make_run, proceed):
     """As when a notebook cell is interrupted: the run directory stays locked during the write."""
-    run, proceed, write = make_run(), threading.Event(), checkpoint.write
-
-    def late(*arguments):
-        assert proceed.wait(TIMEOUT)
-        write(*arguments)
-
-    monkeypatch.setattr(checkpoint, "write", late)
+    run = make_run()
     train_step(run)
     save(run)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Muon: update rule, parameters, clipping, skipped steps, resuming, sharding.
+"""Muon: update rule, parameters, clipping, skipped steps. Resuming: test_optim.py.
 
 Trainings by several ranks with it: tests/ranks/test_ranks.py.
 """
@@ -10,8 +10,7 @@ import math
 import pytest
 import torch
 from helpers.models import tiny_model
-from helpers.ranks import check_same_bytes
-from helpers.runs import assert_same, train_past_checkpoint
+from helpers.runs import assert_same
 from helpers.settings import settings
 
 from clearhead.compute import muon
@@ -24,7 +23,7 @@ from clearhead.compute.optimizers import (
 )
 from clearhead.parallel import memory
 from clearhead.parallel.strategy import Strategy
-from train import fit, train_step
+from train import train_step
 
 CPU = torch.device("cpu")
 tiny = functools.partial(tiny_model, std=None)
@@ -158,18 +157,6 @@ def test_the_update_of_the_loop_clips_and_skips(fused):
     mine, theirs = everything(model, optimizer), everything(expected, by_hand)
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_resume_is_bit_exact(make_run):
-    """With dropout. The checkpoint has Muon's state and AdamW's."""
-    values = ("optimizer=muon", "optimizer.matrix_lr=2e-3", "model.dropout=0.2")
-    whole = make_run("name=whole", *values)
-    fit(whole)
-    train_past_checkpoint(make_run("name=half", *values), 2)
-    rest = make_run("name=half", *values)
-    assert rest.state.step == 2
-    fit(rest)
-    check_same_bytes(rest.directory, whole.directory)
 
 
 def test_memory_of_its_state_equals_the_estimate():

@@ -50,18 +50,6 @@ def test_it_works_in_a_browser(opened):
     expect(page.locator("#grid .head")).to_have_count(8)
 
 
-def test_the_site_has_its_files():
-    """The workflow publishes the folder of the example when it changes, with its page as index."""
-    workflow = yaml.safe_load((REPOSITORY / ".github/workflows/pages.yml").read_text("utf-8"))
-    start, (job,) = workflow[True], workflow["jobs"].values()  # YAML 1.1 reads on as a boolean
-    assert start["push"] == {
-        "branches": ["main"],
-        "paths": [f"{EXAMPLE.parent.relative_to(REPOSITORY)}/**"],
-    }
-    assert workflow["permissions"] == {"contents": "read", "pages": "write", "id-token": "write"}
-    assert any("mv site/run.html site/index.html" in step.get("run", "") for step in job["steps"])
-
-
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)
 def test_every_picture_is_shown_and_small(picture):
     assert picture.stat().st_size < 300_000

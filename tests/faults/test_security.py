@@ -19,7 +19,7 @@ import torch
 from helpers import TINY
 from helpers.models import tiny_model
 from helpers.refusals import printed_keys
-from helpers.runs import change_state, train_in, write_checksums
+from helpers.runs import change_state, write_checksums
 from helpers.settings import settings, train_main
 from helpers.tally import tally
 from helpers.texts import write_packed
@@ -34,17 +34,10 @@ from train import fit
 FAULT = "malicious pickle, _target_, markup in tokens, path escape, secret canaries"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with a text file and a tiny run."""
-    folder = tmp_path_factory.mktemp("trained")
-    train_in(folder, "name=run")
-    return folder
-
-
 @pytest.fixture
 def folder(trained, tmp_path):
-    shutil.copytree(trained, tmp_path / "here", symlinks=True)
+    """A folder with a text file and a tiny run."""
+    shutil.copytree(trained.parents[1], tmp_path / "here", symlinks=True)
     return tmp_path / "here"
 
 
@@ -186,7 +179,7 @@ OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 def marked_up(tmp_path_factory):
     """(folder, output) of a run with markup in its text, prompts and names."""
     folder = tmp_path_factory.mktemp("marked")
-    name = "<img src=x onerror=window.hacked=1>.txt"
+    name = "<img src=x onerror=window.hacked=1>\x1b[31m.txt"
     (folder / name).write_text("\n".join(MARKUP.values()) * 12, encoding="utf-8")
     given = settings(*TINY, f"data.path='{name}'", "name=run", "trainer.max_steps=2", "lens=often")
     prompts = [*MARKUP.values(), "../../../outside/x", "a\0b"]
@@ -256,25 +249,16 @@ SECRETS = {
 }
 
 
-@pytest.fixture
-def keeps_secrets(in_process, tmp_path, text_file, monkeypatch):
-    """Trains briefly, searches output and files for secrets, and returns the exit code."""
+def test_no_secret_is_written_or_printed(in_process, tmp_path, text_file, monkeypatch):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-
-    def run(*arguments):
-        given = [*TINY, f"data.path={text_file}", "trainer.max_steps=2", *arguments]
-        code, out, err = in_process(train.main, tmp_path, *given)
+    given = [*TINY, f"data.path={text_file}", "trainer.max_steps=2"]
+    watched = ["lens=often", "lens.prompts=[a word]"]
+    for expected, arguments in ((0, watched), (3, ["debug=true", "data.path=no"])):
+        code, out, err = in_process(train.main, tmp_path, *given, *arguments)
+        assert code == expected
         assert "canary" not in out + err
         for path in tmp_path.rglob("*"):
             assert "canary" not in path.name
             assert path.is_dir() or b"canary" not in path.read_bytes(), path
         tally(FAULT)
-        return code
-
-    return run
-
-
-def test_no_secret_is_written_or_printed(keeps_secrets):
-    assert keeps_secrets("lens=often", "lens.prompts=[a word]") == 0
-    assert keeps_secrets("debug=true", "data.path=no") == 3

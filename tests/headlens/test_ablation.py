@@ -1,7 +1,6 @@
 """Removed heads: exact changes equal a plain loop with hooks, estimates equal a derivative."""
 
 import csv
-import functools
 import json
 import math
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.models import random_ids, tiny_model
+from helpers.models import random_ids, tiny_model, with_changed_inputs
 
 from clearhead.models.head_removal import ablate_heads
 from clearhead.run import lens_runner
@@ -39,19 +38,9 @@ class Windows(WindowDataset):
 def run_with_hooks(model, change):
     """Returns logits (B, T, V). change(layer, context) replaces the input of an output projection,
     (B, T, H * D)."""
-
-    def hook(layer, _, arguments):
-        return (change(layer, arguments[0].clone()),)
-
-    hooks = [
-        block.attn.out_proj.register_forward_pre_hook(functools.partial(hook, layer))
-        for layer, block in enumerate(model.blocks)
-    ]
     ids, _ = Windows().batch(np.arange(5))
-    logits, _ = model(ids)
-    for handle in hooks:
-        handle.remove()
-    return logits
+    projections = [block.attn.out_proj for block in model.blocks]
+    return with_changed_inputs(projections, change, lambda: model(ids)[0])
 
 
 def measured(logits):

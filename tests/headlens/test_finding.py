@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from helpers.loops import targets
-from helpers.pages import PROMPTS, a_run, prompt
+from helpers.pages import CHANGES, PROMPTS, a_run, prompt, removal, removals
 from helpers.stories import PLANTED, REPEATED, SOME, planted, story_run
 
 from headlens import STATISTICS
@@ -153,10 +153,12 @@ def clearest_by_loops(weights, keys_of):
 def test_rows_where_a_name_is_clearest(name):
     """By plain loops, for all heads and prompts; without a target of the name, the row of the
     largest weight to an earlier token."""
-    run, back = a_run(), 3
+    copies = prompt("3-repeated", ["<|endoftext|>", *2 * [" oak", ",", " grey", "\n"]], period=4)
+    prompts = (PROMPTS[0], prompt("2-once", ["Once", " upon", " A", " time"]), copies)
+    run, back = a_run(prompts=prompts), 3
     data = named(run.snapshots[-1], *[name] * 6, tokens_back=back)
     found = findings(data)
-    for number, one in enumerate(PROMPTS):
+    for number, one in enumerate(prompts):
         known = targets(one.token_ids, one.tokens)
         of_queries = known["offset", back] if name == "offset" else known.get(name)
         if name == "" or (one.period and STATISTICS[name].on == "texts"):
@@ -169,7 +171,7 @@ def test_rows_where_a_name_is_clearest(name):
             assert found["rows"][number][head] == best[0]
     assert (found["prompts"] == [-1] * 6) == (name == "")
     if name:
-        periods = {PROMPTS[number].period for number in found["prompts"]}
+        periods = {prompts[number].period for number in found["prompts"]}
         assert periods == {4 if STATISTICS[name].on == "repeated" else 0}  # a text, if possible
 
 
@@ -313,32 +315,6 @@ def test_subject_counts_the_names_of_the_shown_step():
 
 
 # ------------------------------------------------------------------- removed heads
-
-CHANGES = (0.0004, 1.25, -0.3, 0.002, 2.5, 0.05)  # of six heads in two layers
-
-
-def removal(change, accuracy=None, **more):
-    error = more.pop("error", abs(change) / 10)
-    return more | {
-        "loss_change": change,
-        "loss_change_error": error,
-        "accuracy_without": accuracy,
-    }
-
-
-def removals(method="exact", groups=(), changes=CHANGES):
-    accuracies = [(n + 1) / 10 if method == "exact" else None for n in range(6)]
-    heads = zip(np.ndindex(2, 3), changes, accuracies, strict=True)
-    return {
-        "step": 120,
-        "method": method,
-        "windows": 8,
-        "targets": 512,
-        "loss": 0.5,
-        "accuracy": 0.75 if method == "exact" else None,
-        "heads": [removal(c, a, layer=at[0], head=at[1]) for at, c, a in heads],
-        "groups": list(groups),
-    }
 
 
 def row_of(*names):

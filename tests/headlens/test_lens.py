@@ -1,9 +1,7 @@
 """The lens: steps of snapshots, files, and that training is unchanged, bit for bit."""
 
-import base64
 import csv
 import functools
-import hashlib
 import io
 import itertools
 import json
@@ -16,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.models import tiny_model
-from helpers.pages import GivenModel, a_run, read, snapshot_of, unpacked
+from helpers.pages import GivenModel, a_run, read, unpacked
 from helpers.runs import assert_same, rows, weights
 from helpers.tally import trials
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clearhead.config.schema import LensSettings
-from clearhead.errors import ConfigError
 from data import get_tokenizer
 from headlens import (
     DEFAULT_PROMPTS,
@@ -32,17 +28,14 @@ from headlens import (
     Lens,
     LensConfig,
     read_snapshot,
-    run_data,
     snapshot_bytes,
     write_snapshot,
 )
 from headlens.drawing import heads_image
 from headlens.heads import ALL_NAMES, COLUMNS
 from headlens.heatmap import png_of
-from headlens.history import Row, read_history
+from headlens.history import read_history
 from headlens.lens import MAX_FILES, MAX_IMAGES
-from headlens.page import page_html
-from headlens.prompts import Prompt
 from headlens.recording import to_codes
 from headlens.render import draw_snapshot
 from headlens.statistics import uniform_attention
@@ -113,23 +106,6 @@ def test_snapshots_without_a_number_of_steps(tmp_path):
     for step in (0, 40, 80):
         assert lens.snapshot(model_at(step), step).pages
     assert steps_of(tmp_path / "page.html") == [0, 40, 80]
-
-
-def test_settings_that_do_not_fit():
-    bad = {"every": -1, "max_tokens": 1025, "repeat_length": 1}
-    for keys, changes in (
-        ([], {"prompts": []}),
-        ([], {"prompts": [], "repeat_length": 0, "every": 0}),
-        ([*bad, "prompts"], bad | {"prompts": ["ok", " "]}),
-        (["prompts"], {"prompts": [], "repeat_length": 0}),
-        (["prompts"], {"prompts": ["a b"] * 21}),
-    ):
-        found = []
-        try:
-            LensSettings.with_defaults(**changes)
-        except ConfigError as error:
-            found = [problem.key.removeprefix("lens.") for problem in error.problems]
-        assert sorted(found) == sorted(keys), changes
 
 
 @pytest.mark.parametrize(
@@ -460,46 +436,6 @@ def test_a_row_that_was_not_written_is_written_with_the_next(tmp_path, monkeypat
             taken(lens, model_at(110), 110, 200, tmp_path)
     taken(lens, model_at(120), 120, 200, tmp_path)
     assert [row.step for row in read_history(tmp_path / "statistics.jsonl")] == [90, 100, 110, 120]
-
-
-HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>&amp;\u2028'\"\\__DATA____CSP__"
-
-
-@pytest.fixture(scope="module")
-def hostile_page():
-    prompt = Prompt("1-x", HOSTILE, [0, 1], [HOSTILE, "</SCRIPT >"])
-    values = {key: np.zeros((1, 1), np.float32) for key in STATISTICS}
-    data = snapshot_of(HOSTILE, prompt, Row(0, values), np.array([[[255, 0, 255]]], np.uint8))
-    return page_html([run_data([data])], HOSTILE)
-
-
-def test_text_cannot_end_its_html_element(hostile_page, tmp_path):
-    assert "<img" not in hostile_page
-    (tmp_path / "page.html").write_text(hostile_page, encoding="utf-8")
-    (run,) = read(tmp_path / "page.html")
-    assert run["name"] == HOSTILE.replace("\u2028", "·")
-    assert run["prompts"][0]["text"] == HOSTILE
-    assert run["prompts"][0]["tokens"] == [HOSTILE, "</SCRIPT >"]
-
-
-def test_policy_allows_only_the_script_and_styles_of_the_page(hostile_page):
-    policy = re.search(r'Content-Security-Policy"\s+content="([^"]*)"', hostile_page)[1]
-
-    def sha256(tag):
-        texts = re.findall(rf"<{tag}(?: type=.module.)?>(.*?)</{tag}>", hostile_page, re.DOTALL)
-        assert texts
-        assert not re.search(r"https?://(?!www\.w3\.org)", "".join(texts))
-        digests = [hashlib.sha256(text.encode()).digest() for text in texts]
-        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-
-    assert dict(rule.strip().split(" ", 1) for rule in policy.split(";")) == {
-        "default-src": "'none'",
-        "script-src": sha256("script"),
-        "style-src": sha256("style"),
-        "img-src": "data:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
 
 
 def test_other_and_truncated_files_are_refused(tmp_path, monkeypatch):

@@ -5,26 +5,19 @@ import re
 
 import pytest
 from helpers import pages
-from helpers.live import RUN
-from helpers.runs import train_in
 
 from headlens import show
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return train_in(tmp_path_factory.mktemp("shown"), "name=first", *RUN)
-
-
-def test_the_page_has_the_snapshots_of_a_run(run, tmp_path, monkeypatch):
+def test_the_page_has_the_snapshots_of_a_run(finished, tmp_path, monkeypatch):
     monkeypatch.setattr("headlens.render.SMALL_FRAMES", 3)
     curves = {"training loss": [(0, 5.5), (4, 5.1)]}
-    for place in (run, run / "attention", str(run)):
+    for place in (finished, finished / "attention", str(finished)):
         content = show(place, curves=curves, height=500).data
         (source,) = re.findall('srcdoc="([^"]*)"', content)
         (tmp_path / "page.html").write_text(html.unescape(source), encoding="utf-8")
         (shown,) = pages.read(tmp_path / "page.html")
-        (expected,) = pages.read(run / "run.html")
+        (expected,) = pages.read(finished / "run.html")
         assert [frame["step"] for frame in shown["frames"]] == [0, 2, 4]
         every = {frame["step"]: frame for frame in expected["frames"]}
         assert shown["frames"] == [every[step] for step in (0, 2, 4)]
@@ -33,9 +26,9 @@ def test_the_page_has_the_snapshots_of_a_run(run, tmp_path, monkeypatch):
         assert "500px" in content
 
 
-def test_the_page_can_be_used_in_a_notebook(run, tmp_path, window):
+def test_the_page_can_be_used_in_a_notebook(finished, tmp_path, window):
     host = tmp_path / "notebook.html"
-    host.write_text(f"<!doctype html><p>a cell</p>{show(run).data}", encoding="utf-8")
+    host.write_text(f"<!doctype html><p>a cell</p>{show(finished).data}", encoding="utf-8")
     page = window().new_page()
     page.goto(host.as_uri())
     frame = page.frames[1]

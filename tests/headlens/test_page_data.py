@@ -4,12 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from helpers.loops import targets
 from helpers.pages import PROMPTS, a_run, unpacked
 
-from headlens import KINDS, STATISTICS, run_data
+from headlens import run_data
 from headlens.finding import findings
-from headlens.heads import ALL_NAMES, NAMES, head_table, significances, targets_on
+from headlens.heads import significances
 from headlens.recording import uniform_of
 
 
@@ -41,23 +40,6 @@ def test_losses_that_are_not_finite_are_omitted():
     assert found == {"validation loss": [(0, 2.5), (3, 1.5)]}
 
 
-def test_names_at_the_steps_of_the_frames():
-    """They are the names of the table of heads at each of these steps."""
-    run = a_run()
-    of_frames = json.loads(unpacked(run.data["heads_at"]))
-    assert [name["key"] for name in run.data["names"]] == list(ALL_NAMES)
-    rows = list(run.rows.values())
-    for frame, heads in zip(run.data["frames"], of_frames, strict=True):
-        known = [row for row in rows if row.step <= frame["step"]]
-        for row in head_table(known, uniform_of(PROMPTS)):
-            index = row["layer"] * run.data["heads"] + row["head"]
-            assert ALL_NAMES[heads["names"][index]] == row["name"]
-            assert bool(heads["titles"][index]) == (row["name"] in KINDS)
-            if row["name"] in KINDS and len(known) > 1:
-                assert f"since step {row['since_step']}" in heads["findings"][index]
-    assert len({name for heads in of_frames for name in heads["names"]}) > 1
-
-
 def test_significance_at_each_step_and_on_each_prompt():
     run = a_run()
     history = json.loads(unpacked(run.data["history"]))
@@ -69,19 +51,3 @@ def test_significance_at_each_step_and_on_each_prompt():
     for found, values, prompt in on_prompts:
         wanted = np.nanmax(significances(values, prompt.uniform), axis=0).ravel()
         assert found["significance"] == pytest.approx(wanted, abs=2e-4)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_targets_of_a_name(name):
-    """The key tokens to which its heads attend, by plain loops."""
-    (shown,) = [of for of in a_run().data["names"] if of["key"] == name]
-    assert (shown["letter"], shown["colours"]) == (KINDS[name].letter, KINDS[name].colours)
-    for prompt in PROMPTS:
-        wanted, found = targets(prompt.token_ids, prompt.tokens), targets_on(prompt)
-        for number in range(2, 9) if name == "offset" else [None]:
-            of_queries = wanted["offset", number] if number else wanted[name]
-            here = found.get(f"offset_{number}" if number else name)
-            if prompt.period and STATISTICS[name].on == "texts":
-                assert here is None
-            else:
-                assert [np.flatnonzero(row).tolist() for row in here] == of_queries

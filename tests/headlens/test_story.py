@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.foreign import foreign_model
-from helpers.models import tiny_model
+from helpers.models import tiny_model, with_changed_inputs
 from helpers.pages import prompt, text_of
 from helpers.stories import PERIOD, REPEATED, SOME, a_story, story_run
 
@@ -203,17 +203,9 @@ def losses_without(model, projections, group):
     ids = [torch.tensor([p.token_ids]) for p in PROMPTS]
     contexts = [[] for _ in projections]
 
+    @torch.no_grad()
     def run(change):
-        hooks = [
-            projection.register_forward_pre_hook(
-                lambda _, arguments, n=n: (change(n, arguments[0].clone()),)
-            )
-            for n, projection in enumerate(projections)
-        ]
-        with torch.no_grad():
-            outputs = [model(one) for one in ids]
-        for hook in hooks:
-            hook.remove()
+        outputs = with_changed_inputs(projections, change, lambda: [model(one) for one in ids])
         logits = [output[0] if isinstance(output, tuple) else output.logits for output in outputs]
         return [
             F.cross_entropy(x[0, :-1], one[0, 1:], reduction="none")

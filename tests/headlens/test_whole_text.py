@@ -135,23 +135,6 @@ def test_planted_heads_are_found():
     assert {row["holds_on"] for row in table if row["name"] == "previous_token"} == {PLACES[0]}
 
 
-def test_a_name_on_the_repeated_sequence_only():
-    letters = range(ord("a"), ord("z"))
-    settings = LensConfig(prompts=[])
-    lens = Lens(BYTE, settings, context_length=64, text=STORY, vocabulary=letters)
-
-    def random_tokens_only(model, input_ids):
-        """Induction on the prompt, which has no spaces."""
-        is_text = (input_ids == ord(" ")).any()
-        yield planted(input_ids, ["induction"] * 2, share=0.1 if is_text else 0.9), None
-
-    lens.attention = random_tokens_only
-    data, _ = lens.inspect(torch.nn.Identity())
-    (first, _) = head_table([data.row], data.uniform)
-    assert (first["name"], first["holds_on"]) == ("induction", "prompts")
-    assert first["induction"] < 0.2  # the value on the text
-
-
 @pytest.mark.parametrize(("order", "count"), [("text", 8), ("text", 4), ("shuffled", 8)])
 def test_random_models_have_no_names(order, count):
     """Fifty models, half of them with sharp attention. `first_token`, `diagonal` and the others of

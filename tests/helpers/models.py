@@ -1,5 +1,7 @@
 """Small models, their inputs, and the ids that they generate."""
 
+import functools
+
 import torch
 
 from clearhead.models.decoding import Sampling, generate
@@ -27,6 +29,23 @@ def tiny_model(seed: int = 0, std: float | None = 0.3, **changes) -> GPT:
             parameter.normal_(mean=1.0 if "norm.weight" in name else 0.0, std=std)
         model.pos_emb.weight.mul_(3)  # otherwise greedy text repeats one token
     return model
+
+
+def with_changed_inputs(projections, change, run):
+    """Returns run() while change(layer, context) replaces the input of each output projection."""
+
+    def hook(layer, _, arguments):
+        return (change(layer, arguments[0].clone()),)
+
+    hooks = [
+        projection.register_forward_pre_hook(functools.partial(hook, layer))
+        for layer, projection in enumerate(projections)
+    ]
+    try:
+        return run()
+    finally:
+        for handle in hooks:
+            handle.remove()
 
 
 def random_ids(

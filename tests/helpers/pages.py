@@ -37,6 +37,7 @@ PROMPTS = (
     prompt("3-repeated", ["<|endoftext|>", *2 * [" oak", " lamp", " grey", " rope"]], period=4),
 )
 STEPS = (0, 40, 80, 120)  # with weights
+HEBREW = ["של", "ום", " עול", "ם", ",", " אני", " קורא", "."]
 VOCABULARY = 300  # ids; the text of the id 3 is "<3>"
 HISTORY = (0, 20, 40, 60, 80, 100, 120)  # with statistics
 
@@ -157,8 +158,41 @@ def a_run(
     return PageRun(data, weights, rows, of_steps, snapshots, norms, predictions)
 
 
+def as_label(token):
+    return token.replace(" ", "␣").replace("\n", "⏎")
+
+
 def text_of(token):
     return f"<{token}>".encode()
+
+
+CHANGES = (0.0004, 1.25, -0.3, 0.002, 2.5, 0.05)  # of the loss without each of six heads
+
+
+def removal(change, accuracy=None, **more):
+    """Returns the result of a removed head or group. more: its place or name, and `error`."""
+    error = more.pop("error", abs(change) / 10)
+    return more | {
+        "loss_change": change,
+        "loss_change_error": error,
+        "accuracy_without": accuracy,
+    }
+
+
+def removals(method="exact", groups=(), changes=CHANGES):
+    """Returns the results of removed heads at step 120, in two layers of three heads."""
+    accuracies = [(n + 1) / 10 if method == "exact" else None for n in range(6)]
+    heads = zip(np.ndindex(2, 3), changes, accuracies, strict=True)
+    return {
+        "step": 120,
+        "method": method,
+        "windows": 8,
+        "targets": 512,
+        "loss": 0.5,
+        "accuracy": 0.75 if method == "exact" else None,
+        "heads": [removal(c, a, layer=at[0], head=at[1]) for at, c, a in heads],
+        "groups": list(groups),
+    }
 
 
 second_run = functools.partial(a_run, "second", seed=7)

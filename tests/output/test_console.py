@@ -46,12 +46,18 @@ def test_a_command_in_a_notebook_has_plain_lines(monkeypatch):
     assert "\x1b" not in terminal.getvalue()
 
 
-def test_a_terminal_has_a_bar_that_is_cleared(monkeypatch):
+def test_a_terminal_has_lines_and_a_bar_that_is_cleared(monkeypatch):
+    """Also lines of validations and samples."""
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     monkeypatch.setattr("sys.stdout", terminal := Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    print_some(Console(True, 0, 10))
+    console = Console(True, 0, 10)
+    console.validation(0, {"val/loss": 1.25})
+    console.sample({"step": 0, "text": "a\ntext"})
+    print_some(console)
     shown = terminal.getvalue()
+    assert "1.2500" in shown
+    assert "a text" in shown
     assert "10%" in shown
     assert "a [red]line\\x1b[31m" in shown
     assert "\x1b[31m" not in shown
@@ -112,19 +118,6 @@ def test_in_a_file_each_validation_has_one_line_with_the_training_metrics(
     monkeypatch.setenv("JPY_PARENT_PID", "1")  # in a notebook
     shown.sample({"step": 20, "text": "a\ntext"})
     assert "a text" in capsys.readouterr().out
-
-
-def test_on_a_terminal_validations_and_samples_have_lines(monkeypatch):
-    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
-    monkeypatch.setattr("sys.stdout", terminal := Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    shown = Console(True, 0, 2000)
-    shown.step(100, 2.125, 1e-3, 1234.0)
-    shown.validation(100, {"val/loss": 1.25})
-    shown.sample({"step": 100, "text": "a\ntext"})
-    shown.close()
-    assert "1.2500" in terminal.getvalue()
-    assert "a text" in terminal.getvalue()
 
 
 def test_progress_of_scripts_is_a_bar_or_lines_now_and_then(monkeypatch, capsys):

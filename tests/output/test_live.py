@@ -11,9 +11,9 @@ import socket
 import numpy as np
 import pytest
 from helpers import TIMEOUT, pages
-from helpers.live import RUN, GrowingRun, live_command, serving
+from helpers.live import GrowingRun, live_command, serving
 from helpers.refusals import printed_keys
-from helpers.runs import contents, train_in
+from helpers.runs import contents
 
 from clearhead.checkpoint.run_directory import lock_directory
 from clearhead.output.live import LiveRuns
@@ -21,11 +21,6 @@ from headlens import read_snapshot, run_data
 from scripts.view import main
 
 SECRET = b"a secret outside of the runs"
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    return train_in(tmp_path_factory.mktemp("finished"), "name=first", *RUN)
 
 
 @pytest.fixture
@@ -69,7 +64,16 @@ def of(server, path):
 
 
 HOST = b"Host: 127.0.0.1\r\n\r\n"
-UP = "/run/first/"
+# "~" is /run/first/.
+PATHS = r"""/../secret.txt /secret.txt //secret.txt /.env /runs/.env /run/ /run/../secret.txt
+/run/%2e%2e/ /run/..%2fsecret.txt /run/.env /run/. /run/%2e/state.json /run/first%2f..%2ffirst/
+/run/%2e%2e/runs.json ~../../secret.txt ~%2e%2e/%2e%2e/secret.txt ~..%5c..%5csecret.txt
+~..\..\secret.txt ~%252e%252e/secret.txt ~state.json%00.txt ~frame/../../secret.json
+~frame/%2e%2e%2f0.json ~frame/-1.json ~frame/٣.json ~frame/0.json%00 ~wandb/secret.txt
+~checkpoints/last/model.safetensors ~run.json ~attention/ ~config.yaml ~run.html ~.lock /run/other/
+/run/other/secret.txt /run/linked/ /run/linked/state.json /run/first%00/ /run/%ff%fe/ /run/pipe/
+/%00""".replace("~", "/run/first/").split()
+PATHS += [f"/run/first/frame/{'9' * 5000}.json", f"/run/{'a' * 300}/"]
 HOSTILE = {
     "another host": b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n",
     "another host at the right port": b"GET / HTTP/1.1\r\nHost: evil.example:8123\r\n\r\n",
@@ -85,26 +89,7 @@ HOSTILE = {
     "a long path": b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\n" + HOST,
     # As long as the server reads: it resets a connection with more, so its answer may be lost.
     "a line without an end": b"GET /" + b"a" * (2**16 - 4),
-    **{
-        path: f"GET {path} HTTP/1.1\r\n".encode() + HOST
-        for path in (
-            *("/../secret.txt", "/secret.txt", "//secret.txt", "/.env", "/runs/.env", "/run/"),
-            *("/run/../secret.txt", "/run/%2e%2e/", "/run/..%2fsecret.txt", "/run/.env", "/run/."),
-            *("/run/%2e/state.json", "/run/first%2f..%2ffirst/", "/run/%2e%2e/runs.json"),
-            *(
-                f"{UP}../../secret.txt",
-                f"{UP}%2e%2e/%2e%2e/secret.txt",
-                f"{UP}..%5c..%5csecret.txt",
-            ),
-            *(f"{UP}..\\..\\secret.txt", f"{UP}%252e%252e/secret.txt", f"{UP}state.json%00.txt"),
-            *(f"{UP}frame/../../secret.json", f"{UP}frame/%2e%2e%2f0.json", f"{UP}frame/-1.json"),
-            *(f"{UP}frame/{'9' * 5000}.json", f"{UP}frame/\u0663.json", f"{UP}frame/0.json%00"),
-            *(f"{UP}wandb/secret.txt", f"{UP}checkpoints/last/model.safetensors", f"{UP}run.json"),
-            *(f"{UP}attention/", f"{UP}config.yaml", f"{UP}run.html", f"{UP}.lock"),
-            *("/run/other/", "/run/other/secret.txt", "/run/linked/", "/run/linked/state.json"),
-            *("/run/first%00/", "/run/%ff%fe/", f"/run/{'a' * 300}/", "/run/pipe/", "/%00"),
-        )
-    },
+    **{path: f"GET {path} HTTP/1.1\r\n".encode() + HOST for path in PATHS},
     **{
         method: f"{method} /run/first/state.json HTTP/1.1\r\nContent-Length: 4\r\n".encode()
         + HOST

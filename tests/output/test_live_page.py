@@ -17,11 +17,6 @@ from headlens import KINDS, read_snapshot, write_snapshot
 ports = itertools.count(8200, 30)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    return train_in(tmp_path_factory.mktemp("finished"), "name=first", *RUN)
-
-
 @pytest.fixture
 def growing(tmp_path, finished):
     return GrowingRun(finished, tmp_path / "runs" / "first")
@@ -77,11 +72,16 @@ def shown_step(lens):
 
 
 def test_a_page_fills_with_the_first_snapshot_and_follows_the_run(growing, visit):
-    lens = visit("run/first/")
+    lens = visit("run/first/", view="")
     expect(lens.locator("#error")).to_be_visible()
     expect(lens.locator("#app")).to_be_hidden()
+    for tab in ("losses", "heads"):  # they can be changed before the first snapshot
+        lens.get_by_role("tab", name=tab).click()
+    expect(lens.locator("#error")).to_be_visible()
     growing.add(0)
     pages.ready(lens)
+    expect(lens.locator("#story")).to_be_visible()
+    lens.locator("#show-all").click()
     expect(lens.locator("#error")).to_be_hidden()
     expect(lens.locator("#time")).to_be_hidden()  # one step
     pages.tile(lens, 1, 0).click()
@@ -139,28 +139,26 @@ def test_a_page_that_followed_a_run_equals_one_that_is_opened_at_its_end(named, 
     wait_until(lens, "window.lens.state.frame === 2")
 
 
-def test_a_step_that_the_user_has_chosen_stays(growing, visit):
+def test_steps_that_the_user_has_chosen_stay(growing, visit):
+    """The shown one, and the one that it is compared with."""
     growing.add(0, 1, 2)
-    lens = visit("run/first/")
+    lens = visit("run/first/#compare=step:1&head=0.0")
     pages.ready(lens)
     lens.locator("#step").fill("1")
     expect(lens.locator("#step-number")).to_have_text("step 1")
     growing.add(3)
     shows_steps(lens, 0, 1, 2, 3)
     assert shown_step(lens) == 1
-    lens.locator("#step").fill("3")  # at the end, the page follows again
+    lens.locator("#step").fill("3")  # at the end, the page follows again, also if it is not shown
+    lens.get_by_role("tab", name="losses").click()
     growing.add(4)
     shows_steps(lens, 0, 1, 2, 3, 4)
-    assert shown_step(lens) == 4
-
-
-def test_a_comparison_keeps_its_steps(growing, visit):
-    growing.add(0, 1, 2)
-    lens = visit("run/first/#compare=step:1&head=0.0")
-    pages.ready(lens)
-    growing.add(3)
-    shows_steps(lens, 0, 1, 2, 3)
-    expect(lens.locator("#compare-note")).to_contain_text("A: step 1. B: step 3.")
+    lens.get_by_role("tab", name="heads").click()
+    expect(lens.locator("#step-number")).to_have_text("step 4")
+    widths = lens.locator("canvas:visible").evaluate_all("all => all.map((one) => one.clientWidth)")
+    assert len(widths) > 4
+    assert min(widths) > 10
+    expect(lens.locator("#compare-note")).to_contain_text("A: step 1. B: step 4.")
 
 
 def test_steps_of_a_resumed_run_are_replaced(growing, visit):
@@ -316,31 +314,6 @@ def test_losses_and_samples_follow_the_run(growing, visit):
     shows_steps(page, 0, 1, 2, 3, 4)
     page.get_by_role("tab", name="settings").click()
     expect(page.locator("#tab-settings pre")).to_contain_text("emb_dim")
-
-
-def test_tabs_can_be_changed_before_the_first_snapshot(growing, visit):
-    lens = visit("run/first/", "")
-    expect(lens.locator("#error")).to_be_visible()
-    lens.get_by_role("tab", name="losses").click()
-    lens.get_by_role("tab", name="heads").click()
-    expect(lens.locator("#error")).to_be_visible()
-    growing.add(0)
-    pages.ready(lens)
-    expect(lens.locator("#story")).to_be_visible()
-
-
-def test_heads_are_taken_up_while_another_tab_is_shown(growing, visit):
-    growing.add(0, 1)
-    lens = visit("run/first/")
-    pages.ready(lens)
-    lens.get_by_role("tab", name="losses").click()
-    growing.add(2)
-    shows_steps(lens, 0, 1, 2)
-    lens.get_by_role("tab", name="heads").click()
-    expect(lens.locator("#step-number")).to_have_text("step 2")
-    widths = lens.locator("canvas:visible").evaluate_all("all => all.map((one) => one.clientWidth)")
-    assert len(widths) > 4
-    assert min(widths) > 10
 
 
 def test_a_page_follows_a_training_that_is_killed_and_resumed(tmp_path, server, visit):

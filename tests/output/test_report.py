@@ -7,7 +7,6 @@ import re
 import shlex
 
 import pytest
-from helpers.live import RUN
 from helpers.pages import CONTRASTS, HOSTILE, ready
 from helpers.refusals import SPECIAL_FILES, time_limit
 from helpers.runs import train_in
@@ -207,9 +206,8 @@ def test_the_first_and_the_last_sample_are_always_shown(run, count):
     assert len(shown) == min(count, 4)
 
 
-def test_the_tabs_are_chosen_by_pointer_keyboard_and_address(tmp_path, opened):
-    folder = train_in(tmp_path, "name=first", *RUN)
-    page = opened(folder / "run.html")
+def test_the_tabs_are_chosen_by_pointer_keyboard_and_address(finished, opened):
+    page = opened(finished / "run.html")
     ready(page)
     tab = lambda name: page.get_by_role("tab", name=name)  # noqa: E731
     names = page.get_by_role("tab").all_inner_texts()

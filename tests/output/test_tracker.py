@@ -25,7 +25,6 @@ from clearhead.checkpoint.format import FILES
 from clearhead.checkpoint.listing import find_checkpoint
 from clearhead.config.schema import WandbConfig
 from clearhead.errors import DamagedCheckpointError
-from clearhead.files import atomic_write
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output.report import sample_page
 from clearhead.output.tracker import Tracker
@@ -195,28 +194,6 @@ def test_a_run_that_the_user_has_open_is_left_alone(tmp_path, monkeypatch):
         f"run-{our_id}": ([{"train/loss": 0.5}], 4),
         f"run-{later.id}": ([], 0),
     }
-
-
-def test_a_page_is_in_the_row_of_its_step(tmp_path, monkeypatch):
-    """It is written when metrics.jsonl has this row, which it shows."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    tracker, page = Tracker(OFFLINE, tmp_path, {}), tmp_path / "run.html"
-
-    def write_page():
-        atomic_write(page, str(rows(tmp_path)[-1]["step"]).encode())
-        return page
-
-    tracker.log({"train/loss": 1.5}, 0, page=write_page)
-    tracker.log({"train/loss": 1.5}, 1, page=write_page)
-    tracker.log({"train/loss": 1.5}, 2, page=lambda: None)
-    tracker.finish()
-    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    records = [each["history"]["item"] for each in wandb_records(file) if each["type"] == "history"]
-    assert [row["_step"] for row in records] == [0, 1, 2]
-    assert all(row["train/loss"] == 1.5 for row in records)
-    pages = [file.parent / "files" / row["attention/page.path"] for row in records[:2]]
-    assert [page.read_text() for page in pages] == ["0", "1"]
-    assert "attention/page.path" not in records[2]
 
 
 def test_without_wandb_the_same_files_are_written(watched, tmp_path):

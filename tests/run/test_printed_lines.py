@@ -5,29 +5,10 @@ import shlex
 
 import pytest
 import torch
-from helpers import TEXT, TINY
+from helpers import TINY
 
 import train
-from data import load_datasets
 from scripts.view import ViewConfig
-
-
-@pytest.mark.parametrize("path", ["[text.txt,folder]", "folder/b\nc\x1b.txt"])
-def test_the_line_of_the_training_data_has_the_path_and_the_windows(
-    make_run, tmp_path, capsys, path
-):
-    """data.path as given, in one line."""
-    (tmp_path / "folder").mkdir()
-    for name in ("folder/a.txt", "folder/b\nc\x1b.txt"):
-        (tmp_path / name).write_text(TEXT)
-    value = f"'{path}'" if "\n" in path else path
-    run = make_run(f"data.path={value}", "name=a")
-    out = capsys.readouterr().out
-    windows = len(load_datasets(run.config.data, run.evaluator.tokenizer).train)
-    shown = path.strip("[]").replace("\n", "\\n").replace("\x1b", "\\x1b")
-    parts = [f"{windows:,} windows", *shown.split(",")]
-    assert len([line for line in out.splitlines() if all(part in line for part in parts)]) == 1
-    assert "\x1b" not in out
 
 
 @pytest.mark.parametrize("folder", ["runs", "my runs"])

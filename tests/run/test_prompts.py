@@ -46,37 +46,33 @@ def check_prompts(config, text: str, limit: int = 32) -> None:
         assert 0 < len(tokenizer.encode_ordinary(prompt)) <= limit
 
 
-@pytest.mark.parametrize("kind", ["text", "one line", "Japanese", "documents", "val_path"])
+TEXTS = {"one line": TEXT.replace("\n", " "), "Japanese": JAPANESE}
+# Other data: settings, and the text of the prompts. The validation text of TEXT is its last part.
+HELD_BACK = TEXT[len(TEXT) * 3 // 4 :]
+OTHERS = {
+    "documents": (["data.path=rows.jsonl", "data.within_documents=true"], HELD_BACK),
+    "val_path": (["data.path=train.txt", "data.val_path=other.txt"], OTHER),
+    "shards": (["data.path=out"], OTHER),
+    "mixture": (["data.path=[text.txt,other.txt]", "data.weights=[1,3]"], TEXT + OTHER),
+    "without validation": (["data.path=other.txt", "data.val_fraction=0"], OTHER),
+    "gpt2": (["data.path=other.txt", "data.tokenizer=gpt2", "model.vocab_size=50257"], OTHER),
+}
+
+
+@pytest.mark.parametrize("kind", ["text", *TEXTS, *OTHERS])
 def test_prompts_are_passages_of_the_validation_text(make_run, tmp_path, kind):
-    text = {"one line": TEXT.replace("\n", " "), "Japanese": JAPANESE}.get(kind, TEXT)
+    text = TEXTS.get(kind, TEXT)
     (tmp_path / "train.txt").write_text(text, encoding="utf-8")
-    given = [f"data.path={tmp_path / 'train.txt'}"]
-    if kind == "documents":
-        rows = [json.dumps({"text": line}) for line in (OTHER + TEXT).splitlines()]
-        (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
-        given = ["data.path=rows.jsonl", "data.within_documents=true"]
-    if kind == "val_path":
-        (tmp_path / "val.txt").write_text(OTHER, encoding="utf-8")
-        given, text = [*given, "data.val_path=val.txt"], OTHER
-    run = make_run(*given)
-    check_prompts(run.config, text if kind == "val_path" else text[len(text) * 3 // 4 :])
-    assert settings_of(run.directory)["lens"]["prompts"] == run.config.lens.prompts
-    assert make_run(*given).config.lens.prompts == run.config.lens.prompts
-
-
-@pytest.mark.parametrize("kind", ["shards", "mixture", "without validation", "gpt2"])
-def test_prompts_of_other_data(make_run, tmp_path, kind):
     (tmp_path / "other.txt").write_text(OTHER, encoding="utf-8")
+    rows = [json.dumps({"text": line}) for line in (OTHER + TEXT).splitlines()]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     manifest = prepare(tmp_path / "other.txt", tmp_path / "out", tokenizer="byte", shard_tokens=700)
     assert len(manifest["shards"]) > 3
-    given = {
-        "shards": ["data.path=out"],
-        "mixture": ["data.path=[text.txt,other.txt]", "data.weights=[1,3]"],
-        "without validation": ["data.path=other.txt", "data.val_fraction=0"],
-        "gpt2": ["data.path=other.txt", "data.tokenizer=gpt2", "model.vocab_size=50257"],
-    }[kind]
-    config = make_run(*given).config
-    check_prompts(config, TEXT + OTHER if kind == "mixture" else OTHER)
+    given, text = OTHERS.get(kind, (["data.path=train.txt"], text[len(text) * 3 // 4 :]))
+    run = make_run(*given)
+    check_prompts(run.config, text)
+    assert settings_of(run.directory)["lens"]["prompts"] == run.config.lens.prompts
+    assert make_run(*given).config.lens.prompts == run.config.lens.prompts
 
 
 def test_generated_sequences_have_prompts(make_run):

@@ -76,31 +76,3 @@ def test_mixture_of_shards_equals_the_mixture_of_texts(make_run, tmp_path):
     assert rest.state.step == 2
     fit(rest)
     assert_same(weights(rest), weights(whole))
-
-
-def test_resume_with_moved_damaged_or_changed_shards(make_run, tmp_path):
-    """Moved shards are accepted. Damaged and changed shards are errors before the first step."""
-    text = "The ferry bell at the top of the steps rang twice.\n" * 900
-    for folder, last in (("out", ""), ("new", "X")):
-        path = write_source(tmp_path / f"{folder}.txt", [text, last])
-        prepare(path, tmp_path / folder, tokenizer="byte")
-
-    def resumed(folder, steps=4):
-        path, short = f"data.path={tmp_path / folder}", "trainer.eval_windows=2"
-        return make_run(path, short, "name=a", f"trainer.max_steps={steps}")
-
-    fit(resumed("out", 2))
-    metrics = tmp_path / "runs" / "a" / "metrics.jsonl"
-    before = metrics.read_bytes()
-    shard = tmp_path / "out" / "shard_00000_00.bin"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-    with refused(DataError, "data.path", shard, 3):
-        resumed("out")
-    shard.write_bytes(whole)
-    with refused(DataError, "data.path", tmp_path / "new", 3):
-        resumed("new")
-    assert metrics.read_bytes() == before
-
-    (tmp_path / "out").rename(tmp_path / "elsewhere")
-    assert resumed("elsewhere").state.step == 2

@@ -109,34 +109,27 @@ def test_a_resumed_run_continues_with_its_tokenizer(make_run, tmp_path):
     assert rows(rest.directory)[-1]["val/loss"] == rows(whole.directory)[-1]["val/loss"]
 
 
-def test_a_changed_tokenizer_is_refused(make_run, here):
-    own = ["data.tokenizer=mine", "model.vocab_size=null", "name=mine"]
+def test_a_run_has_its_own_copy_and_accepts_no_other_tokenizer(make_run, here):
+    """It may be given by another path, and a new run needs no other directory."""
     shutil.copytree("hf", "mine")
-    fit(make_run(*own))
-    longer = [*own, "trainer.max_steps=6"]
+    shutil.copytree("hf", "moved")
+    own = ["model.vocab_size=null", "name=mine"]
+    fit(make_run("data.tokenizer=mine", *own))
+    longer = [*own, "trainer.max_steps=5"]
     file = Path("mine/tokenizer.json")
     content = json.loads(file.read_text(encoding="utf-8"))
     vocab = content["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     file.write_text(json.dumps(content), encoding="utf-8")
     with refused(DataError, "data.tokenizer", "mine", exit_code=3):
-        make_run(*longer)
+        make_run("data.tokenizer=mine", *longer)
     with refused(ConfigError, "data.tokenizer", "byte", exit_code=2):
-        make_run(*longer, "data.tokenizer=byte")
+        make_run("data.tokenizer=byte", *longer)
     shutil.rmtree("mine")
+    fit(make_run("data.tokenizer=moved", *longer))
+    shutil.rmtree("moved")
     fit(make_run("trainer.resume=runs/mine", "trainer.max_steps=6", tiny=False))
     assert rows(Path("runs/mine"))[-1]["step"] == 6
-
-
-def test_a_run_has_its_own_copy(make_run, here):
-    """Its tokenizer may be given by another path, and a new run needs no other directory."""
-    shutil.copytree("hf", "mine")
-    own = ["model.vocab_size=null", "name=mine"]
-    fit(make_run("data.tokenizer=mine", *own))
-    shutil.move("mine", "moved")
-    fit(make_run("data.tokenizer=moved", *own, "trainer.max_steps=6"))
-    assert rows(Path("runs/mine"))[-1]["step"] == 6
-    shutil.rmtree("moved")
     new = make_run("from=runs/mine", "data.path=de.txt", "name=new", "wandb=off", tiny=False)
     assert new.evaluator.tokenizer.name == load_tokenizer("hf").name
 

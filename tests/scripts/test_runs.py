@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.refusals import printed_keys, refused
-from helpers.runs import changed_paths, contents, train_in
+from helpers.runs import changed_paths, contents
 
 import generate
 from clearhead.checkpoint import format as checkpoint
@@ -21,12 +21,6 @@ from scripts.runs import main
 STATES = [f"checkpoints/step_0000000{step}/optimizer.safetensors" for step in (2, 4)]
 SUMS = [f"checkpoints/step_0000000{step}/SHA256SUMS" for step in (2, 4)]
 STEPS = ["checkpoints/step_00000002", "checkpoints/step_00000004"]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run with checkpoints of steps 2 and 4."""
-    return train_in(tmp_path_factory.mktemp("trained"), "name=run")
 
 
 @pytest.fixture

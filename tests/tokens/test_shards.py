@@ -143,7 +143,6 @@ def test_format_is_frozen(tmp_path):
 
 
 IDS = ids_of(3000)
-COMPLETE = llm_c_bytes(IDS)  # 7024 bytes
 
 # (content of the file, numbers that the error must contain)
 DAMAGED = {

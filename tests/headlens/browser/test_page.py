@@ -155,17 +155,12 @@ def test_one_step_without_a_repeated_prompt(shown):
         assert said.startswith(f"L{layer} ")
 
 
-def test_steps_of_seven_digits_fit(shown):
-    run = a_run(steps=(0, 40, 1_234_560), history=(0, 40, 1_234_560))
-    lens = shown(run, fragment="#head=0.0", viewport={"width": 900, "height": 800})
-    expect(lens.locator("#step-number")).to_have_text("step 1,234,560")
-    assert lens.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_many_heads_in_a_row_leave_room_for_an_enlarged_head(shown):
-    run = a_run(layers=2, heads=24, prompts=PROMPTS[:1], steps=(120,), history=(120,))
+def test_many_heads_in_a_row_and_steps_of_seven_digits_leave_room_for_an_enlarged_head(shown):
+    steps = (0, 1_234_560)
+    run = a_run(layers=2, heads=24, prompts=PROMPTS[:1], steps=steps, history=steps)
     for width in (900, 1400):
         lens = shown(run, fragment="#head=1.1", viewport={"width": width, "height": 800})
+        expect(lens.locator("#step-number")).to_have_text("step 1,234,560")
         assert lens.locator("#detail").bounding_box()["width"] >= 330
         assert lens.evaluate("document.documentElement.scrollWidth <= innerWidth")
 

@@ -65,10 +65,6 @@ def predicted(lens, side=0):
     return [tuple(row) for row in rows.evaluate_all(read)]
 
 
-def as_label(token):
-    return token.replace(" ", "␣").replace("\n", "⏎")
-
-
 def assert_predicts(lens, predictions, query, words, side=0):
     rows = predicted(lens, side)
     tokens = [f"<{token}>" for token in predictions.token_ids[query]]
@@ -78,9 +74,9 @@ def assert_predicts(lens, predictions, query, words, side=0):
         loss = predictions.losses[query]
         assert formatted_loss(loss) in lens.locator("#next p").nth(side).inner_text()
         if words[query + 1] not in tokens:
-            assert rows[5][0] == as_label(words[query + 1])
+            assert rows[5][0] == pages.as_label(words[query + 1])
             chances.append(np.exp(-loss))
-        assert [row[0] for row in rows if row[2]] == [as_label(words[query + 1])]
+        assert [row[0] for row in rows if row[2]] == [pages.as_label(words[query + 1])]
     assert len(rows) == len(chances)
     for (_, text, _), chance in zip(rows, chances, strict=True):
         if text.startswith("<"):
@@ -167,19 +163,6 @@ def test_data_with_neither_predictions_nor_norms(shown):
 
 def chips(lens):
     return lens.locator(".chip").evaluate_all("all => all.map((c) => Number(c.dataset.head))")
-
-
-def test_a_head_without_a_name_opens_where_it_attends_most_to_an_earlier_token(shown):
-    """Not to the first token, and not to itself."""
-    run, names = a_run(), a_run().rows[120].names
-    lens = shown(run, fragment="#head=none")
-    unnamed = np.argwhere(names == 0).tolist()
-    assert unnamed
-    for place in unnamed:
-        weights = run.weights[120][0][tuple(place)]
-        above = np.tril(weights - 1 / np.arange(1, 13)[:, None], -1)[:, 1:]
-        pages.tile(lens, *place).click()
-        assert above[pages.state(lens, "query")].max() == pytest.approx(above.max(), abs=0.01)
 
 
 def test_mean_of_several_heads(shown):

@@ -7,40 +7,20 @@ import re
 import numpy as np
 import pytest
 from helpers import pages
-from helpers.pages import a_run
+from helpers.pages import CHANGES, a_run, removal, removals
 
 from headlens.finding import removed_heads
 from headlens.heads import ALL_NAMES
 from headlens.rounding import formatted_loss
 
-CHANGES = (0.0004, 1.25, -0.3, 0.002, 2.5, 0.05)  # of the six heads
-
-
-def result(change, accuracy, **more):
-    return more | {
-        "loss_change": change,
-        "loss_change_error": more.pop("error", abs(change) / 10),
-        "accuracy_without": accuracy,
-    }
-
 
 def with_removal(*groups, name_of_all=""):
     """A run whose heads were removed at step 120; with `name_of_all`, all heads have this name."""
     run = a_run()
-    heads = zip(np.ndindex(2, 3), CHANGES, strict=True)
-    found = {
-        "step": 120,
-        "method": "exact",
-        "windows": 8,
-        "targets": 512,
-        "loss": 0.5,
-        "accuracy": 0.75,
-        "heads": [result(change, 0.5, layer=at[0], head=at[1]) for at, change in heads],
-        "groups": list(groups),
-    }
     row = copy.deepcopy(run.rows[120])
     row.names[:] = ALL_NAMES.index(name_of_all)
-    return dataclasses.replace(run, data=run.data | {"removed": removed_heads(found, row)})
+    removed = removed_heads(removals(groups=groups), row)
+    return dataclasses.replace(run, data=run.data | {"removed": removed})
 
 
 def numbers(text):
@@ -61,7 +41,7 @@ def test_sentences_about_the_enlarged_head(shown):
 
 def test_changes_within_the_noise_are_grey(shown):
     groups = [
-        result(change, 0.5, name=name, heads=2, error=0.1)
+        removal(change, 0.5, name=name, heads=2, error=0.1)
         for name, change in (("induction", 0.5), ("diagonal", 0.1), ("separator", -0.5))
     ]
     lens = shown(with_removal(*groups))
@@ -78,7 +58,7 @@ def test_changes_within_the_noise_are_grey(shown):
 
 
 def test_values_say_of_which_step_they_are(shown):
-    run = with_removal(result(4.5, 0.01, name="induction", heads=6), name_of_all="induction")
+    run = with_removal(removal(4.5, 0.01, name="induction", heads=6), name_of_all="induction")
     lens = shown(run, fragment="#head=0.1")
     assert lens.locator("#groups tbody th").count() == 2
     parts = [lens.locator(part) for part in ("#removed", "#groups")]
@@ -91,7 +71,7 @@ def test_values_say_of_which_step_they_are(shown):
 
 
 def test_heads_are_sorted_by_the_loss_without_them(shown):
-    lens = shown(with_removal(result(4.5, 0.1, name="induction", heads=2)))
+    lens = shown(with_removal(removal(4.5, 0.1, name="induction", heads=2)))
     ranked = pages.ranked(np.reshape(CHANGES, (2, 3)), True)
     lens.locator("#step").fill("0")
     pages.option(lens, "sort").select_option("loss_change")  # also shows the step with values

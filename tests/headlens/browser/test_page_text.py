@@ -114,17 +114,13 @@ def shown_contexts(lens):
     return lens.locator("#contexts ol").evaluate_all(READ)
 
 
-def as_label(token):
-    return token.replace(" ", "␣").replace("\n", "⏎")
-
-
 def assert_cells(lines, cells, tokens=TOKENS):
     """Checks tokens, positions and weights of lines. cells: (window, query, key, weight)."""
     assert len(lines) == len(cells)
     for line, (window, query, key, weight) in zip(lines, cells, strict=True):
         words = [tokens[token] for token in WINDOWS[window].tolist()]
-        assert line["query"] == [as_label(words[query]), str(query)]
-        assert line["key"] == [as_label(words[key]), str(key)]
+        assert line["query"] == [pages.as_label(words[query]), str(query)]
+        assert line["key"] == [pages.as_label(words[key]), str(key)]
         assert float(line["weight"].lstrip("<")) == pytest.approx(weight, abs=0.011)
         text = line["line"]
         first = text.index(words[key].replace("\n", "⏎"))
@@ -211,19 +207,6 @@ def test_head_that_has_its_name_on_the_text_only_is_shown_there(shown):
     lens.locator("#names [data-name='induction']").click()
     assert [pages.state(lens, key) for key in ("layer", "head", "prompt")] == [1, 2, 0]
     expect(lens.locator("#message")).to_be_visible()  # the prompt does not change silently
-
-
-def test_head_of_a_fixed_offset_has_its_number(shown):
-    lens = shown(a_text_run(), fragment="#head=0.1&prompt=0")
-    for part in ("#detail-name", "#finding"):
-        assert "3" in re.findall(r"offset.(\d)", lens.locator(part).inner_text())
-    lens.locator("#finding button").or_(lens.locator("#finding")).first.click()
-    text = lens.locator("#finding").inner_text()
-    found = re.search(r'\((\d+)\) it .*?"(\S+)" \((\d+)\), with weight (\d\.\d+)', text)
-    query, key = int(found[1]), int(found[3])
-    assert (key, found[2].strip("␣")) == (query - 3, SOME.tokens[query - 3].strip())
-    weights = attention_of(SOME.token_ids, 80)[0][0, 1]
-    assert float(found[4]) == pytest.approx(float(weights[query, key]), abs=0.011)
 
 
 def test_statistics_are_those_of_the_text_or_of_the_prompt(shown):
@@ -324,11 +307,8 @@ def test_hostile_and_partial_tokens(shown):
     assert "é¹" in lens.locator("#contexts .note").inner_text()
 
 
-HEBREW = ["של", "ום", " עול", "ם", ",", " אני", " קורא", "."]
-
-
 def test_lines_of_a_text_from_right_to_left(shown):
-    lens = shown(text_run(tokens=HEBREW * 8), fragment="#head=1.0&step=40")
+    lens = shown(text_run(tokens=pages.HEBREW * 8), fragment="#head=1.0&step=40")
     read = "all => all.map((node) => node.getBoundingClientRect().right)"
     keys, queries = (lens.locator(f"#contexts li {name}") for name in ("mark", "u"))
     near = 0  # on one line of the page: the key token, which comes first, is on the right
@@ -348,13 +328,6 @@ def test_nothing_is_wider_than_the_window(shown, width):
         "all => all.map((node) => node.getBoundingClientRect().right)"
     )
     assert max(lines) <= width
-
-
-def test_opens_with_a_head_whose_name_holds_on_the_text(shown):
-    lens, row = shown(a_text_run(), fragment=""), a_text_run().rows[80]
-    place = (pages.state(lens, "layer"), pages.state(lens, "head"))
-    assert ALL_NAMES[row.names[place]] in ("previous_token", "offset")
-    assert lens.locator("#contexts").is_visible()
 
 
 def test_cells_that_do_not_exist_are_not_shown(shown):
