@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..assemble import assemble_html, content_security_policy
+from ..assemble import assemble_html
 from ..connected import Lines
 from ..finding import (
     events,
@@ -35,6 +35,7 @@ from ..heads import ALL_NAMES, KINDS, NAMES, significances
 from ..heatmap import VIRIDIS, grid_url
 from ..history import Row, copying_step, evenly_spaced, json_values
 from ..prompts import Prompt, labels_of, signs_of, texts_of, visible
+from ..rounding import DIGITS
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
 from ..story import story
@@ -272,10 +273,9 @@ def _packed(raw: bytes) -> str:
 @functools.cache
 def _template(is_live: bool) -> tuple[str, str]:
     """Returns the HTML before the data and after the data, without a title."""
-    html = assemble_html(Path(__file__).parent / "index.html").replace("__VIRIDIS__", VIRIDIS)
-    policy = content_security_policy(html.encode())
+    constants = {"__VIRIDIS__": VIRIDIS, "__DIGITS__": json.dumps(DIGITS)}
+    html = assemble_html(Path(__file__).parent / "index.html", constants)
     if is_live:
-        policy = policy.replace("img-src data:", "img-src data: 'self'; connect-src 'self'")
-    html = html.replace("__CSP__", policy)
+        html = html.replace("img-src data:", "img-src data: 'self'; connect-src 'self'", 1)
     before, after = html.split("__DATA__")
     return before, after

@@ -51,7 +51,7 @@ def test_comments_on_their_own_lines_and_indentation_are_removed(tmp_path):
         '<link rel="stylesheet" href="style.css">\n<script type="module" src="main.js"></script>'
     )
     written(tmp_path, main=code)
-    html = re.sub(r"\n+", "\n", assemble_html(tmp_path / "index.html"))
+    html = re.sub(r"\n+", "\n", assemble_html(tmp_path / "index.html", {}))
     kept = "start('/* e */ // f');  // g\nend();"
     style = "<style>\np {\ncolor: red;\n}\n</style>"
     assert html == f'{style}\n<script type="module">\n{kept}\n</script>'
