@@ -318,17 +318,22 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
+def output_projection(module: nn.Module) -> nn.Module | None:
+    """Returns the output projection of an attention module; None if it is not found."""
+    found = (getattr(module, name, None) for name in ("o_proj", "out_proj", "c_proj", "dense"))
+    return next((projection for projection in found if isinstance(projection, nn.Module)), None)
+
+
 def value_norms(module: nn.Module, values: Tensor, num_heads: int) -> Tensor | None:
     """Returns |W_O v|, fp32 (B, H, T), of an attention module of transformers.
 
     values: (B, G, T, D), where G divides H: consecutive query heads share values. None if the
     output projection is not found. A gate between attention and projection is not included.
     """
-    names = ("o_proj", "out_proj", "c_proj", "dense")
-    projection = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+    projection = output_projection(module)
     values = values.repeat_interleave(num_heads // values.shape[1], 1)  # (B, H, T, D)
     head_dim = values.shape[-1]
-    if not isinstance(projection, nn.Module):
+    if projection is None:
         return None
     weight = cast(Tensor, projection.weight)
     if type(projection) is nn.Linear:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from .ablation import Edit, Head, edited_contexts, output_projections
+from .ablation import Edit, Head, edited_contexts, output_projections, removal
 from .capturing import Captured, LayerAttention, Visit
 from .heads import names_of
 from .history import Row, json_values
@@ -268,13 +268,13 @@ def record_without(
     projections = output_projections(model)
     if projections is None:
         return None
-    sums: list[Tensor] = [torch.zeros(())] * len(projections)
+    sums: list[Any] = [0] * len(projections)  # of each layer, (H, D)
     tokens = [0] * len(projections)  # in these sums: some models run twice to get the weights
 
     def run(edit: Edit) -> list[list[Predictions]]:
         found = []
         for prompt in prompts:
-            with edited_contexts(projections, edit):
+            with edited_contexts(projections, edit, num_heads):
                 logits = capture(torch.tensor([prompt.token_ids]), lambda *_: None).logits
             if logits is None:
                 return []
@@ -282,26 +282,16 @@ def record_without(
         return found
 
     def add(layer: int, context: Tensor) -> Tensor:
-        sums[layer] = sums[layer].to(context.device) + context.float().sum((0, 1))
-        tokens[layer] += context.shape[:2].numel()
+        sums[layer] = sums[layer] + context.float().sum((0, 2))
+        tokens[layer] += context.shape[0] * context.shape[2]
         return context
 
     if not run(add):
         return None
-
-    def without(group: Sequence[Head]) -> list[list[Predictions]]:
-        def edit(layer: int, context: Tensor) -> Tensor:
-            context = context.clone()
-            size = context.shape[-1] // num_heads
-            for head in (head for of_layer, head in group if of_layer == layer):
-                columns = slice(head * size, (head + 1) * size)
-                context[..., columns] = (sums[layer][columns] / tokens[layer]).to(context.dtype)
-            return context
-
-        return run(edit)
-
+    means = [of_layer / count for of_layer, count in zip(sums, tokens, strict=True)]
     return {
-        name: _predictions(prompts, without(group), token_bytes) for name, group in groups.items()
+        name: _predictions(prompts, run(removal(group, means)), token_bytes)
+        for name, group in groups.items()
     }
 
 
