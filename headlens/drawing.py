@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from . import finding
 from .fonts import DrawnText, drawn, font_of
-from .heads import KINDS, NAMES, clearest, clearest_prompts, head_table
+from .heads import KINDS
 from .heads import title_of as title_of_name
 from .heatmap import (
     ACCENT_INDEX,
@@ -101,14 +101,10 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     """Returns the image of the clearest head and its caption. It has the tokens around the example
     of the head, which is outlined."""
     of = finding.Snapshot(data)
-    named = clearest(of.table)
-    row = (named or of.table)[0]
-    index, title = of.index(row), _name_of(row)
-    name = row["name"] if row["name"] in NAMES else ""
-    number = int(clearest_prompts(data, name)[row["layer"], row["head"]])
-    prompt, cell = data.prompts[number], of.cells[number][index]
+    row, title, number = of.first, _name_of(of.first), of.shown_prompt(of.first)
+    prompt, cell = data.prompts[number], of.cells[number][of.index(row)]
     meaning = "The clearest head; no head has a name yet."
-    if named:
+    if row["name"] in KINDS:
         meaning = KINDS[row["name"]].meaning.partition(". ")[0].rstrip(".") + "."
     kept = _tokens_around(cell.query, cell.key, prompt.shown)
     weights = triangle_to_square(data.codes[number][row["layer"], row["head"]])[np.ix_(kept, kept)]
@@ -163,12 +159,12 @@ def draw_figure(
     """Returns a figure of a snapshot as a PNG: all heads, or one head with its tokens.
 
     head: (layer, head); None for all heads. prompt: its index; None: the one on which the head, or
-    the most significant of all heads, is clearest.
+    the clearest of all heads, does what its name says, or the first text.
     """
     if prompt is None:
-        table = head_table([data.row], data.uniform)
-        row = (clearest(table) or table)[0]
-        prompt = int(clearest_prompts(data)[head or (row["layer"], row["head"])])
+        of = finding.Snapshot(data)
+        rows = [row for row in of.table if (row["layer"], row["head"]) == head]
+        prompt = of.shown_prompt([*rows, of.first][0])
     codes, shown = data.codes[prompt], data.prompts[prompt]
     heads = _all_heads(codes, shown) if head is None else _one_head(codes[head], shown)
     what = "all heads" if head is None else f"L{head[0]} H{head[1]}"

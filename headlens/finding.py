@@ -12,7 +12,6 @@ heads.py decides the names.
 Shapes: L layers, H heads, n = L H heads by the index layer * H + head, t shown tokens.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -25,18 +24,17 @@ from .heads import (
     KINDS,
     MIN_ERRORS,
     NAMES,
-    PLACES,
     WHERES,
     clearest,
     first_rows,
     head_table,
+    holds_on,
     significances,
     targets_on,
     title_of,
     title_of_head,
 )
 from .history import Row
-from .prompts import Prompt
 from .rounding import formatted, formatted_change, formatted_loss, formatted_mean, formatted_weight
 from .snapshot_data import SnapshotData, from_codes
 from .statistics import STATISTICS
@@ -46,7 +44,6 @@ WEIGHTS = from_codes(np.arange(256))  # of each byte
 FARTHEST = 32  # tokens before the query token, of a positional head
 FIRST_QUERY = 2  # the query tokens before it have too few key tokens for an example
 LIMITS = np.array([KINDS[name].named_from for name in NAMES])
-NUMBERS = np.arange(1, 1 + len(NAMES))  # of NAMES in ALL_NAMES
 
 
 def head_name(layer: int, head: int) -> str:
@@ -95,29 +92,27 @@ def statuses(history: Sequence[Row], steps: Sequence[int]) -> list[dict]:
     for step in steps:
         at = max(0, int(np.searchsorted(known, step, side="right")) - 1)
         row, others = history[at], is_shown[:at] & (names[:at] != names[at])
-        # Without a text a name holds everywhere; a positional head has no place.
-        has_place = np.isin(names[at], NUMBERS) & bool(row.errors)
-        places = np.where(has_place, row.places.ravel(), 0).tolist()
-        wheres = [WHERES.get(PLACES[place], "") for place in places]
-        titles = [title(at, head) for head in range(len(wheres))]
+        heads = [divmod(head, row.names.shape[1]) for head in range(row.names.size)]
+        places = [holds_on(row, head) for head in heads]
+        wheres = [WHERES.get(place or "", "") for place in places]
+        titles = [title(at, head) for head in range(len(heads))]
         said = []
         for head, (of_head, where) in enumerate(zip(titles, wheres, strict=True)):
-            place = head_name(*divmod(head, row.names.shape[1]))
-            text = f"{place} is {with_article(of_head)}" if of_head else f"{place} has no name"
+            text = f"{head_name(*heads[head])} "
+            text += f"is {with_article(of_head)}" if of_head else "has no name"
             if of_head and len(known) > 1:
                 text += f" since step {known[since[at, head]]:,}"
-            text += f", {where}" if of_head and where else ""
+            text += f", {where}" if where else ""
             if len(before := np.flatnonzero(others[:, head])):
                 earlier = with_article(title(before[-1], head))
                 text += f". It was {earlier} until step {known[before[-1]]:,}"
             said.append(f"{text}.")
-        hollow = [PLACES[place] == "prompts" for place in places]
         found.append(
             {
                 "names": names[at].tolist(),
                 "titles": titles,
                 "wheres": wheres,
-                "hollow": hollow,
+                "hollow": [place == "prompts" for place in places],
                 "findings": said,
             }
         )
@@ -126,14 +121,12 @@ def statuses(history: Sequence[Row], steps: Sequence[int]) -> list[dict]:
 
 def events(history: Sequence[Row]) -> list[dict]:
     """Returns when heads first got each of their names: [{step, key, heads: [index], text}]."""
-    found = []
-    known = np.zeros((len(ALL_NAMES), history[0].names.size), bool)
+    found, known = [], set()
     for row in history:
         for key in KINDS:
-            is_named = row.names.ravel() == ALL_NAMES.index(key)
-            heads = np.flatnonzero(is_named & ~known[ALL_NAMES.index(key)]).tolist()
-            known[ALL_NAMES.index(key)] |= is_named
-            if heads:
+            named = np.flatnonzero(row.names == ALL_NAMES.index(key)).tolist()
+            if heads := [head for head in named if (key, head) not in known]:
+                known |= {(key, head) for head in heads}
                 some = [head_name(*divmod(head, row.names.shape[1])) for head in heads[:4]]
                 more = f" and {len(heads) - 4} more" if len(heads) > 4 else ""
                 text = f"{', '.join(some)}{more}: {kind_title(key)}"
@@ -162,12 +155,14 @@ class Snapshot:
         self.num_heads = data.row.names.shape[1]
         self.offsets = data.row.offsets.ravel().tolist()
         self.table = head_table([data.row], data.uniform)
+        self.first = (clearest(self.table) or self.table)[0]  # of the table: the head to begin with
         self.cells = [_sharpest(data, number) for number in range(len(data.prompts))]
         on_each = zip(data.of_prompts, data.prompts, strict=True)
         self.found = [significances(of, prompt.uniform) for of, prompt in on_each]
         self.examples = [self._example(index) for index in range(len(self.table))]
 
     def index(self, row: Mapping) -> int:
+        """Returns the index of a head. row: of heads.head_table."""
         return row["layer"] * self.num_heads + row["head"]
 
     def _example(self, index: int) -> int:
@@ -175,8 +170,8 @@ class Snapshot:
         if there is none or the name holds on the text only. A sequence of random tokens only for
         names that are defined on no text, because a text is easier to read."""
         place = divmod(index, self.num_heads)
-        name, is_placed = ALL_NAMES[self.row.names[place]], bool(self.row.errors)
-        if name in NAMES and is_placed and PLACES[self.row.places[place]] == "text":
+        name = ALL_NAMES[self.row.names[place]]
+        if holds_on(self.row, place) == "text":
             return -1
 
         def clearness(number: int) -> tuple:
@@ -188,11 +183,11 @@ class Snapshot:
         defined = [number for number, (_, own) in found.items() if np.isfinite(own)]
         return max(defined, key=found.__getitem__, default=-1)
 
-    def shown_prompt(self, index: int) -> int:
+    def shown_prompt(self, row: Mapping) -> int:
         """Returns the prompt on which to show a head: that of its example, or else the first text:
         a sequence of random tokens is no example of a head whose name holds on the text only."""
-        if self.examples[index] >= 0:
-            return self.examples[index]
+        if (example := self.examples[self.index(row)]) >= 0:
+            return example
         return next((n for n, prompt in enumerate(self.prompts) if not prompt.period), 0)
 
 
@@ -213,8 +208,7 @@ def findings(data: SnapshotData) -> dict:
         "rows": [[cell.query for cell in cells] for cells in of.cells],
         "prompts": of.examples,
         "clearest": {
-            row["name"]: [of.index(row), of.shown_prompt(of.index(row))]
-            for row in clearest(of.table)
+            row["name"]: [of.index(row), of.shown_prompt(row)] for row in clearest(of.table)
         },
     }
 
@@ -240,13 +234,11 @@ def opening(data: SnapshotData, prompt: int | None = None) -> dict | None:
     clearest; without names the most significant head. query: None without such a row. None if no
     statistic is defined. prompt: the one to open with."""
     of = Snapshot(data)
-    row = (clearest(of.table) or of.table)[0]
-    if row["significance"] is None:
+    if of.first["significance"] is None:
         return None
-    index = of.index(row)
-    prompt = of.shown_prompt(index) if prompt is None else prompt
-    query = of.cells[prompt][index].query
-    place = {"layer": row["layer"], "head": row["head"], "prompt": prompt}
+    prompt = of.shown_prompt(of.first) if prompt is None else prompt
+    query = of.cells[prompt][of.index(of.first)].query
+    place = {"layer": of.first["layer"], "head": of.first["head"], "prompt": prompt}
     return place | {"query": query if query >= 0 else None}
 
 
@@ -257,7 +249,7 @@ def _sharpest(data: SnapshotData, number: int) -> list[Cell]:
     query, key = np.tril_indices(prompt.shown)
     back, is_late = query - key, query >= FIRST_QUERY
     earlier = (key > 0) & (back > 0) & is_late
-    targets = _targets(tuple(prompt.token_ids), tuple(prompt.tokens), prompt.period)
+    targets = targets_on(prompt)
     targets = {name: of_name[query, key] & is_late for name, of_name in targets.items()}
     found = []
     of_heads = (
@@ -280,13 +272,6 @@ def _sharpest(data: SnapshotData, number: int) -> list[Cell]:
         place = (int(query[best]), int(key[best])) if cells.any() else (-1, -1)
         found.append(Cell(*place, float(weights[best]), is_name, mean))
     return found
-
-
-@functools.lru_cache(64)
-def _targets(
-    token_ids: tuple[int, ...], tokens: tuple[str, ...], period: int
-) -> dict[str, np.ndarray]:
-    return targets_on(Prompt("", "", [*token_ids], [*tokens], period=period))
 
 
 # ------------------------------------------------------------------- sentences on one snapshot

@@ -36,7 +36,6 @@ import torch
 
 from .history import Row, json_values
 from .prompts import Prompt
-from .snapshot_data import SnapshotData
 from .statistics import STATISTICS, TARGETS, HeadStatistics
 
 
@@ -227,6 +226,13 @@ def names_of(
     return np.where(has_name, best[0] + 1, others), np.where(has_name, place, both)
 
 
+def holds_on(row: Row, place: tuple[int, int]) -> str | None:
+    """Returns where the name of a head holds, one of PLACES. None if its name is of no place, and
+    without a text: all names are of the prompts then. place: (layer, head)."""
+    is_placed = ALL_NAMES[row.names[place]] in NAMES and row.errors
+    return PLACES[row.places[place]] if is_placed else None
+
+
 def first_rows(names: np.ndarray) -> np.ndarray:
     """Returns for the name of each head at each snapshot the index of the first snapshot from which
     the head has it without interruption. (rows, L, H) -> (rows, L, H)."""
@@ -254,8 +260,7 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
         layer, head = divmod(int(index), largest.shape[1])
         name = ALL_NAMES[names[-1][layer, head]]
         row = {"rank": rank, "layer": layer, "head": head, "name": name}
-        is_placed = name in NAMES and last.errors  # without a text, all are of the prompts
-        row["holds_on"] = PLACES[last.places[layer, head]] if is_placed else None
+        row["holds_on"] = holds_on(last, (layer, head))
         row["since_step"] = rows[since[layer, head]].step if name else None
         row["significance"] = significant[index]
         row["error"] = errors[name][index] if name in errors else None
@@ -299,15 +304,6 @@ def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
         if row["name"] not in ("", "uniform"):
             found.setdefault(row["name"], []).append((row["layer"], row["head"]))
     return found
-
-
-def clearest_prompts(data: SnapshotData, name: str = "") -> np.ndarray:
-    """Returns the index of the prompt on which each head is most significant, (L, H). name: of the
-    statistic that counts; by default all that name heads."""
-    pairs = zip(data.of_prompts, data.prompts, strict=True)
-    found = np.stack([significances(values, prompt.uniform) for values, prompt in pairs])
-    found = found[:, [NAMES.index(name)]] if name else found  # (prompts, names, L, H)
-    return np.nan_to_num(found, nan=-np.inf).max(1).argmax(0)
 
 
 def as_csv(table: Sequence[dict]) -> str:

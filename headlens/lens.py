@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import finding
 from .ablation import COLUMNS, Ablate
 from .capturing import AttentionFunction, capture, unwrapped
 from .config import DEFAULT_PROMPTS, LensConfig
@@ -25,7 +26,6 @@ from .heads import (
     KINDS,
     as_csv,
     clearest,
-    clearest_prompts,
     head_table,
     heads_by_name,
     title_of_head,
@@ -167,10 +167,10 @@ class Lens:
             self.history = History(self.folder / "statistics.jsonl", step)
         self.history.add(data.row)
         snapshot, is_last = _dashboard_values(data.row), step == self.max_steps
-        before = np.unique([row.names for row in self.history.rows[:-1]])
-        for event in events(self.history.rows[-1:]):
-            if ALL_NAMES.index(event["key"]) not in before:
-                snapshot.new_names.append(event["text"])
+        found = events(self.history.rows)
+        known = {event["key"] for event in found if event["step"] < step}
+        new = [e for e in found if e["step"] == step and e["key"] not in known]
+        snapshot.new_names = [event["text"] for event in new]
         if is_last:
             self.table, self.last = head_table(self.history.rows, data.uniform), data
             found = ablate(heads_by_name(self.table)) if ablate else None
@@ -281,13 +281,12 @@ class Lens:
         return every * max(1, math.ceil(self.max_steps / every / (drawn - 1)))
 
     def _with_thumbnails(self, data: SnapshotData) -> list[dict]:
-        """Returns the table with a heatmap of the first heads, on the prompt where each is most
-        significant."""
-        prompts = clearest_prompts(data)
+        """Returns the table with a heatmap of the first heads, each on the prompt that shows it."""
+        of = finding.Snapshot(data)
         rows, most = [], MAX_IMAGES - len(data.prompts) - 2  # the clearest head, the animation
         for row in self.table:
             layer, head = row["layer"], row["head"]
-            codes = data.codes[prompts[layer, head]][layer, head]
+            codes = data.codes[of.shown_prompt(row)][layer, head]
             image = rgb(fitted(codes, THUMBNAIL)) if row["rank"] <= most else None
             shown = {dashboard_name(k) if k in STATISTICS else k: v for k, v in row.items()}
             rows.append({"heatmap": image} | shown | {"name": title_of_head(row)})

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from . import finding
 from .drawing import heads_caption, heads_image, largest_image, write_animation
-from .finding import opening
 from .heads import clearest, head_table
 from .heatmap import png_of
 from .history import Row, atomic_write, evenly_spaced, read_history
@@ -61,7 +61,8 @@ def draw_animation(folder: Path) -> Images:
         return {}
     path = folder / "timelapse.webp"
     last = snapshots[-1]
-    number = (opening(last) or {"prompt": 0})["prompt"]  # of the clearest head at the end
+    of = finding.Snapshot(last)
+    number = of.shown_prompt(of.first)
     write_animation(
         path,
         last.prompts[number],
