@@ -13,6 +13,7 @@ Shapes: L layers, H heads, T tokens of the prompt.
 
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -45,6 +46,7 @@ HEADS = (900, 900)  # pixels of an image of all heads, at most
 HEADS_TOP = 132  # pixels above its heatmaps
 LARGEST = (600, 690)  # pixels of the image of the clearest head; a panel of W&B shows it at half
 LARGEST_TOP = 134  # pixels above its head: the same at each step, also with fewer lines of text
+LARGEST_LINE = 54  # characters of its text
 LARGEST_TOKENS = 24  # that it shows, so that they are legible at half of the size
 FIGURE = 1600  # pixels of an enlarged head and, if the heads are large enough, of all heads
 HEAD = (80, 400)  # pixels of a heatmap in a figure of all heads: least, most
@@ -113,7 +115,7 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     font, y = font_of(20), 48
     draw.text((16, 10), title, INK, font_of(26, "Bold"))
     draw.text((width - 16, 14), f"step {data.step:,}", INK, font_of(22), anchor="ra")
-    for line in _wrapped(meaning, font, width - 32)[:2]:
+    for line in textwrap.wrap(meaning, LARGEST_LINE)[:2]:
         draw.text((16, y), line, INK, font)
         y += 26
     if cell.is_name:
@@ -326,15 +328,6 @@ def _placed(labels: Sequence[str], size: int, largest: int) -> list[tuple[DrawnT
     return [(text, (n + 1) * cell + 3, (n + 1 - every / 2) * cell) for n, text in texts.items()]
 
 
-def _wrapped(text: str, font: ImageFont.FreeTypeFont, width: float) -> list[str]:
-    """Returns the lines of a text that is at most `width` pixels wide."""
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        lines = [*lines[:-1], longer] if font.getlength(longer) <= width else [*lines, word]
-    return lines
-
-
 def _draw_colour_bar(image: Image.Image, corner: tuple[int, int]) -> None:
     """Draws the scale of the colours. It is that of the square root of the weight."""
     (x, y), width, height = corner, 600, 24
@@ -359,15 +352,8 @@ def title_of(prompt: Prompt, fits: int) -> str:
 
 
 def fit_title(prompt: Prompt, width: float, size: int) -> DrawnText:
-    """Returns the title of a prompt, at most about `width` pixels wide. It has a note if the
-    installed fonts lack some of its characters."""
+    """Returns the title of a prompt, at most about `width` pixels wide."""
     fits = round(2 * width / size)
-    for _ in range(3):
-        text = title_of(prompt, fits)
-        title = drawn(text, size)
-        if title.has_codes:
-            title = drawn(f"{text}  (no font for some characters)", size)
-        if title.length <= width:
-            break
-        fits = int(min(fits, len(text)) * width / title.length)
+    while (title := drawn(text := title_of(prompt, fits), size)).length > width and fits > 4:
+        fits = int(min(fits - 1, len(text) * width / title.length))
     return title
