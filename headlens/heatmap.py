@@ -5,7 +5,6 @@ The colour map is matplotlib's viridis; its scale is the square root of the weig
 Shapes: L layers, H heads, T tokens of the prompt.
 """
 
-import base64
 import functools
 import io
 
@@ -65,13 +64,6 @@ def png_of_head(codes: np.ndarray, most: int) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG", transparency=0)
     return file.getvalue()
-
-
-def grid_url(codes: np.ndarray, width: int = 480) -> str:
-    """Returns the heatmaps of all heads, (L, H, T (T + 1) / 2), as the URL of a PNG about `width`
-    pixels wide."""
-    image = Image.fromarray(tile(codes, max(8, width // codes.shape[1] - 2), 2))
-    return "data:image/png;base64," + base64.b64encode(png_of(image)).decode()
 
 
 def tile(codes: np.ndarray, size: int, gap: int) -> np.ndarray:

@@ -99,10 +99,10 @@ def folder_page(
     ValueError for an invalid snapshot file."""
     snapshots = shown_snapshots(folder)
     if not snapshots:
-        return page_html([], title, training=training)
+        return page_html([], title, training)
     history = read_history(folder / "statistics.jsonl")
     data = run_data(snapshots, history, curves)
-    return page_html([data], title, snapshots[-1], training)
+    return page_html([data], title, training)
 
 
 def write_page(
@@ -113,7 +113,7 @@ def write_page(
 ) -> None:
     """Writes the page of a run, see page.run_data."""
     data = run_data(snapshots, history, curves)
-    atomic_write(Path(path), page_html([data], snapshots[-1].run, snapshots[-1]).encode())
+    atomic_write(Path(path), page_html([data], snapshots[-1].run).encode())
 
 
 def show(run: str | Path, curves: Mapping[str, list] | None = None, height: int = 900) -> Any:

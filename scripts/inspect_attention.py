@@ -73,12 +73,12 @@ def main(settings: InspectConfig) -> None:
         write_out(settings.out, snapshot_bytes(runs[0]))
     else:
         first = 0 if settings.texts else None  # the prompt with which the page opens
-        write_page(settings.out, [(run, run_data([run], opening_prompt=first)) for run in runs])
+        write_page(settings.out, [run_data([run], opening_prompt=first) for run in runs])
 
 
-def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[SnapshotData, dict]":
-    """Returns the last step and the data of a page with all checkpoints of a training. One model is
-    in memory at a time. Prints the most significant heads of the last step."""
+def timelapse(settings: InspectConfig, device: "torch.device") -> dict:
+    """Returns the data of a page with all checkpoints of a training. One model is in memory at a
+    time. Prints the most significant heads of the last step."""
     from clearhead.models.foreign import load_any, series, series_name
     from clearhead.output.console import progress
     from headlens import FRAMES, run_data
@@ -111,7 +111,7 @@ def timelapse(settings: InspectConfig, device: "torch.device") -> "tuple[Snapsho
     print_heads(f"{found[-1][1]}, step {found[-1][0]}", lines)
     opening_prompt = 0 if settings.texts else None
     curves = losses(found[-1][1])
-    return frames[-1], run_data(frames, rows, curves, opening_prompt=opening_prompt)
+    return run_data(frames, rows, curves, opening_prompt=opening_prompt)
 
 
 def losses(path: str) -> dict[str, list]:
@@ -125,13 +125,12 @@ def losses(path: str) -> dict[str, list]:
     return curves([*read_rows(run / "metrics.jsonl", *CURVES)]) if run else curves_of(path)
 
 
-def write_page(out: str, runs: "Sequence[tuple[SnapshotData, dict]]") -> None:
-    """Writes the page of one or several models. runs: the last step of each, and its data."""
+def write_page(out: str, runs: Sequence[dict]) -> None:
+    """Writes the page of one or several models. runs: their data."""
     from headlens import page_html
 
-    datas = [data for _, data in runs]
-    title = f"attention of {' and '.join(data['name'] for data in datas)}"
-    write_out(out, page_html(datas, title, runs[0][0]).encode())
+    title = f"attention of {' and '.join(data['name'] for data in runs)}"
+    write_out(out, page_html(runs, title).encode())
     print(sanitize(f"open {out} in a browser"))
 
 

@@ -32,7 +32,7 @@ from ..finding import (
     subject,
 )
 from ..heads import ALL_NAMES, KINDS, NAMES, significances
-from ..heatmap import VIRIDIS, grid_url
+from ..heatmap import VIRIDIS
 from ..history import Row, copying_step, evenly_spaced, json_values
 from ..prompts import Prompt, labels_of, signs_of, texts_of, visible
 from ..rounding import DIGITS
@@ -228,17 +228,10 @@ def trainer_curves(log: object) -> dict[str, list[tuple[int, float]]]:
     return {name: points for name, points in found.items() if points}
 
 
-def page_html(
-    runs: Sequence[dict],
-    title: str,
-    last: SnapshotData | None = None,
-    training: dict | None = None,
-) -> str:
+def page_html(runs: Sequence[dict], title: str, training: dict | None = None) -> str:
     """Returns the page as HTML, for one run, for two runs to compare, or for `training` alone.
-    runs: of run_data. last: the snapshot that a browser without JavaScript shows, as a picture.
-    training: losses, samples and settings, as training.js describes them."""
-    content = {"version": VERSION, "runs": list(runs), "training": training}
-    return _filled(content, title, grid_url(last.codes[0]) if last else "")
+    runs: of run_data. training: losses, samples and settings, as training.js describes them."""
+    return _filled({"version": VERSION, "runs": list(runs), "training": training}, title)
 
 
 def live_page(title: str, tabs: Sequence[str]) -> str:
@@ -248,14 +241,12 @@ def live_page(title: str, tabs: Sequence[str]) -> str:
     return _filled({"version": VERSION, "live": True, "tabs": tabs}, title, is_live=True)
 
 
-def _filled(content: dict, title: str, picture: str = "", is_live: bool = False) -> str:
+def _filled(content: dict, title: str, is_live: bool = False) -> str:
     data = json.dumps(content)
     for character in "<>&":  # so that no text can end the data block
         data = data.replace(character, f"\\u{ord(character):04x}")
     before, after = _template(is_live)
-    image = f'<img src="{picture}" alt="">' if picture else ""
-    before = before.replace("__PICTURE__", image).replace("__TITLE__", html.escape(title))
-    return before + data + after
+    return before.replace("__TITLE__", html.escape(title)) + data + after
 
 
 def _bytes(arrays: Sequence[np.ndarray]) -> bytes:

@@ -2,7 +2,6 @@
 
 import base64
 import html
-import io
 import json
 import mimetypes
 import re
@@ -12,13 +11,11 @@ import numpy as np
 import pytest
 from helpers import REPOSITORY, pages
 from helpers.pages import HOSTILE, PROMPTS, a_run
-from PIL import Image
 from playwright.sync_api import expect
 
 from clearhead.output.report import write_run_page
 from headlens.heatmap import VIRIDIS
 from headlens.page import END, START, page_html
-from headlens.render import write_page
 from headlens.rounding import DIGITS
 
 SOURCES = REPOSITORY / "headlens" / "page"
@@ -352,18 +349,6 @@ def test_policy_refuses_other_scripts_and_styles(tmp_path, write, browser):
         fetched = "fetch('data:text/plain,x').then(() => 'fetched', () => 'refused')"
         assert lens.evaluate(fetched) == "refused"
         lens.close()
-
-
-def test_without_scripts_the_last_picture_is_shown(tmp_path, opened):
-    run = a_run()
-    write_page(tmp_path / "page.html", run.snapshots)
-    lens = opened(tmp_path / "page.html", java_script_enabled=False)
-    image = lens.locator("noscript img")
-    box = image.bounding_box()
-    assert box["width"] > 300
-    assert box["height"] == pytest.approx(box["width"] * 2 / 3, rel=0.05)  # 2 layers of 3 heads
-    pixels = np.asarray(Image.open(io.BytesIO(image.screenshot())).convert("RGB"))
-    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20  # a heatmap, not a broken image
 
 
 def test_step_whose_weights_are_not_decoded_yet(write, opened):
