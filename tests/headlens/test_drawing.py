@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.pages import GivenModel, a_run, snapshot_of
+from helpers.stories import a_story
 from PIL import Image, ImageDraw, ImageSequence
 
 from data import get_tokenizer
 from headlens import KINDS, STATISTICS, Lens, LensConfig, draw_figure, drawing
 from headlens.drawing import heads_image, largest_image, write_animation
+from headlens.finding import findings
 from headlens.fonts import font_of
 from headlens.heads import ALL_NAMES
 from headlens.heatmap import ACCENT, MASKED, png_of
@@ -331,3 +333,13 @@ def test_size_of_the_animation(tmp_path, monkeypatch):
         write_animation(path, prompt, [np.zeros(shape, np.uint8)], [5], [rows])
         assert all(a <= b for a, b in zip(Image.open(path).size, drawing.HEADS, strict=True))
         assert (frames_of(path)[0, 40:100, -12:] > 240).all()  # each name fits
+
+
+def test_a_figure_shows_the_prompt_of_the_example():
+    """The same as on the page; without an example the first text."""
+    data = a_story().snapshots[-1]
+    examples = findings(data)["prompts"]
+    for index, example in enumerate(examples):
+        head = divmod(index, 3)
+        assert draw_figure(data, head) == draw_figure(data, head, max(0, example))
+    assert {*examples} == {-1, 0, 1}
