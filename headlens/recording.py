@@ -32,6 +32,7 @@ from .statistics import (
     by_statistic,
     positional,
     ratio_of_sums,
+    uniform_on,
 )
 from .whole_text import TextRecorder
 
@@ -110,7 +111,10 @@ def record(
     sums = [torch.stack(r.sums, dim=1).cpu().numpy() for r in recorders]  # (M, L, H)
     found = [_means(s, r.statistics) for s, r in zip(sums, recorders, strict=True)]
     offsets = best_offsets(on_text.means if on_text else np.mean(found, axis=0))
-    of_prompts = [_on_prompt(values, offsets, p) for values, p in zip(found, prompts, strict=True)]
+    of_prompts = [
+        {k: v if _is_defined(k, p) else np.full_like(v, np.nan) for k, v in values.items()}
+        for p, values in zip(prompts, (by_statistic(of, offsets) for of in found), strict=True)
+    ]
     over_prompts = {key: _mean([of[key] for of in of_prompts]) for key in STATISTICS}
     # It is computed from bytes, which have no meaning if the weights of a diverged model are NaN.
     has_diverged = np.isnan(over_prompts["entropy"])
@@ -150,7 +154,8 @@ def uniform_of(prompts: Sequence[Prompt]) -> dict[str, float | None]:
     Also sets `uniform` of each prompt."""
     mean: dict[str, float | None] = {}
     for prompt in prompts:
-        prompt.uniform = prompt.uniform or _uniform_on(prompt)
+        found = prompt.uniform or uniform_on([_statistics_on(prompt)])
+        prompt.uniform = {k: c if _is_defined(k, prompt) else None for k, c in found.items()}
     for key in STATISTICS:
         known = [value for p in prompts if (value := p.uniform[key]) is not None]
         mean[key] = float(np.mean(known)) if known else None
@@ -193,28 +198,13 @@ def _statistics_on(prompt: Prompt) -> HeadStatistics:
     return HeadStatistics(torch.tensor([prompt.token_ids]), [prompt.tokens])
 
 
-def _uniform_on(prompt: Prompt) -> dict[str, float | None]:
-    """Returns each statistic for uniform attention on a prompt."""
-    statistics = _statistics_on(prompt)
-    sums = statistics.uniform_sums()[0].numpy()
-    values = _means(sums[..., None], statistics)  # one layer of one head
-    # Two tokens back has the largest weight of all offsets.
-    found = _on_prompt(values, best_offsets(values), prompt)
-    return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}
-
-
 def _means(sums: np.ndarray, statistics: HeadStatistics) -> np.ndarray:
     """Returns the statistics of one text, (M, L, H), from their sums."""
     return ratio_of_sums(sums[None], statistics.counts())[0]
 
 
-def _on_prompt(values: np.ndarray, offsets: np.ndarray, prompt: Prompt) -> Values:
-    """Returns the statistics that are defined on a prompt; the others are NaN."""
-    without = "texts" if prompt.period else "repeated"
-    return {
-        key: np.full_like(value, np.nan) if STATISTICS[key].on == without else value
-        for key, value in by_statistic(values, offsets).items()
-    }
+def _is_defined(statistic: str, prompt: Prompt) -> bool:
+    return STATISTICS[statistic].on != ("texts" if prompt.period else "repeated")
 
 
 def _mean(values: Sequence[np.ndarray]) -> np.ndarray:

@@ -23,12 +23,7 @@ from .capturing import Captured, LayerAttention, Visit
 from .connected import Words
 from .prompts import token_texts
 from .snapshot_data import CONTEXTS, Contexts
-from .statistics import (
-    HeadStatistics,
-    best_offsets,
-    by_statistic,
-    ratio_of_sums,
-)
+from .statistics import HeadStatistics, ratio_of_sums, uniform_on
 from .tokens import LensTokenizer
 
 MAX_TOKENS = 256  # of a window
@@ -93,10 +88,7 @@ class Text:
     @functools.cached_property
     def uniform(self) -> dict[str, float | None]:
         """Each statistic for uniform attention; None if it is undefined."""
-        sums = [windows.uniform_sums().numpy() for _, windows in self.batches()]
-        means, _ = ratio_of_sums(np.concatenate(sums)[..., None, :], self.counts)
-        found = by_statistic(means, best_offsets(means))
-        return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}
+        return uniform_on([windows for _, windows in self.batches()])
 
 
 class TextRecorder:
