@@ -127,9 +127,7 @@ def read_history(file: Path) -> list[Row]:
     rows = []
     with open(file, "rb") as lines:
         while line := lines.readline(MAX_LINE_BYTES):
-            with contextlib.suppress(
-                ValueError, KeyError, TypeError, RecursionError, StopIteration
-            ):
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 rows.append(row_of(json.loads(line)))
     return rows
 

@@ -86,6 +86,11 @@ class _Recorder:
             token_ids = self.prompt.token_ids
             self.predictions.append(predict(logits[row, : len(token_ids)], token_ids))
 
+    def means(self) -> np.ndarray:
+        """Returns the statistics, (M, L, H)."""
+        sums = torch.stack(self.sums, dim=1).cpu().numpy()[None]
+        return ratio_of_sums(sums, self.statistics.counts())[0]
+
 
 def record(
     capture: CaptureIds,
@@ -105,30 +110,33 @@ def record(
     recorders = [_Recorder(prompt, _statistics_on(prompt)) for prompt in prompts]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     size = max(1, TOKENS_AT_ONCE // longest)
-    for first in range(0, len(recorders), size):
-        _run(capture, recorders[first : first + size])
+    for n in range(0, len(recorders), size):
+        _run(capture, recorders[n : n + size])
     codes = [torch.stack(r.codes).cpu().numpy() for r in recorders]
-    sums = [torch.stack(r.sums, dim=1).cpu().numpy() for r in recorders]  # (M, L, H)
-    found = [_means(s, r.statistics) for s, r in zip(sums, recorders, strict=True)]
+    found = [r.means() for r in recorders]
     offsets = best_offsets(on_text.means if on_text else np.mean(found, axis=0))
     of_prompts = [
         {k: v if _is_defined(k, p) else np.full_like(v, np.nan) for k, v in values.items()}
         for p, values in zip(prompts, (by_statistic(of, offsets) for of in found), strict=True)
     ]
     over_prompts = {key: _mean([of[key] for of in of_prompts]) for key in STATISTICS}
-    # It is computed from bytes, which have no meaning if the weights of a diverged model are NaN.
-    has_diverged = np.isnan(over_prompts["entropy"])
-    positions = _positional(codes, prompts, over_prompts["positional"])
-    over_prompts["positional"] = np.where(has_diverged, np.nan, positions)
+    if len(compared := _compared(prompts)) > 1:
+        num_tokens = min(prompts[n].shown for n in compared)
+        first = num_tokens * (num_tokens + 1) // 2
+        positions = positional([from_codes(codes[n][..., :first]) for n in compared])
+        # The bytes have no meaning if the weights of a diverged model are NaN.
+        has_diverged = np.isnan(over_prompts["entropy"])
+        over_prompts["positional"] = np.where(has_diverged, np.nan, positions)
     values, uniform = over_prompts, uniform_of(prompts)
+    errors = {}
     if on_text:
         values = by_statistic(on_text.means, offsets) | {"positional": values["positional"]}
         uniform = on_text.text.uniform | {"positional": uniform["positional"]}
-    row = Row(step, values, [r.predictions[-1].losses for r in recorders if r.predictions])
-    row.offsets = offsets
-    if on_text:
         errors = by_statistic(on_text.errors, offsets)
-        row.errors = {key: e for key, e in errors.items() if STATISTICS[key].of == "targets"}
+        errors = {key: e for key, e in errors.items() if STATISTICS[key].of == "targets"}
+    losses = [r.predictions[-1].losses for r in recorders if r.predictions]
+    row = Row(step, values, losses, errors)
+    row.offsets = offsets
     uniform_of_prompts = [p.uniform for p in prompts]
     known = before.names if before and before.names.shape == row.names.shape else None
     row.names, row.places = names_of(row, uniform, of_prompts, uniform_of_prompts, known)
@@ -198,11 +206,6 @@ def _statistics_on(prompt: Prompt) -> HeadStatistics:
     return HeadStatistics(torch.tensor([prompt.token_ids]), [prompt.tokens])
 
 
-def _means(sums: np.ndarray, statistics: HeadStatistics) -> np.ndarray:
-    """Returns the statistics of one text, (M, L, H), from their sums."""
-    return ratio_of_sums(sums[None], statistics.counts())[0]
-
-
 def _is_defined(statistic: str, prompt: Prompt) -> bool:
     return STATISTICS[statistic].on != ("texts" if prompt.period else "repeated")
 
@@ -217,18 +220,6 @@ def _mean(values: Sequence[np.ndarray]) -> np.ndarray:
 def _compared(prompts: Sequence[Prompt]) -> list[int]:
     """Returns the indices of the prompts that `positional` compares."""
     return [number for number, p in enumerate(prompts) if len(p.token_ids) >= MIN_COMPARED]
-
-
-def _positional(
-    codes: Sequence[np.ndarray], prompts: Sequence[Prompt], undefined: np.ndarray
-) -> np.ndarray:
-    """Returns the statistic `positional`, (L, H), from the first tokens of all prompts."""
-    numbers = _compared(prompts)
-    if len(numbers) < 2:
-        return undefined
-    num_tokens = min(prompts[number].shown for number in numbers)
-    first = num_tokens * (num_tokens + 1) // 2
-    return positional([from_codes(codes[number][..., :first]) for number in numbers])
 
 
 def _scaled(norms: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list]:
