@@ -31,7 +31,7 @@ from .heads import (
     title_of_head,
 )
 from .heatmap import fitted, rgb
-from .history import History, Row, atomic_write, copying_step, evenly_spaced, read_history
+from .history import History, Row, atomic_write, copying_step, evenly_spaced
 from .page import MAX_HISTORY
 from .passages import excerpts, text_prompts
 from .prompts import make_prompt, repeated_prompt
@@ -159,35 +159,34 @@ class Lens:
         ablate: receives the heads of each name at the last step; returns the result of ablation.py.
         With write=False it only runs the model and returns None: for ranks other than 0 with FSDP.
         """
-        data = self._record(model, step, self._row_before(step) if write else None)
-        if not write:
-            return None
-        if self.history is None:
+        if write and self.history is None:
             _remove_from(self.folder, step)
             self.history = History(self.folder / "statistics.jsonl", step)
+        rows = self.history.rows if self.history else []  # with those before the run was resumed
+        data = self._record(model, step, rows[-1] if rows else None)
+        if not (write and self.history):
+            return None
         self.history.add(data.row)
         snapshot, is_last = _dashboard_values(data.row), step == self.max_steps
-        found = events(self.history.rows)
+        found = events(rows)
         known = {event["key"] for event in found if event["step"] < step}
         new = [e for e in found if e["step"] == step and e["key"] not in known]
         snapshot.new_names = [event["text"] for event in new]
         if is_last:
-            self.table, self.last = head_table(self.history.rows, data.uniform), data
-            found = ablate(heads_by_name(self.table)) if ablate else None
-            if found and math.isfinite(found["loss"]):  # else the model has diverged
-                data.ablation = {"step": step} | found
-                self._add_ablation(data.ablation)
-            self._add_predictions_without(model, data)
+            self._finish(model, data, rows, ablate)
+            if data.ablation:
+                text = json.dumps(data.ablation, indent=1) + "\n"
+                atomic_write(self.folder / "ablation.json", text.encode())
             atomic_write(self.folder / "heads.csv", as_csv(self.table).encode())
             snapshot.tables["attention/table"] = self._with_thumbnails(data)
-            snapshot.charts = _charts(self.history)
+            snapshot.charts = _charts(rows)
         if self.draws(step):
             write_snapshot(self.folder / f"step_{step:08d}.npz", data)
             snapshot.images, snapshot.captions = draw_snapshot(data, self.folder)
             if is_last:
                 snapshot.images |= draw_animation(self.folder)
-            count = len(self.history.rows)
-            if self.has_page and (step >= self.max_steps or count & (count - 1) == 0):
+            is_power = len(rows) & (len(rows) - 1) == 0  # 1, 2, 4, 8, ... rows
+            if self.has_page and (step >= self.max_steps or is_power):
                 path = self.folder / "page.html"
                 page = folder_page(self.folder, self.run_name, curves())
                 atomic_write(path, page.encode())
@@ -207,17 +206,8 @@ class Lens:
         names heads keep if they are still nearly clear.
         """
         data = self._record(model, step, before)
-        self.table, self.last = head_table([data.row], data.uniform), data
-        if ablate and (found := ablate(heads_by_name(self.table))):
-            data.ablation = {"step": step} | found
-        self._add_predictions_without(model, data)
+        self._finish(model, data, [data.row], ablate)
         return data, self.most_significant_heads() or [counts_of_names(self.table)]
-
-    def _row_before(self, step: int) -> Row | None:
-        """Returns the row of the snapshot before, also of a run that was resumed."""
-        file = self.folder / "statistics.jsonl"
-        rows = self.history.rows if self.history else read_history(file)
-        return max((row for row in rows if row.step < step), key=lambda row: row.step, default=None)
 
     def _record(self, model: Any, step: int, before: Row | None = None) -> SnapshotData:
         """Returns the data of a step. before: as for `record`."""
@@ -228,9 +218,20 @@ class Lens:
         run_name, token_bytes = self.run_name, self.tokenizer.token_bytes
         return record(run_prompt, self.prompts, step, on_text, run_name, token_bytes, before)
 
-    def _add_predictions_without(self, model: Any, data: SnapshotData) -> None:
-        """Adds what the model predicts on the prompts without the heads of each name."""
-        groups = heads_by_name(head_table([data.row], data.uniform))
+    def _finish(
+        self, model: Any, data: SnapshotData, rows: Sequence[Row], ablate: Ablate | None
+    ) -> None:
+        """Makes the table of heads, and adds what the model loses and predicts without them."""
+        self.table, self.last = head_table(rows, data.uniform), data
+        groups = heads_by_name(self.table)
+        found = ablate(groups) if ablate else None
+        if found and math.isfinite(found["loss"]):  # else the model has diverged
+            data.ablation = {"step": data.step} | found
+            results = {(row["layer"], row["head"]): row for row in found["heads"]}
+            for row in self.table:
+                result = results[row["layer"], row["head"]]
+                known = COLUMNS if result["accuracy_without"] is not None else COLUMNS[:2]
+                row |= {key: result[key] for key in known}
         is_known = "predictions" in data.details and not self.attention
         # With FSDP, every rank would have to run the model.
         is_sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
@@ -261,16 +262,6 @@ class Lens:
         snapshot of a training or of `inspect`. Empty without ablation."""
         last = self.last
         return removal_lines(last.ablation, last.row) if last and last.ablation else []
-
-    def _add_ablation(self, found: dict) -> None:
-        """Writes ablation.json and adds the results to the table."""
-        text = json.dumps(found, indent=1) + "\n"
-        atomic_write(self.folder / "ablation.json", text.encode())
-        results = {(row["layer"], row["head"]): row for row in found["heads"]}
-        for row in self.table:
-            result = results[row["layer"], row["head"]]
-            known = COLUMNS if result["accuracy_without"] is not None else COLUMNS[:2]
-            row |= {key: result[key] for key in known}
 
     def _drawn_every(self) -> int:
         """Returns the steps between snapshots with images, so that MAX_FILES is not exceeded."""
@@ -326,18 +317,16 @@ def _dashboard_values(row: Row) -> Snapshot:
     return Snapshot(metrics, heads, histograms)
 
 
-def _charts(history: History) -> dict[str, tuple[list[int], dict[str, list[float]]]]:
+def _charts(history: list[Row]) -> dict[str, tuple[list[int], dict[str, list[float]]]]:
     """Returns the curves of each statistic by dashboard key, as Snapshot.charts."""
-    rows, charts = evenly_spaced(history.rows, MAX_HISTORY), {}
+    rows, charts = evenly_spaced(history, MAX_HISTORY), {}
     for key in STATISTICS:
         defined = [row for row in rows if np.isfinite(row.values[key]).all()]
         if defined:
             means = np.stack([row.values[key].mean(1) for row in defined], axis=1)  # (L, steps)
             lines = {f"L{layer:02d}": line.tolist() for layer, line in enumerate(means)}
-            charts[f"attention_statistics/{dashboard_name(key)}"] = (
-                [row.step for row in defined],
-                lines,
-            )
+            steps = [row.step for row in defined]
+            charts[f"attention_statistics/{dashboard_name(key)}"] = steps, lines
     return charts
 
 
