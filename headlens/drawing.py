@@ -102,7 +102,7 @@ def heads_caption(prompt: Prompt, step: int) -> str:
 def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     """Returns the image of the clearest head and its caption. It has the tokens around the example
     of the head, which is outlined."""
-    of = finding.Snapshot(data)
+    of = finding.Heads(data)
     row, title, number = of.first, _name_of(of.first), of.shown_prompt(of.first)
     prompt, cell = data.prompts[number], of.cells[number][of.index(row)]
     meaning = "The clearest head; no head has a name yet."
@@ -164,7 +164,7 @@ def draw_figure(
     the clearest of all heads, does what its name says, or the first text.
     """
     if prompt is None:
-        of = finding.Snapshot(data)
+        of = finding.Heads(data)
         rows = [row for row in of.table if (row["layer"], row["head"]) == head]
         prompt = of.shown_prompt([*rows, of.first][0])
     codes, shown = data.codes[prompt], data.prompts[prompt]

@@ -147,8 +147,8 @@ class Cell(NamedTuple):
     mean: float  # of a positional head, the mean weight at this distance
 
 
-class Snapshot:
-    """A snapshot with what sentences are made from, for each head by its index."""
+class Heads:
+    """The heads of a snapshot, with what sentences about them are made from."""
 
     def __init__(self, data: SnapshotData):
         self.data, self.row, self.prompts = data, data.row, data.prompts
@@ -201,7 +201,7 @@ def findings(data: SnapshotData) -> dict:
     prompts   [prompt per head]                  that of the example; -1: none
     clearest  {name: [index of its clearest head, prompt that shows it]}
     """
-    of = Snapshot(data)
+    of = Heads(data)
     sentences = {of.index(row): sentence(of, row) for row in of.table}
     return {
         "findings": [sentences[index] for index in range(len(of.table))],
@@ -213,7 +213,7 @@ def findings(data: SnapshotData) -> dict:
     }
 
 
-def sentence(of: Snapshot, row: Mapping) -> list[Part]:
+def sentence(of: Heads, row: Mapping) -> list[Part]:
     """Returns what is said about a head in a snapshot. row: of heads.head_table."""
     index, name = of.index(row), row["name"]
     if name == "uniform":
@@ -233,7 +233,7 @@ def opening(data: SnapshotData, prompt: int | None = None) -> dict | None:
     """Returns the head that tells most, {layer, head, prompt, query}, on the row where its name is
     clearest; without names the most significant head. query: None without such a row. None if no
     statistic is defined. prompt: the one to open with."""
-    of = Snapshot(data)
+    of = Heads(data)
     if of.first["significance"] is None:
         return None
     prompt = of.shown_prompt(of.first) if prompt is None else prompt
@@ -277,14 +277,14 @@ def _sharpest(data: SnapshotData, number: int) -> list[Cell]:
 # ------------------------------------------------------------------- sentences on one snapshot
 
 
-def _place(of: Snapshot, name: str) -> str:
+def _place(of: Heads, name: str) -> str:
     """Returns where the statistics of a snapshot were measured: "In your text"."""
     if of.data.contexts:
         return f"In {of.data.contexts.text_name}"
     return "On the repeated sequence" if STATISTICS[name].on == "repeated" else "On the prompts"
 
 
-def _mean_weight(of: Snapshot, name: str, index: int) -> list[Part]:
+def _mean_weight(of: Heads, name: str, index: int) -> list[Part]:
     """Returns the mean weight on the targets of a name, with its error and its value by chance. On
     the text, or without one on the prompts."""
     target = KINDS[name].target.format(of.offsets[index])
@@ -295,7 +295,7 @@ def _mean_weight(of: Snapshot, name: str, index: int) -> list[Part]:
     return ["mean weight ", weight, f" on {target} (chance {chance})"]
 
 
-def _example(of: Snapshot, row: Mapping) -> list[Part]:
+def _example(of: Heads, row: Mapping) -> list[Part]:
     """Returns an example of what a head with a name does, if there is one."""
     number = of.examples[of.index(row)]
     if number < 0:
@@ -314,7 +314,7 @@ def _example(of: Snapshot, row: Mapping) -> list[Part]:
     ]
 
 
-def _unnamed(of: Snapshot, index: int) -> list[Part]:
+def _unnamed(of: Heads, index: int) -> list[Part]:
     """Returns why a head has no name: the name that is nearest, and what it needs."""
     found = significances(of.row.values, of.data.uniform).reshape(len(NAMES), -1)[:, index]
     if not np.isfinite(found).any():

@@ -273,7 +273,7 @@ class Lens:
 
     def _with_thumbnails(self, data: SnapshotData) -> list[dict]:
         """Returns the table with a heatmap of the first heads, each on the prompt that shows it."""
-        of = finding.Snapshot(data)
+        of = finding.Heads(data)
         rows, most = [], MAX_IMAGES - len(data.prompts) - 2  # the clearest head, the animation
         for row in self.table:
             layer, head = row["layer"], row["head"]

@@ -128,6 +128,6 @@ def _frame(file: File) -> bytes:
 
 @functools.lru_cache(200)
 def _picture(file: File) -> bytes:
-    of = finding.Snapshot(read_snapshot(file.path))
+    of = finding.Heads(read_snapshot(file.path))
     codes = of.data.codes[of.shown_prompt(of.first)]
     return png_of_head(codes[of.first["layer"], of.first["head"]], PICTURE)

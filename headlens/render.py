@@ -61,7 +61,7 @@ def draw_animation(folder: Path) -> Images:
         return {}
     path = folder / "timelapse.webp"
     last = snapshots[-1]
-    of = finding.Snapshot(last)
+    of = finding.Heads(last)
     number = of.shown_prompt(of.first)
     write_animation(
         path,
