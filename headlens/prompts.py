@@ -183,28 +183,15 @@ def _joined(tokens: Sequence[str]) -> list[tuple[str, str]]:
         at = 0
         for character in text:
             parts = sorted({*owners[at : at + len(character.encode())]})
+            is_mark = unicodedata.category(character)[0] == "M"  # belongs to the letter before
             for part, owner in enumerate(parts):
                 known, label = joined[owner]
-                known += "" if part else character
-                joined[owner] = known, label + character + (PARTS[part] if parts[1:] else "")
+                stem = label.rstrip(PARTS) if is_mark else label
+                number = label[len(stem) :] + (PARTS[part] if parts[1:] else "")
+                joined[owner] = known + ("" if part else character), stem + character + number
             at += len(character.encode())
-        for each in range(first, n if text else first):
-            joined[each] = joined[each][0], _with_marks_first(joined[each][1])
         first = n if text else first + 1
     return joined
-
-
-def _with_marks_first(label: str) -> str:
-    """Returns a label with the numbers of parts after combining marks, which belong to a letter."""
-    shown, numbers = "", ""
-    for character in label:
-        if character in PARTS:
-            numbers += character
-            continue
-        if not unicodedata.category(character).startswith("M"):
-            shown, numbers = shown + numbers, ""
-        shown += character
-    return shown + numbers
 
 
 def plain_text(tokens: Sequence[str]) -> str:

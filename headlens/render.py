@@ -4,13 +4,13 @@ draw_run(Path("runs/first/attention"))  # all images again
 show("runs/first")  # the page in a notebook, as the last line of a cell
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL.Image import Image
 
 from . import finding
 from .drawing import heads_caption, heads_image, largest_image, write_animation
@@ -37,21 +37,22 @@ def draw_snapshot(data: SnapshotData, folder: Path) -> tuple[Images, dict[str, l
     """Writes an image of all heads for each prompt, and one of the clearest head. Returns images
     and their captions. The keys do not depend on the prompts: a dashboard shows the images of all
     prompts in one panel."""
-    step = f"step_{data.step:08d}"
-    image, caption = largest_image(data)
-    drawn = {"attention/heads": [], "attention/largest": [(f"{step}.png", image, caption)]}
+    images, captions = {}, {}
+
+    def write(key: str, name: str, image: Image, caption: str) -> None:
+        path = folder / f"step_{data.step:08d}{name}.png"
+        atomic_write(path, png_of(image, compress_level=1))
+        images.setdefault(key, []).append(path)
+        captions.setdefault(key, []).append(caption)
+
     table = clearest(head_table([data.row], data.uniform))
     for prompt, codes, values in zip(data.prompts, data.codes, data.of_prompts, strict=True):
         # Without names of statistics that this prompt does not have, such as induction.
         named = [row for row in table if np.isfinite(values[row["name"]]).all()]
         image = heads_image(codes, prompt, data.step, named)
-        drawn["attention/heads"].append(
-            (f"{step}_{prompt.name}.png", image, heads_caption(prompt, data.step))
-        )
-    for name, image, _ in itertools.chain(*drawn.values()):
-        atomic_write(folder / name, png_of(image, compress_level=1))
-    images = {key: [folder / name for name, _, _ in of_key] for key, of_key in drawn.items()}
-    return images, {key: [text for *_, text in of_key] for key, of_key in drawn.items()}
+        write("attention/heads", f"_{prompt.name}", image, heads_caption(prompt, data.step))
+    write("attention/largest", "", *largest_image(data))
+    return images, captions
 
 
 def draw_animation(folder: Path) -> Images:
