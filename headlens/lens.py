@@ -117,20 +117,16 @@ class Lens:
             most = limit - len(tokens.prefix)
             found = text_prompts(excerpts(text), tokens, most) if isinstance(text, str) else []
             texts = found or DEFAULT_PROMPTS
-        self.prompts = [
-            make_prompt(number, prompt, tokens.encode_text, tokens.token_bytes, limit)
-            for number, prompt in enumerate(texts, start=1)
-        ]
+        self.prompts = [make_prompt(n, prompt, tokens, limit) for n, prompt in enumerate(texts, 1)]
         windows = windows_of(text, tokens, context_length) if isinstance(text, str) else text
         self.text = None if windows is None else Text(windows, tokens.token_bytes, text_name)
         if vocabulary is None:
             ids = range(tokens.num_ids) if windows is None else frequent(windows)
             vocabulary = [token for token in ids if token not in tokens.special]
         if self.config.repeat_length and len(vocabulary):
-            number = len(self.prompts) + 1
             period = min(self.config.repeat_length, (limit - 1) // 2)
-            bos, token_bytes = tokens.bos, tokens.token_bytes
-            repeated = repeated_prompt(number, vocabulary, bos, token_bytes, period)
+            number, token_bytes = len(self.prompts) + 1, tokens.token_bytes
+            repeated = repeated_prompt(number, vocabulary, tokens.bos, token_bytes, period)
             self.prompts += [repeated] if repeated else []
         self.history: History | None = None  # created at the first snapshot
         self.table: list[dict] = []  # all heads, the most significant first; set at the end

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .tokens import LensTokenizer
+
 MAX_SHOWN = 256  # maximum number of tokens on pages and images; statistics use all tokens
 LABEL = 24  # maximum number of characters of a label
 PARTS = "¹²³⁴"  # a character has at most four bytes
@@ -57,22 +59,18 @@ class Prompt:
         return min(len(self.token_ids), MAX_SHOWN)
 
 
-def make_prompt(
-    number: int, text: str, encode: Callable, token_bytes: Callable, limit: int
-) -> Prompt:
+def make_prompt(number: int, text: str, tokenizer: LensTokenizer, limit: int) -> Prompt:
     """Returns the prompt of a text, truncated to `limit` tokens, named by number and first words.
-
-    encode(text) returns token ids, token_bytes(id) the bytes of a token.
-    Raises ValueError if the text has no tokens.
-    """
+    Raises ValueError if the text has no tokens."""
     # A terminal may pass a lone surrogate; it becomes the replacement character.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    token_ids = list(encode(text))
+    token_ids = tokenizer.encode_text(text)
     if not token_ids:
         raise ValueError(f"a prompt without tokens: {text!r}")
     kept = token_ids[:limit]
+    texts = token_texts(kept, tokenizer.token_bytes)
     truncated = len(token_ids) > min(limit, MAX_SHOWN)
-    return Prompt(f"{number}-{_slug(text)}", text, kept, token_texts(kept, token_bytes), truncated)
+    return Prompt(f"{number}-{_slug(text)}", text, kept, texts, truncated)
 
 
 def repeated_prompt(
