@@ -195,10 +195,11 @@ def names_of(
     uniform, uniform_of_prompts: their values for uniform attention. before: the names at the
     snapshot before, if there is one.
     """
+    before = np.zeros_like(row.names) if before is None else before
     limits = np.array([KINDS[key].named_from for key in NAMES])[:, None, None]
     # So the limits for the name that a head has are KEPT_FROM of those for other names.
     numbers = 1 + np.arange(len(NAMES))[:, None, None]
-    factors = 1 if before is None else np.where(before == numbers, 1 / KEPT_FROM, 1)
+    factors = np.where(before == numbers, 1 / KEPT_FROM, 1)
     found = [significances(*pair) for pair in zip(of_prompts, uniform_of_prompts, strict=True)]
     least = factors * np.fmin.reduce(found)  # (names, L, H), without NaN
     on_prompts = least >= limits
@@ -212,13 +213,10 @@ def names_of(
         # A significance is at most 1, and with its factor less than 2: names that hold on the text
         # come first.
         strengths = np.where(on_text, 2 + significant, strengths)
-    entropy, limit = row.values["entropy"], KINDS["positional"].named_from
-    others = np.where(entropy >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
-    if before is not None:
-        is_kept = before == ALL_NAMES.index("positional")
-        limit = np.where(is_kept, KEPT_FROM * limit, limit)
-    is_positional = row.values["positional"] >= limit
-    others = np.where(is_positional, ALL_NAMES.index("positional"), others)
+    others = np.where(row.values["entropy"] >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
+    number, limit = ALL_NAMES.index("positional"), KINDS["positional"].named_from
+    is_positional = row.values["positional"] >= limit * np.where(before == number, KEPT_FROM, 1)
+    others = np.where(is_positional, number, others)
     has_name, best = strengths.max(0) > -np.inf, strengths.argmax(0)[None]
     places = [np.take_along_axis(on, best, axis=0)[0] for on in (on_text, on_prompts)]
     both, text, prompts = (PLACES.index(place) for place in PLACES)
@@ -282,19 +280,13 @@ def clearest(table: Sequence[dict]) -> list[dict]:
     for row in sorted((row for row in table if row["name"] in KINDS), key=clearness):
         first.setdefault(row["name"], row)
 
-    def order(row: dict) -> tuple:
+    def place_of(row: dict) -> tuple:
         telling, place = KINDS[row["name"]].telling, row["holds_on"]
         is_positional = row["name"] == "positional"
-        return (
-            is_positional,
-            telling == 0,
-            place == "prompts",
-            -telling,
-            place == "text",
-            row["rank"],
-        )
+        order = is_positional, telling == 0, place == "prompts", -telling, place == "text"
+        return *order, row["rank"]
 
-    return sorted(first.values(), key=order)
+    return sorted(first.values(), key=place_of)
 
 
 def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
