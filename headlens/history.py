@@ -148,7 +148,7 @@ def copying_step(prompts: Sequence[Prompt], history: Sequence[Row]) -> int | Non
     rows = [row for row in history if len(row.losses) == len(prompts)]
     for number, prompt in enumerate(prompts):
         if prompt.period:
-            losses = [loss_of_copy(row.losses[number], prompt.period) for row in rows]
+            losses = [second_copy(row.losses[number], prompt.period).mean() for row in rows]
             first = copying_begins(losses, prompt.num_symbols)
             return None if first is None else rows[first].step
     return None
@@ -172,9 +172,7 @@ def copying_begins(losses: Sequence[float | np.ndarray], num_symbols: int) -> in
     return first if is_clear else None
 
 
-def loss_of_copy(losses: np.ndarray, period: int) -> np.ndarray:
-    """Returns the mean loss on the second copy of a repeated sequence. losses: (..., T - 1).
-
-    The first token of the second copy is not counted, because it is not predictable.
-    """
-    return losses[..., period + 1 : 2 * period].mean(-1)
+def second_copy(losses: np.ndarray, period: int) -> np.ndarray:
+    """Returns the losses of the second copy of a repeated sequence. losses: (T - 1,). Without its
+    first token, which is not predictable."""
+    return losses[period + 1 : 2 * period]

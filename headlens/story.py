@@ -17,7 +17,7 @@ import numpy as np
 
 from .finding import events, head_name
 from .heads import ALL_NAMES, KINDS, NAMES, head_table, title_of
-from .history import Row, copying_step, evenly_spaced
+from .history import Row, copying_step, evenly_spaced, second_copy
 from .prompts import BYTES_OF_TOKEN, Prompt
 from .rounding import formatted
 from .snapshot_data import SnapshotData, from_codes, triangle_to_square
@@ -156,8 +156,7 @@ class _Story:
         return self._counted(row.losses[self.number][:most] if known else np.zeros(0))
 
     def _counted(self, losses: np.ndarray) -> np.ndarray:
-        period = self.prompt.period
-        return losses[period + 1 : 2 * period] if period else losses
+        return losses if self.is_text else second_copy(losses, self.prompt.period)
 
     def _right(self, losses: np.ndarray) -> float:
         """Returns the mean probability of the right next token; NaN if it is unknown."""
