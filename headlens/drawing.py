@@ -55,8 +55,7 @@ MARGIN = 40  # pixels around a figure
 LINE = 0.85  # size of a font / height of the rows into which it fits, with descenders
 GAP = 6  # pixels between two heatmaps, at most
 TICKS = (0, 0.01, 0.1, 0.25, 0.5, 1)  # of the colour bar
-MAX_STEPS = 24  # of the animation
-MAX_BYTES = 1_500_000
+MAX_STEPS = 24  # of the animation: a file of about 1 MB
 MILLISECONDS, LAST_MILLISECONDS = 350, 2500  # how long each step and the last step are shown
 AXES = "row: query token, column: key token"
 
@@ -211,10 +210,9 @@ def write_animation(
     steps: Sequence[int],
     heads: Sequence[Sequence[dict]],
 ) -> None:
-    """Writes an animated WebP of all heads, with a frame for each step, at most MAX_STEPS; fewer if
-    it would exceed MAX_BYTES. The first frame is the last step, so a viewer that does not animate
-    shows the end of the run.
+    """Writes an animated WebP of all heads, with a frame for each step, at most MAX_STEPS.
 
+    The first frame is the last step, so a viewer that does not animate shows the end of the run.
     codes: for each step uint8 (L, H, T (T + 1) / 2). heads: for each step the rows of
     heads.head_table that are named and outlined.
     """
@@ -223,14 +221,10 @@ def write_animation(
         in_colour(heads_image(maps, prompt, step, named, steps[-1])).convert("RGB")
         for maps, step, named in frames
     ]
-    while True:
-        file = io.BytesIO()
-        durations = [LAST_MILLISECONDS] + [MILLISECONDS] * (len(images) - 1)
-        options = {"save_all": True, "duration": durations, "quality": 60, "method": 1}
-        images[-1].save(file, "WEBP", append_images=images[:-1], **options)
-        if file.tell() <= MAX_BYTES or len(images) <= 2:
-            break
-        images = evenly_spaced(images, max(2, len(images) * MAX_BYTES // file.tell()))
+    file = io.BytesIO()
+    durations = [LAST_MILLISECONDS] + [MILLISECONDS] * (len(images) - 1)
+    options = {"save_all": True, "duration": durations, "quality": 60, "method": 1}
+    images[-1].save(file, "WEBP", append_images=images[:-1], **options)
     atomic_write(path, file.getvalue())
 
 
