@@ -93,11 +93,6 @@ def heads_image(
     return image
 
 
-def heads_caption(prompt: Prompt, step: int) -> str:
-    """Returns the caption of `heads_image`: "step 400 · prompt: “She sat on the …”"."""
-    return f"step {step:,} · prompt: {title_of(prompt, 80)}"
-
-
 def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     """Returns the image of the clearest head and its caption. It has the tokens around the example
     of the head, which is outlined."""

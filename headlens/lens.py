@@ -138,8 +138,12 @@ class Lens:
         return every > 0 and bool(self.prompts) and (step % every == 0 or step == self.max_steps)
 
     def draws(self, step: int) -> bool:
-        """Whether the snapshot at this step has images; in a long run only some have."""
-        return step % self._drawn_every() == 0 or step == self.max_steps
+        """Whether the snapshot at this step has images. In a long run only some have, so that
+        MAX_FILES is not exceeded; the first and the last always have."""
+        drawn = max(2, (MAX_FILES - MAX_IMAGES) // (len(self.prompts) + 2))  # and the page
+        every = max(1, self.config.interval(self.max_steps))
+        every *= max(1, math.ceil(self.max_steps / every / (drawn - 1)))
+        return step % every == 0 or step == self.max_steps
 
     def snapshot(
         self,
@@ -258,14 +262,6 @@ class Lens:
         snapshot of a training or of `inspect`. Empty without ablation."""
         last = self.last
         return removal_lines(last.ablation, last.row) if last and last.ablation else []
-
-    def _drawn_every(self) -> int:
-        """Returns the steps between snapshots with images, so that MAX_FILES is not exceeded."""
-        files = len(self.prompts) + 2  # images, and the page
-        # The first and the last snapshot always have images.
-        drawn = max(2, (MAX_FILES - MAX_IMAGES) // files)
-        every = max(1, self.config.interval(self.max_steps))
-        return every * max(1, math.ceil(self.max_steps / every / (drawn - 1)))
 
     def _with_thumbnails(self, data: SnapshotData) -> list[dict]:
         """Returns the table with a heatmap of the first heads, each on the prompt that shows it."""

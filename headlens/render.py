@@ -13,7 +13,7 @@ import numpy as np
 from PIL.Image import Image
 
 from . import finding
-from .drawing import heads_caption, heads_image, largest_image, write_animation
+from .drawing import heads_image, largest_image, title_of, write_animation
 from .heads import clearest, head_table
 from .heatmap import png_of
 from .history import Row, atomic_write, evenly_spaced, read_history
@@ -50,7 +50,8 @@ def draw_snapshot(data: SnapshotData, folder: Path) -> tuple[Images, dict[str, l
         # Without names of statistics that this prompt does not have, such as induction.
         named = [row for row in table if np.isfinite(values[row["name"]]).all()]
         image = heads_image(codes, prompt, data.step, named)
-        write("attention/heads", f"_{prompt.name}", image, heads_caption(prompt, data.step))
+        caption = f"step {data.step:,} · prompt: {title_of(prompt, 80)}"
+        write("attention/heads", f"_{prompt.name}", image, caption)
     write("attention/largest", "", *largest_image(data))
     return images, captions
 

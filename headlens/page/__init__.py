@@ -43,7 +43,6 @@ from ..story import story
 VERSION = 6
 MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
 TRAINER_CURVES = {"loss": "training loss", "eval_loss": "validation loss"}
-START, END = '<script type="application/json" id="data">', "</script>"
 
 
 def run_data(

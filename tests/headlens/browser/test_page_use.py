@@ -10,12 +10,12 @@ import zlib
 import numpy as np
 import pytest
 from helpers import REPOSITORY, pages
-from helpers.pages import HOSTILE, PROMPTS, a_run
+from helpers.pages import END, HOSTILE, PROMPTS, START, a_run
 from playwright.sync_api import expect
 
 from clearhead.output.report import write_run_page
 from headlens.heatmap import VIRIDIS
-from headlens.page import END, START, page_html
+from headlens.page import page_html
 from headlens.rounding import DIGITS
 
 SOURCES = REPOSITORY / "headlens" / "page"
