@@ -24,7 +24,7 @@ from .capturing import Captured, LayerAttention, Visit
 from .heads import names_of
 from .history import Row, json_values
 from .prompts import Prompt, token_texts
-from .snapshot_data import SnapshotData, from_codes
+from .snapshot_data import SnapshotData, from_codes, to_codes
 from .statistics import (
     STATISTICS,
     HeadStatistics,
@@ -169,11 +169,6 @@ def uniform_of(prompts: Sequence[Prompt]) -> dict[str, float | None]:
         mean[key] = float(np.mean(known)) if known else None
     mean["positional"] = 0.0 if len(_compared(prompts)) > 1 else None
     return mean
-
-
-def to_codes(attn_weights: Tensor) -> Tensor:
-    """Returns weights as bytes, round(255 sqrt(w)). The error is at most 1/255."""
-    return (attn_weights.sqrt() * 255).round().to(torch.uint8)
 
 
 def predict(logits: Tensor, token_ids: Sequence[int]) -> Predictions:

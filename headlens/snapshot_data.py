@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from .history import Row, atomic_write, row_of, row_values
 from .prompts import Prompt
@@ -147,8 +148,13 @@ def read_snapshot(path: str | Path) -> SnapshotData:
     )
 
 
+def to_codes(attn_weights: Tensor) -> Tensor:
+    """Returns weights as bytes, round(255 sqrt(w)). The error is at most 1/255."""
+    return (attn_weights.sqrt() * 255).round().byte()
+
+
 def from_codes(codes: np.ndarray) -> np.ndarray:
-    """Returns the weights of codes, the inverse of recording.to_codes: (code / 255)^2, fp32."""
+    """Returns the weights of codes, the inverse of to_codes: (code / 255)^2, fp32."""
     return (codes.astype(np.float32) / 255) ** 2
 
 

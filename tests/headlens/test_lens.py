@@ -43,8 +43,8 @@ from headlens.history import Row, read_history
 from headlens.lens import MAX_FILES, MAX_IMAGES
 from headlens.page import page_html
 from headlens.prompts import Prompt
-from headlens.recording import to_codes
 from headlens.render import draw_snapshot
+from headlens.snapshot_data import to_codes
 from headlens.statistics import uniform_attention
 from train import fit
 

@@ -21,8 +21,8 @@ from headlens.prompts import (
     texts_of,
     token_texts,
 )
-from headlens.recording import record, to_codes, uniform_of
-from headlens.snapshot_data import from_codes, triangle_to_square
+from headlens.recording import record, uniform_of
+from headlens.snapshot_data import from_codes, to_codes, triangle_to_square
 from headlens.statistics import uniform_attention
 
 BYTE = get_tokenizer("byte")
