@@ -27,8 +27,6 @@ import numpy as np
 from .prompts import Prompt
 from .statistics import STATISTICS
 
-MAX_LINE_BYTES = 2**22  # a line of 2,000 heads has about 200,000 bytes
-
 
 @dataclass
 class Row:
@@ -126,7 +124,7 @@ def read_history(file: Path) -> list[Row]:
         return []
     rows = []
     with open(file, "rb") as lines:
-        while line := lines.readline(MAX_LINE_BYTES):
+        for line in lines:
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 rows.append(row_of(json.loads(line)))
     return rows

@@ -123,11 +123,10 @@ class Lens:
         if vocabulary is None:
             ids = range(tokens.num_ids) if windows is None else frequent(windows)
             vocabulary = [token for token in ids if token not in tokens.special]
-        if self.config.repeat_length and len(vocabulary):
-            period = min(self.config.repeat_length, (limit - 1) // 2)
-            number, token_bytes = len(self.prompts) + 1, tokens.token_bytes
-            repeated = repeated_prompt(number, vocabulary, tokens.bos, token_bytes, period)
-            self.prompts += [repeated] if repeated else []
+        period = min(self.config.repeat_length, (limit - 1) // 2)
+        number, token_bytes = len(self.prompts) + 1, tokens.token_bytes
+        repeated = repeated_prompt(number, vocabulary, tokens.bos, token_bytes, period)
+        self.prompts += [repeated] if repeated else []
         self.history: History | None = None  # created at the first snapshot
         self.table: list[dict] = []  # all heads, the most significant first; set at the end
         self.last: SnapshotData | None = None  # of the last step

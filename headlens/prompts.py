@@ -101,14 +101,11 @@ def token_texts(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -
     texts = []
     for token in token_ids:
         try:
-            raw = token_bytes(token)
+            texts.append(token_bytes(token).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            texts.append("".join(f"<0x{byte:02X}>" for byte in error.object))
         except (KeyError, OverflowError):
             texts.append(f"<id {token}>")
-            continue
-        try:
-            texts.append(raw.decode("utf-8"))
-        except UnicodeDecodeError:
-            texts.append("".join(f"<0x{byte:02X}>" for byte in raw))
     return texts
 
 

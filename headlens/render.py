@@ -124,11 +124,8 @@ def show(run: str | Path, curves: Mapping[str, list] | None = None, height: int 
     run: a run directory, or a folder with snapshots (step_*.npz). curves: as for `page.run_data`.
     height: in pixels. Raises ValueError without a snapshot, ImportError without IPython.
     """
-    try:
-        from IPython.display import HTML
-    except ImportError as error:
-        reason = "headlens.show needs IPython: use it in a notebook, or open the page in a browser"
-        raise ImportError(reason) from error
+    from IPython.display import HTML
+
     folder = Path(run)
     if (folder / "attention").is_dir():
         folder = folder / "attention"
