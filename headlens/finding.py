@@ -22,6 +22,7 @@ from .ablation import most_important, within_noise
 from .heads import (
     ALL_NAMES,
     KINDS,
+    LIMITS,
     MIN_ERRORS,
     NAMES,
     WHERES,
@@ -43,7 +44,6 @@ Part = str | list[str]
 WEIGHTS = from_codes(np.arange(256))  # of each byte
 FARTHEST = 32  # tokens before the query token, of a positional head
 FIRST_QUERY = 2  # the query tokens before it have too few key tokens for an example
-LIMITS = np.array([KINDS[name].named_from for name in NAMES])
 
 
 def head_name(layer: int, head: int) -> str:

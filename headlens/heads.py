@@ -133,6 +133,7 @@ KINDS = {
     ),
 }
 NAMES = tuple(key for key in KINDS if key != "positional")
+LIMITS = np.array([KINDS[key].named_from for key in NAMES])
 ALL_NAMES = ("", *KINDS, "uniform")
 PLACES = ("text and prompts", "text", "prompts")
 WHERES = {"text": "on the text only", "prompts": "on repeated sequences only"}
@@ -196,7 +197,7 @@ def names_of(
     snapshot before, if there is one.
     """
     before = np.zeros_like(row.names) if before is None else before
-    limits = np.array([KINDS[key].named_from for key in NAMES])[:, None, None]
+    limits = LIMITS[:, None, None]
     # So the limits for the name that a head has are KEPT_FROM of those for other names.
     numbers = 1 + np.arange(len(NAMES))[:, None, None]
     factors = np.where(before == numbers, 1 / KEPT_FROM, 1)

@@ -258,7 +258,11 @@ class _Story:
             ],
             "pace": self._pace(),
             "curve": self._curve(),
-            "births": self._births(),
+            "births": [
+                {"step": self.births[card.name], "name": card.name, "text": title_of(card.name)}
+                for card in self.cards
+                if len(self.history) > 1
+            ],
         }
 
     def _shown(self) -> int:
@@ -452,10 +456,3 @@ class _Story:
             means = [(step, float(of.mean())) for step, of in losses if len(of)]
             points = [(step, round(mean, 4)) for step, mean in means if math.isfinite(mean)]
         return {"title": title, "points": evenly_spaced(points, MAX_POINTS)}
-
-    def _births(self) -> list[dict]:
-        """Returns when the first head got the name of each card, [{step, name, text}]."""
-        if len(self.history) < 2:
-            return []
-        names = [group.name for group in self.cards]
-        return [{"step": self.births[n], "name": n, "text": title_of(n)} for n in names]
