@@ -173,15 +173,13 @@ class Heads:
         name = ALL_NAMES[self.row.names[place]]
         if holds_on(self.row, place) == "text":
             return -1
-
-        def clearness(number: int) -> tuple:
+        found = []
+        for n, prompt in enumerate(self.prompts):
             # The statistic `positional` is not of one prompt.
-            own = self.found[number][NAMES.index(name)][place] if name in NAMES else 0
-            return self.prompts[number].period == 0, own
-
-        found = {n: clearness(n) for n, cells in enumerate(self.cells) if cells[index].is_name}
-        defined = [number for number, (_, own) in found.items() if np.isfinite(own)]
-        return max(defined, key=found.__getitem__, default=-1)
+            own = self.found[n][NAMES.index(name)][place] if name in NAMES else 0
+            if self.cells[n][index].is_name and np.isfinite(own):
+                found.append((prompt.period == 0, own, -n))
+        return -max(found)[2] if found else -1
 
     def shown_prompt(self, row: Mapping) -> int:
         """Returns the prompt on which to show a head: that of its example, or else the first text:
@@ -252,14 +250,10 @@ def _sharpest(data: SnapshotData, number: int) -> list[Cell]:
     targets = targets_on(prompt)
     targets = {name: of_name[query, key] & is_late for name, of_name in targets.items()}
     found = []
-    of_heads = (
-        data.codes[number].reshape(-1, len(query)),
-        data.row.names.flat,
-        data.row.offsets.flat,
-    )
-    for codes, index, offset in zip(*of_heads, strict=True):
-        weights, mean = WEIGHTS[codes], 0.0
-        name = ALL_NAMES[index]
+    of_heads = data.codes[number].reshape(-1, len(query))
+    named = zip(of_heads, data.row.names.flat, data.row.offsets.flat, strict=True)
+    for codes, index, offset in named:
+        name, weights, mean = ALL_NAMES[index], WEIGHTS[codes], 0.0
         cells = targets.get(f"offset_{offset}" if name == "offset" else name, np.zeros(1, bool))
         if name == "positional" and is_late.any():
             counts = np.bincount(back[is_late])
@@ -341,15 +335,10 @@ def subject(data: SnapshotData, history: Sequence[Row]) -> list[Part]:
     said.append(". ")
     groups = removed["groups"] if removed.get("method") == "exact" else []
     if most := most_important(groups):
-        title, them = (
-            group_title(most["name"], most["heads"]),
-            "it" if most["heads"] == 1 else "them",
-        )
+        needs = f"The model needs {group_title(most['name'], most['heads'])} most"
+        them = "it" if most["heads"] == 1 else "them"
         before, after = (formatted_loss(removed["loss"] + c) for c in (0, most["loss_change"]))
-        said.append(
-            f"The model needs {title} most: without {them}, the loss rises from {before} to "
-        )
-        said += [["bold", after], "."]
+        said += [f"{needs}: without {them}, the loss rises from {before} to ", ["bold", after], "."]
     return said
 
 
