@@ -139,7 +139,7 @@ class Lens:
     def draws(self, step: int) -> bool:
         """Whether the snapshot at this step has images. In a long run only some have, so that
         MAX_FILES is not exceeded; the first and the last always have."""
-        drawn = max(2, (MAX_FILES - MAX_IMAGES) // (len(self.prompts) + 2))  # and the page
+        drawn = max(2, (MAX_FILES - MAX_IMAGES) // (len(self.prompts) + 2))  # images, page
         every = max(1, self.config.interval(self.max_steps))
         every *= max(1, math.ceil(self.max_steps / every / (drawn - 1)))
         return step % every == 0 or step == self.max_steps

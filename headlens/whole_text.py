@@ -116,7 +116,8 @@ class TextRecorder:
     def contexts(self) -> Contexts:
         """The cells where each head moves most, those of some query tokens at random, and the pairs
         of words that each head connects most often."""
-        moves, keys, weights, linked = self.found  # (N, H, L, ...) each
+        # See _visitor: (N, H, L, S, 4), and (N, H, L, T) each.
+        moves, keys, weights, linked = self.found
         windows, num_heads, num_layers, stretches, _ = moves.shape
         moves = moves.transpose(2, 1, 0, 3, 4).reshape(num_layers, num_heads, -1, 4)
         window = np.repeat(np.arange(windows), stretches)
