@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .capturing import output_projection
+
 Head = tuple[int, int]  # (layer, head)
-RunModel = Callable[[Callable[[int, Tensor], Tensor], int], tuple[Tensor, Tensor | None]]
+Edit = Callable[[int, Tensor], Tensor]  # (layer, context, (B, H, T, D)) -> what replaces it
+RunModel = Callable[[Edit, int], tuple[Tensor, Tensor | None]]
 Ablate = Callable[[dict[str, list[Head]]], dict | None]  # heads by name -> result of `ablate`
-# (layer, the input of its output projection, (B, T, H * D)) -> what replaces it
-Edit = Callable[[int, Tensor], Tensor]
-PROJECTIONS = ("out_proj", "o_proj", "c_proj", "dense")  # in our GPT and in models of transformers
 COLUMNS = ("loss_change", "loss_change_error", "accuracy_without")
 
 
@@ -72,7 +72,8 @@ def ablate(
     if exact:
         changes = []
         for number, group in enumerate(removed, start=1):
-            without, found = _without(run, group, means)
+            with torch.no_grad():
+                without, found = run(removal(group, means), min(layer for layer, _ in group))
             difference = (without - losses).cpu().double()  # (N,)
             changes.append((torch.bincount(windows, difference), _mean(found)))
             report(number, len(removed))
@@ -99,26 +100,38 @@ def ablate(
 def output_projections(model: nn.Module) -> list[nn.Module] | None:
     """Returns the output projection of the attention of each layer: of our GPT, or of a decoder of
     transformers. None if they are not found. Their inputs are the context vectors of all heads."""
-    found = [
-        getattr(module, name)
-        for module in model.modules()
-        if "attention" in type(module).__name__.lower()
-        for name in PROJECTIONS
-        if isinstance(getattr(module, name, None), nn.Module)
-    ]
+    modules = [m for m in model.modules() if "attention" in type(m).__name__.lower()]
+    found = [projection for m in modules if (projection := output_projection(m))]
     config = getattr(model, "config", None)
     known = (getattr(config, key, None) for key in ("num_layers", "num_hidden_layers"))
     return found if found and len(found) == next((n for n in known if n), 0) else None
 
 
+def removal(group: Sequence[Head], means: Sequence[Tensor]) -> Edit:
+    """Returns the edit that removes the heads of a group. means: the mean context vector of each
+    head, (H, D) for each layer."""
+
+    def edit(layer: int, context: Tensor) -> Tensor:
+        heads = [head for of_layer, head in group if of_layer == layer]
+        if heads:
+            context = context.clone()
+            context[:, heads] = means[layer][heads][:, None].to(context.dtype)
+        return context
+
+    return edit
+
+
 @contextlib.contextmanager
-def edited_contexts(projections: Sequence[nn.Module], edit: Edit) -> Iterator[None]:
+def edited_contexts(projections: Sequence[nn.Module], edit: Edit, num_heads: int) -> Iterator[None]:
     """Replaces the context vectors of each layer by what `edit` returns."""
+
+    def hook(layer: int, given: Tensor) -> Tensor:
+        context = given.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, H, T, D)
+        return edit(layer, context).transpose(1, 2).flatten(2)
+
     hooks = [
-        projection.register_forward_pre_hook(
-            lambda _, arguments, layer=layer: (edit(layer, arguments[0]),)
-        )
-        for layer, projection in enumerate(projections)
+        projection.register_forward_pre_hook(lambda _, given, n=n: (hook(n, given[0]),))
+        for n, projection in enumerate(projections)
     ]
     try:
         yield
@@ -161,22 +174,6 @@ def _clean_pass(run: RunModel) -> tuple[Tensor, Tensor | None, list[Tensor], lis
         for gradient, mean, context in zip(gradients, means, contexts, strict=True)
     ]
     return losses.detach(), correct, means, first_order
-
-
-@torch.no_grad()
-def _without(
-    run: RunModel, group: Sequence[Head], means: Sequence[Tensor]
-) -> tuple[Tensor, Tensor | None]:
-    """Runs the model without the heads of a group. Returns losses and correct."""
-
-    def edit(layer: int, context: Tensor) -> Tensor:
-        heads = [head for of_layer, head in group if of_layer == layer]
-        if heads:
-            context = context.clone()
-            context[:, heads] = means[layer][heads][:, None]
-        return context
-
-    return run(edit, min(layer for layer, _ in group))
 
 
 def _result(change: Tensor, targets: Tensor, accuracy: float | None) -> dict:

@@ -83,7 +83,10 @@ def capture(
     model does not have.
     """
     model = unwrapped(model)
-    ids = _on_device(input_ids, model)
+    device = next((parameter.device for parameter in model.parameters()), None)
+    ids = torch.atleast_2d(torch.as_tensor(input_ids, device=device))
+    if not ids.numel():
+        raise ValueError("input_ids: no token")
     is_ours = not attention and hasattr(model, "capture_attention")
     if not attention:
         _check_ids(ids, model)
@@ -104,7 +107,10 @@ def capture(
         if attention:
             found = _of_generator(attention(model, ids), receive)
         elif is_ours:
-            found = _of_ours(cast(Any, model), ids, receive, logit_lens, logits)
+            options = {} if logits else {"logits_at": ids.new_zeros(len(ids))}
+            found = cast(Any, model).capture_attention(
+                ids, lambda _, *tensors: receive(LayerAttention(*tensors)), logit_lens, **options
+            )
         elif hasattr(model, "set_attn_implementation"):
             found = _of_transformers(cast(Any, model), ids, receive, logit_lens, logits)
         else:
@@ -149,15 +155,6 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
             module.training = mode
 
 
-def _on_device(input_ids: Tensor | Sequence[int], model: nn.Module) -> Tensor:
-    """Returns token ids as (B, T) on the device of the model. Raises ValueError without one."""
-    device = next((parameter.device for parameter in model.parameters()), None)
-    ids = torch.atleast_2d(torch.as_tensor(input_ids, device=device))
-    if not ids.numel():
-        raise ValueError("input_ids: no token")
-    return ids
-
-
 def _check_ids(ids: Tensor, model: nn.Module) -> None:
     """Raises ValueError for token ids that a model does not have, and for positions without a
     learned embedding. On a GPU, they would be an error from which the process cannot recover."""
@@ -182,18 +179,6 @@ def _check(weights: Tensor, ids: Tensor, model: nn.Module) -> None:
         raise ValueError(f"{name}: weights of shape {tuple(weights.shape)}, not {expected}")
     if (weights.triu(1) > 0).any():
         raise ValueError(f"{name} attends to future tokens; the lens needs causal attention")
-
-
-def _of_ours(
-    model: Any, ids: Tensor, receive: Receive, logit_lens: bool, all_logits: bool
-) -> Tensor:
-    """Runs our GPT and passes its layers on. Returns its logits."""
-    options = {} if all_logits else {"logits_at": ids.new_zeros(len(ids))}
-
-    def callback(_: int, *tensors: Tensor) -> None:
-        receive(LayerAttention(*tensors))
-
-    return model.capture_attention(ids, callback, logit_lens, **options)
 
 
 def _of_generator(layers: Yielded, receive: Receive) -> Tensor | None:
@@ -318,17 +303,22 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
+def output_projection(module: nn.Module) -> nn.Module | None:
+    """Returns the output projection of an attention module; None if it is not found."""
+    found = (getattr(module, name, None) for name in ("o_proj", "out_proj", "c_proj", "dense"))
+    return next((projection for projection in found if isinstance(projection, nn.Module)), None)
+
+
 def value_norms(module: nn.Module, values: Tensor, num_heads: int) -> Tensor | None:
     """Returns |W_O v|, fp32 (B, H, T), of an attention module of transformers.
 
     values: (B, G, T, D), where G divides H: consecutive query heads share values. None if the
     output projection is not found. A gate between attention and projection is not included.
     """
-    names = ("o_proj", "out_proj", "c_proj", "dense")
-    projection = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+    projection = output_projection(module)
     values = values.repeat_interleave(num_heads // values.shape[1], 1)  # (B, H, T, D)
     head_dim = values.shape[-1]
-    if not isinstance(projection, nn.Module):
+    if projection is None:
         return None
     weight = cast(Tensor, projection.weight)
     if type(projection) is nn.Linear:

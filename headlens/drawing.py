@@ -13,6 +13,7 @@ Shapes: L layers, H heads, T tokens of the prompt.
 
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from . import finding
 from .fonts import DrawnText, drawn, font_of
-from .heads import KINDS, NAMES, clearest, clearest_prompts, head_table
+from .heads import KINDS
 from .heads import title_of as title_of_name
 from .heatmap import (
     ACCENT_INDEX,
@@ -45,6 +46,7 @@ HEADS = (900, 900)  # pixels of an image of all heads, at most
 HEADS_TOP = 132  # pixels above its heatmaps
 LARGEST = (600, 690)  # pixels of the image of the clearest head; a panel of W&B shows it at half
 LARGEST_TOP = 134  # pixels above its head: the same at each step, also with fewer lines of text
+LARGEST_LINE = 54  # characters of its text
 LARGEST_TOKENS = 24  # that it shows, so that they are legible at half of the size
 FIGURE = 1600  # pixels of an enlarged head and, if the heads are large enough, of all heads
 HEAD = (80, 400)  # pixels of a heatmap in a figure of all heads: least, most
@@ -53,8 +55,7 @@ MARGIN = 40  # pixels around a figure
 LINE = 0.85  # size of a font / height of the rows into which it fits, with descenders
 GAP = 6  # pixels between two heatmaps, at most
 TICKS = (0, 0.01, 0.1, 0.25, 0.5, 1)  # of the colour bar
-MAX_STEPS = 24  # of the animation
-MAX_BYTES = 1_500_000
+MAX_STEPS = 24  # of the animation: a file of about 1 MB
 MILLISECONDS, LAST_MILLISECONDS = 350, 2500  # how long each step and the last step are shown
 AXES = "row: query token, column: key token"
 
@@ -92,23 +93,14 @@ def heads_image(
     return image
 
 
-def heads_caption(prompt: Prompt, step: int) -> str:
-    """Returns the caption of `heads_image`: "step 400 · prompt: “She sat on the …”"."""
-    return f"step {step:,} · prompt: {title_of(prompt, 80)}"
-
-
 def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     """Returns the image of the clearest head and its caption. It has the tokens around the example
     of the head, which is outlined."""
-    of = finding.Snapshot(data)
-    named = clearest(of.table)
-    row = (named or of.table)[0]
-    index, title = of.index(row), _name_of(row)
-    name = row["name"] if row["name"] in NAMES else ""
-    number = int(clearest_prompts(data, name)[row["layer"], row["head"]])
-    prompt, cell = data.prompts[number], of.cells[number][index]
+    of = finding.Heads(data)
+    row, title, number = of.first, _name_of(of.first), of.shown_prompt(of.first)
+    prompt, cell = data.prompts[number], of.cells[number][of.index(row)]
     meaning = "The clearest head; no head has a name yet."
-    if named:
+    if row["name"] in KINDS:
         meaning = KINDS[row["name"]].meaning.partition(". ")[0].rstrip(".") + "."
     kept = _tokens_around(cell.query, cell.key, prompt.shown)
     weights = triangle_to_square(data.codes[number][row["layer"], row["head"]])[np.ix_(kept, kept)]
@@ -117,7 +109,7 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     font, y = font_of(20), 48
     draw.text((16, 10), title, INK, font_of(26, "Bold"))
     draw.text((width - 16, 14), f"step {data.step:,}", INK, font_of(22), anchor="ra")
-    for line in _wrapped(meaning, font, width - 32)[:2]:
+    for line in textwrap.wrap(meaning, LARGEST_LINE)[:2]:
         draw.text((16, y), line, INK, font)
         y += 26
     if cell.is_name:
@@ -163,12 +155,12 @@ def draw_figure(
     """Returns a figure of a snapshot as a PNG: all heads, or one head with its tokens.
 
     head: (layer, head); None for all heads. prompt: its index; None: the one on which the head, or
-    the most significant of all heads, is clearest.
+    the clearest of all heads, does what its name says, or the first text.
     """
     if prompt is None:
-        table = head_table([data.row], data.uniform)
-        row = (clearest(table) or table)[0]
-        prompt = int(clearest_prompts(data)[head or (row["layer"], row["head"])])
+        of = finding.Heads(data)
+        rows = [row for row in of.table if (row["layer"], row["head"]) == head]
+        prompt = of.shown_prompt([*rows, of.first][0])
     codes, shown = data.codes[prompt], data.prompts[prompt]
     heads = _all_heads(codes, shown) if head is None else _one_head(codes[head], shown)
     what = "all heads" if head is None else f"L{head[0]} H{head[1]}"
@@ -213,10 +205,9 @@ def write_animation(
     steps: Sequence[int],
     heads: Sequence[Sequence[dict]],
 ) -> None:
-    """Writes an animated WebP of all heads, with a frame for each step, at most MAX_STEPS; fewer if
-    it would exceed MAX_BYTES. The first frame is the last step, so a viewer that does not animate
-    shows the end of the run.
+    """Writes an animated WebP of all heads, with a frame for each step, at most MAX_STEPS.
 
+    The first frame is the last step, so a viewer that does not animate shows the end of the run.
     codes: for each step uint8 (L, H, T (T + 1) / 2). heads: for each step the rows of
     heads.head_table that are named and outlined.
     """
@@ -225,14 +216,10 @@ def write_animation(
         in_colour(heads_image(maps, prompt, step, named, steps[-1])).convert("RGB")
         for maps, step, named in frames
     ]
-    while True:
-        file = io.BytesIO()
-        durations = [LAST_MILLISECONDS] + [MILLISECONDS] * (len(images) - 1)
-        options = {"save_all": True, "duration": durations, "quality": 60, "method": 1}
-        images[-1].save(file, "WEBP", append_images=images[:-1], **options)
-        if file.tell() <= MAX_BYTES or len(images) <= 2:
-            break
-        images = evenly_spaced(images, max(2, len(images) * MAX_BYTES // file.tell()))
+    file = io.BytesIO()
+    durations = [LAST_MILLISECONDS] + [MILLISECONDS] * (len(images) - 1)
+    options = {"save_all": True, "duration": durations, "quality": 60, "method": 1}
+    images[-1].save(file, "WEBP", append_images=images[:-1], **options)
     atomic_write(path, file.getvalue())
 
 
@@ -330,15 +317,6 @@ def _placed(labels: Sequence[str], size: int, largest: int) -> list[tuple[DrawnT
     return [(text, (n + 1) * cell + 3, (n + 1 - every / 2) * cell) for n, text in texts.items()]
 
 
-def _wrapped(text: str, font: ImageFont.FreeTypeFont, width: float) -> list[str]:
-    """Returns the lines of a text that is at most `width` pixels wide."""
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        lines = [*lines[:-1], longer] if font.getlength(longer) <= width else [*lines, word]
-    return lines
-
-
 def _draw_colour_bar(image: Image.Image, corner: tuple[int, int]) -> None:
     """Draws the scale of the colours. It is that of the square root of the weight."""
     (x, y), width, height = corner, 600, 24
@@ -363,15 +341,8 @@ def title_of(prompt: Prompt, fits: int) -> str:
 
 
 def fit_title(prompt: Prompt, width: float, size: int) -> DrawnText:
-    """Returns the title of a prompt, at most about `width` pixels wide. It has a note if the
-    installed fonts lack some of its characters."""
+    """Returns the title of a prompt, at most about `width` pixels wide."""
     fits = round(2 * width / size)
-    for _ in range(3):
-        text = title_of(prompt, fits)
-        title = drawn(text, size)
-        if title.has_codes:
-            title = drawn(f"{text}  (no font for some characters)", size)
-        if title.length <= width:
-            break
-        fits = int(min(fits, len(text)) * width / title.length)
+    while (title := drawn(text := title_of(prompt, fits), size)).length > width and fits > 4:
+        fits = int(min(fits - 1, len(text) * width / title.length))
     return title

@@ -12,7 +12,6 @@ heads.py decides the names.
 Shapes: L layers, H heads, n = L H heads by the index layer * H + head, t shown tokens.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -23,20 +22,20 @@ from .ablation import most_important, within_noise
 from .heads import (
     ALL_NAMES,
     KINDS,
+    LIMITS,
     MIN_ERRORS,
     NAMES,
-    PLACES,
     WHERES,
     clearest,
     first_rows,
     head_table,
+    holds_on,
     significances,
     targets_on,
     title_of,
     title_of_head,
 )
 from .history import Row
-from .prompts import Prompt
 from .rounding import formatted, formatted_change, formatted_loss, formatted_mean, formatted_weight
 from .snapshot_data import SnapshotData, from_codes
 from .statistics import STATISTICS
@@ -45,8 +44,6 @@ Part = str | list[str]
 WEIGHTS = from_codes(np.arange(256))  # of each byte
 FARTHEST = 32  # tokens before the query token, of a positional head
 FIRST_QUERY = 2  # the query tokens before it have too few key tokens for an example
-LIMITS = np.array([KINDS[name].named_from for name in NAMES])
-NUMBERS = np.arange(1, 1 + len(NAMES))  # of NAMES in ALL_NAMES
 
 
 def head_name(layer: int, head: int) -> str:
@@ -95,29 +92,27 @@ def statuses(history: Sequence[Row], steps: Sequence[int]) -> list[dict]:
     for step in steps:
         at = max(0, int(np.searchsorted(known, step, side="right")) - 1)
         row, others = history[at], is_shown[:at] & (names[:at] != names[at])
-        # Without a text a name holds everywhere; a positional head has no place.
-        has_place = np.isin(names[at], NUMBERS) & bool(row.errors)
-        places = np.where(has_place, row.places.ravel(), 0).tolist()
-        wheres = [WHERES.get(PLACES[place], "") for place in places]
-        titles = [title(at, head) for head in range(len(wheres))]
+        heads = [divmod(head, row.names.shape[1]) for head in range(row.names.size)]
+        places = [holds_on(row, head) for head in heads]
+        wheres = [WHERES.get(place or "", "") for place in places]
+        titles = [title(at, head) for head in range(len(heads))]
         said = []
         for head, (of_head, where) in enumerate(zip(titles, wheres, strict=True)):
-            place = head_name(*divmod(head, row.names.shape[1]))
-            text = f"{place} is {with_article(of_head)}" if of_head else f"{place} has no name"
+            text = f"{head_name(*heads[head])} "
+            text += f"is {with_article(of_head)}" if of_head else "has no name"
             if of_head and len(known) > 1:
                 text += f" since step {known[since[at, head]]:,}"
-            text += f", {where}" if of_head and where else ""
+            text += f", {where}" if where else ""
             if len(before := np.flatnonzero(others[:, head])):
                 earlier = with_article(title(before[-1], head))
                 text += f". It was {earlier} until step {known[before[-1]]:,}"
             said.append(f"{text}.")
-        hollow = [PLACES[place] == "prompts" for place in places]
         found.append(
             {
                 "names": names[at].tolist(),
                 "titles": titles,
                 "wheres": wheres,
-                "hollow": hollow,
+                "hollow": [place == "prompts" for place in places],
                 "findings": said,
             }
         )
@@ -126,14 +121,12 @@ def statuses(history: Sequence[Row], steps: Sequence[int]) -> list[dict]:
 
 def events(history: Sequence[Row]) -> list[dict]:
     """Returns when heads first got each of their names: [{step, key, heads: [index], text}]."""
-    found = []
-    known = np.zeros((len(ALL_NAMES), history[0].names.size), bool)
+    found, known = [], set()
     for row in history:
         for key in KINDS:
-            is_named = row.names.ravel() == ALL_NAMES.index(key)
-            heads = np.flatnonzero(is_named & ~known[ALL_NAMES.index(key)]).tolist()
-            known[ALL_NAMES.index(key)] |= is_named
-            if heads:
+            named = np.flatnonzero(row.names == ALL_NAMES.index(key)).tolist()
+            if heads := [head for head in named if (key, head) not in known]:
+                known |= {(key, head) for head in heads}
                 some = [head_name(*divmod(head, row.names.shape[1])) for head in heads[:4]]
                 more = f" and {len(heads) - 4} more" if len(heads) > 4 else ""
                 text = f"{', '.join(some)}{more}: {kind_title(key)}"
@@ -154,20 +147,22 @@ class Cell(NamedTuple):
     mean: float  # of a positional head, the mean weight at this distance
 
 
-class Snapshot:
-    """A snapshot with what sentences are made from, for each head by its index."""
+class Heads:
+    """The heads of a snapshot, with what sentences about them are made from."""
 
     def __init__(self, data: SnapshotData):
         self.data, self.row, self.prompts = data, data.row, data.prompts
         self.num_heads = data.row.names.shape[1]
         self.offsets = data.row.offsets.ravel().tolist()
         self.table = head_table([data.row], data.uniform)
+        self.first = (clearest(self.table) or self.table)[0]  # of the table: the head to begin with
         self.cells = [_sharpest(data, number) for number in range(len(data.prompts))]
         on_each = zip(data.of_prompts, data.prompts, strict=True)
         self.found = [significances(of, prompt.uniform) for of, prompt in on_each]
         self.examples = [self._example(index) for index in range(len(self.table))]
 
     def index(self, row: Mapping) -> int:
+        """Returns the index of a head. row: of heads.head_table."""
         return row["layer"] * self.num_heads + row["head"]
 
     def _example(self, index: int) -> int:
@@ -175,24 +170,22 @@ class Snapshot:
         if there is none or the name holds on the text only. A sequence of random tokens only for
         names that are defined on no text, because a text is easier to read."""
         place = divmod(index, self.num_heads)
-        name, is_placed = ALL_NAMES[self.row.names[place]], bool(self.row.errors)
-        if name in NAMES and is_placed and PLACES[self.row.places[place]] == "text":
+        name = ALL_NAMES[self.row.names[place]]
+        if holds_on(self.row, place) == "text":
             return -1
-
-        def clearness(number: int) -> tuple:
+        found = []
+        for n, prompt in enumerate(self.prompts):
             # The statistic `positional` is not of one prompt.
-            own = self.found[number][NAMES.index(name)][place] if name in NAMES else 0
-            return self.prompts[number].period == 0, own
+            own = self.found[n][NAMES.index(name)][place] if name in NAMES else 0
+            if self.cells[n][index].is_name and np.isfinite(own):
+                found.append((prompt.period == 0, own, -n))
+        return -max(found)[2] if found else -1
 
-        found = {n: clearness(n) for n, cells in enumerate(self.cells) if cells[index].is_name}
-        defined = [number for number, (_, own) in found.items() if np.isfinite(own)]
-        return max(defined, key=found.__getitem__, default=-1)
-
-    def shown_prompt(self, index: int) -> int:
+    def shown_prompt(self, row: Mapping) -> int:
         """Returns the prompt on which to show a head: that of its example, or else the first text:
         a sequence of random tokens is no example of a head whose name holds on the text only."""
-        if self.examples[index] >= 0:
-            return self.examples[index]
+        if (example := self.examples[self.index(row)]) >= 0:
+            return example
         return next((n for n, prompt in enumerate(self.prompts) if not prompt.period), 0)
 
 
@@ -206,20 +199,19 @@ def findings(data: SnapshotData) -> dict:
     prompts   [prompt per head]                  that of the example; -1: none
     clearest  {name: [index of its clearest head, prompt that shows it]}
     """
-    of = Snapshot(data)
+    of = Heads(data)
     sentences = {of.index(row): sentence(of, row) for row in of.table}
     return {
         "findings": [sentences[index] for index in range(len(of.table))],
         "rows": [[cell.query for cell in cells] for cells in of.cells],
         "prompts": of.examples,
         "clearest": {
-            row["name"]: [of.index(row), of.shown_prompt(of.index(row))]
-            for row in clearest(of.table)
+            row["name"]: [of.index(row), of.shown_prompt(row)] for row in clearest(of.table)
         },
     }
 
 
-def sentence(of: Snapshot, row: Mapping) -> list[Part]:
+def sentence(of: Heads, row: Mapping) -> list[Part]:
     """Returns what is said about a head in a snapshot. row: of heads.head_table."""
     index, name = of.index(row), row["name"]
     if name == "uniform":
@@ -239,14 +231,12 @@ def opening(data: SnapshotData, prompt: int | None = None) -> dict | None:
     """Returns the head that tells most, {layer, head, prompt, query}, on the row where its name is
     clearest; without names the most significant head. query: None without such a row. None if no
     statistic is defined. prompt: the one to open with."""
-    of = Snapshot(data)
-    row = (clearest(of.table) or of.table)[0]
-    if row["significance"] is None:
+    of = Heads(data)
+    if of.first["significance"] is None:
         return None
-    index = of.index(row)
-    prompt = of.shown_prompt(index) if prompt is None else prompt
-    query = of.cells[prompt][index].query
-    place = {"layer": row["layer"], "head": row["head"], "prompt": prompt}
+    prompt = of.shown_prompt(of.first) if prompt is None else prompt
+    query = of.cells[prompt][of.index(of.first)].query
+    place = {"layer": of.first["layer"], "head": of.first["head"], "prompt": prompt}
     return place | {"query": query if query >= 0 else None}
 
 
@@ -257,17 +247,13 @@ def _sharpest(data: SnapshotData, number: int) -> list[Cell]:
     query, key = np.tril_indices(prompt.shown)
     back, is_late = query - key, query >= FIRST_QUERY
     earlier = (key > 0) & (back > 0) & is_late
-    targets = _targets(tuple(prompt.token_ids), tuple(prompt.tokens), prompt.period)
+    targets = targets_on(prompt)
     targets = {name: of_name[query, key] & is_late for name, of_name in targets.items()}
     found = []
-    of_heads = (
-        data.codes[number].reshape(-1, len(query)),
-        data.row.names.flat,
-        data.row.offsets.flat,
-    )
-    for codes, index, offset in zip(*of_heads, strict=True):
-        weights, mean = WEIGHTS[codes], 0.0
-        name = ALL_NAMES[index]
+    of_heads = data.codes[number].reshape(-1, len(query))
+    named = zip(of_heads, data.row.names.flat, data.row.offsets.flat, strict=True)
+    for codes, index, offset in named:
+        name, weights, mean = ALL_NAMES[index], WEIGHTS[codes], 0.0
         cells = targets.get(f"offset_{offset}" if name == "offset" else name, np.zeros(1, bool))
         if name == "positional" and is_late.any():
             counts = np.bincount(back[is_late])
@@ -282,24 +268,17 @@ def _sharpest(data: SnapshotData, number: int) -> list[Cell]:
     return found
 
 
-@functools.lru_cache(64)
-def _targets(
-    token_ids: tuple[int, ...], tokens: tuple[str, ...], period: int
-) -> dict[str, np.ndarray]:
-    return targets_on(Prompt("", "", [*token_ids], [*tokens], period=period))
-
-
 # ------------------------------------------------------------------- sentences on one snapshot
 
 
-def _place(of: Snapshot, name: str) -> str:
+def _place(of: Heads, name: str) -> str:
     """Returns where the statistics of a snapshot were measured: "In the text"."""
     if of.data.contexts:
         return f"In {of.data.contexts.text_name}"
     return "On the repeated sequence" if STATISTICS[name].on == "repeated" else "On the prompts"
 
 
-def _mean_weight(of: Snapshot, name: str, index: int) -> list[Part]:
+def _mean_weight(of: Heads, name: str, index: int) -> list[Part]:
     """Returns the mean weight on the targets of a name, with its error and its value by chance. On
     the text, or without one on the prompts."""
     target = KINDS[name].target.format(of.offsets[index])
@@ -310,7 +289,7 @@ def _mean_weight(of: Snapshot, name: str, index: int) -> list[Part]:
     return ["mean weight ", weight, f" on {target} (chance {chance})"]
 
 
-def _example(of: Snapshot, row: Mapping) -> list[Part]:
+def _example(of: Heads, row: Mapping) -> list[Part]:
     """Returns an example of what a head with a name does, if there is one."""
     number = of.examples[of.index(row)]
     if number < 0:
@@ -329,7 +308,7 @@ def _example(of: Snapshot, row: Mapping) -> list[Part]:
     ]
 
 
-def _unnamed(of: Snapshot, index: int) -> list[Part]:
+def _unnamed(of: Heads, index: int) -> list[Part]:
     """Returns why a head has no name: the name that is nearest, and what it needs."""
     found = significances(of.row.values, of.data.uniform).reshape(len(NAMES), -1)[:, index]
     if not np.isfinite(found).any():
@@ -358,16 +337,12 @@ def subject(data: SnapshotData, status: Mapping, step: int | None) -> list[Part]
     said.append(". ")
     groups = removed["groups"] if removed.get("method") == "exact" else []
     if most := most_important(groups):
-        title, them = (
-            group_title(most["name"], most["heads"]),
-            "it" if most["heads"] == 1 else "them",
-        )
+        needs = f"The model needs {group_title(most['name'], most['heads'])} most"
+        them = "it" if most["heads"] == 1 else "them"
         before, after = (formatted_loss(removed["loss"] + c) for c in (0, most["loss_change"]))
-        model = "The" if step in (None, data.step) else f"At step {data.step:,}, the"
-        said.append(
-            f"{model} model needs {title} most: without {them}, the loss rises from {before} to "
-        )
-        said += [["bold", after], "."]
+        if step not in (None, data.step):
+            needs = f"At step {data.step:,}, the{needs.removeprefix('The')}"
+        said += [f"{needs}: without {them}, the loss rises from {before} to ", ["bold", after], "."]
     return said
 
 

@@ -6,13 +6,14 @@ as \\u65e5. Right-to-left text and combining marks need the library raqm, which 
 the system's library fribidi; without it they become codes too.
 """
 
+import contextlib
 import functools
 import importlib.util
 import re
 import unicodedata
 from collections.abc import Set
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import ImageDraw, ImageFont, features
 
@@ -36,15 +37,13 @@ def font_of(size: int, weight: str = "") -> ImageFont.FreeTypeFont:
     spec = importlib.util.find_spec("matplotlib")
     assert spec
     assert spec.origin
-    return ImageFont.truetype(Path(spec.origin).parent / "mpl-data/fonts/ttf" / name, size)
+    return _at_size(str(Path(spec.origin).parent / "mpl-data/fonts/ttf" / name), size)
 
 
-@dataclass(frozen=True)
-class DrawnText:
+class DrawnText(NamedTuple):
     """A text as runs of characters, each with a font that has them."""
 
-    runs: tuple[tuple[str, ImageFont.FreeTypeFont], ...]
-    has_codes: bool  # whether the fonts lack some characters
+    runs: list[tuple[str, ImageFont.FreeTypeFont]]
 
     @property
     def length(self) -> float:
@@ -70,29 +69,20 @@ def drawn(text: str, size: int) -> DrawnText:
     drawn from left to right: Arabic and Hebrew, which DejaVu Sans has, are in one run with spaces.
     """
     if LATIN.fullmatch(text):
-        return DrawnText(((text, font_of(size)),), has_codes=False)
-    paths = (str(font_of(size).path), *installed())
-    shown, path = drawable(text), paths[0]
-    runs: list[list[str]] = []
-    for character in shown:
-        if not _is_drawn(character, _characters(path)) or path != paths[0]:
-            having = [p for p in paths if _is_drawn(character, _characters(p))]
+        return DrawnText([(text, font_of(size))])
+    paths = (font_of(size).path, *installed())
+    path, runs = paths[0], []
+    for character in text:
+        having = [p for p in paths if _is_drawn(character, _characters(p))]
+        if path == paths[0] or path not in having or character.isascii():
             # White space and punctuation after other scripts stay in the run if its font has them.
-            path = path if path in having and not character.isascii() else having[0]
+            path = next(iter(having), paths[0])
+        shown = character if having else character.encode("unicode_escape").decode()
         if runs and runs[-1][1] == path:
-            runs[-1][0] += character
+            runs[-1][0] += shown
         else:
-            runs.append([character, path])
-    fonts = {p: font_of(size) if p == paths[0] else _at_size(p, size) for _, p in runs}
-    return DrawnText(tuple((run, fonts[p]) for run, p in runs), shown != text)
-
-
-def drawable(text: str) -> str:
-    """Returns a text with codes in place of the characters that no font has."""
-    if LATIN.fullmatch(text):
-        return text
-    known = _characters(str(font_of(8).path), *installed())
-    return "".join(c if _is_drawn(c, known) else c.encode("unicode_escape").decode() for c in text)
+            runs.append([shown, path])
+    return DrawnText([(run, _at_size(path, size)) for run, path in runs])
 
 
 @functools.cache
@@ -100,10 +90,8 @@ def installed() -> tuple[str, ...]:
     """Returns the paths of the fonts of STACK that are installed."""
     found: list[str] = []
     for name in STACK:
-        try:
+        with contextlib.suppress(OSError):
             found.append(str(ImageFont.truetype(name).path))
-        except OSError:
-            continue
     return tuple(found)
 
 
@@ -119,8 +107,8 @@ def _at_size(path: str, size: int) -> ImageFont.FreeTypeFont:
 
 
 @functools.cache
-def _characters(*paths: str) -> frozenset[int]:
-    """Returns the code points for which one of the fonts has a glyph."""
+def _characters(path: str) -> Set[int]:
+    """Returns the code points for which a font has a glyph."""
     from matplotlib.ft2font import FT2Font
 
-    return frozenset().union(*(FT2Font(path).get_charmap() for path in paths))
+    return FT2Font(path).get_charmap().keys()

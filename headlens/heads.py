@@ -36,7 +36,6 @@ import torch
 
 from .history import Row, json_values
 from .prompts import Prompt
-from .snapshot_data import SnapshotData
 from .statistics import STATISTICS, TARGETS, HeadStatistics
 
 
@@ -134,6 +133,7 @@ KINDS = {
     ),
 }
 NAMES = tuple(key for key in KINDS if key != "positional")
+LIMITS = np.array([KINDS[key].named_from for key in NAMES])
 ALL_NAMES = ("", *KINDS, "uniform")
 PLACES = ("text and prompts", "text", "prompts")
 WHERES = {"text": "on the text only", "prompts": "on repeated sequences only"}
@@ -197,10 +197,11 @@ def names_of(
     uniform, uniform_of_prompts: their values for uniform attention. before: the names at the
     snapshot before, if there is one.
     """
-    limits = np.array([KINDS[key].named_from for key in NAMES])[:, None, None]
+    before = np.zeros_like(row.names) if before is None else before
+    limits = LIMITS[:, None, None]
     # So the limits for the name that a head has are KEPT_FROM of those for other names.
     numbers = 1 + np.arange(len(NAMES))[:, None, None]
-    factors = 1 if before is None else np.where(before == numbers, 1 / KEPT_FROM, 1)
+    factors = np.where(before == numbers, 1 / KEPT_FROM, 1)
     found = [significances(*pair) for pair in zip(of_prompts, uniform_of_prompts, strict=True)]
     least = factors * np.fmin.reduce(found)  # (names, L, H), without NaN
     on_prompts = least >= limits
@@ -214,18 +215,22 @@ def names_of(
         # A significance is at most 1, and with its factor less than 2: names that hold on the text
         # come first.
         strengths = np.where(on_text, 2 + significant, strengths)
-    entropy, limit = row.values["entropy"], KINDS["positional"].named_from
-    others = np.where(entropy >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
-    if before is not None:
-        is_kept = before == ALL_NAMES.index("positional")
-        limit = np.where(is_kept, KEPT_FROM * limit, limit)
-    is_positional = row.values["positional"] >= limit
-    others = np.where(is_positional, ALL_NAMES.index("positional"), others)
+    others = np.where(row.values["entropy"] >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
+    number, limit = ALL_NAMES.index("positional"), KINDS["positional"].named_from
+    is_positional = row.values["positional"] >= limit * np.where(before == number, KEPT_FROM, 1)
+    others = np.where(is_positional, number, others)
     has_name, best = strengths.max(0) > -np.inf, strengths.argmax(0)[None]
     places = [np.take_along_axis(on, best, axis=0)[0] for on in (on_text, on_prompts)]
     both, text, prompts = (PLACES.index(place) for place in PLACES)
     place = np.where(places[0], np.where(places[1], both, text), prompts)
     return np.where(has_name, best[0] + 1, others), np.where(has_name, place, both)
+
+
+def holds_on(row: Row, place: tuple[int, int]) -> str | None:
+    """Returns where the name of a head holds, one of PLACES. None if its name is of no place, and
+    without a text: all names are of the prompts then. place: (layer, head)."""
+    is_placed = ALL_NAMES[row.names[place]] in NAMES and row.errors
+    return PLACES[row.places[place]] if is_placed else None
 
 
 def first_rows(names: np.ndarray) -> np.ndarray:
@@ -255,8 +260,7 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
         layer, head = divmod(int(index), largest.shape[1])
         name = ALL_NAMES[names[-1][layer, head]]
         row = {"rank": rank, "layer": layer, "head": head, "name": name}
-        is_placed = name in NAMES and last.errors  # without a text, all are of the prompts
-        row["holds_on"] = PLACES[last.places[layer, head]] if is_placed else None
+        row["holds_on"] = holds_on(last, (layer, head))
         row["since_step"] = rows[since[layer, head]].step if name else None
         row["significance"] = significant[index]
         row["error"] = errors[name][index] if name in errors else None
@@ -278,19 +282,13 @@ def clearest(table: Sequence[dict]) -> list[dict]:
     for row in sorted((row for row in table if row["name"] in KINDS), key=clearness):
         first.setdefault(row["name"], row)
 
-    def order(row: dict) -> tuple:
+    def place_of(row: dict) -> tuple:
         telling, place = KINDS[row["name"]].telling, row["holds_on"]
         is_positional = row["name"] == "positional"
-        return (
-            is_positional,
-            telling == 0,
-            place == "prompts",
-            -telling,
-            place == "text",
-            row["rank"],
-        )
+        order = is_positional, telling == 0, place == "prompts", -telling, place == "text"
+        return *order, row["rank"]
 
-    return sorted(first.values(), key=order)
+    return sorted(first.values(), key=place_of)
 
 
 def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
@@ -300,15 +298,6 @@ def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
         if row["name"] not in ("", "uniform"):
             found.setdefault(row["name"], []).append((row["layer"], row["head"]))
     return found
-
-
-def clearest_prompts(data: SnapshotData, name: str = "") -> np.ndarray:
-    """Returns the index of the prompt on which each head is most significant, (L, H). name: of the
-    statistic that counts; by default all that name heads."""
-    pairs = zip(data.of_prompts, data.prompts, strict=True)
-    found = np.stack([significances(values, prompt.uniform) for values, prompt in pairs])
-    found = found[:, [NAMES.index(name)]] if name else found  # (prompts, names, L, H)
-    return np.nan_to_num(found, nan=-np.inf).max(1).argmax(0)
 
 
 def as_csv(table: Sequence[dict]) -> str:

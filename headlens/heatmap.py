@@ -5,7 +5,6 @@ The colour map is matplotlib's viridis; its scale is the square root of the weig
 Shapes: L layers, H heads, T tokens of the prompt.
 """
 
-import base64
 import functools
 import io
 
@@ -57,21 +56,7 @@ def pooled(codes: np.ndarray, most: int) -> np.ndarray:
 def png_of_head(codes: np.ndarray, most: int) -> bytes:
     """Returns a heatmap, (T (T + 1) / 2), as a PNG: a pixel for each cell, at most `most` x `most`.
     Cells above the diagonal are transparent."""
-    square = pooled(codes, most).astype(int)
-    indices = np.tril(1 + square * 254 // 255)  # in the palette; 0: transparent
-    image = Image.fromarray(indices.astype(np.uint8), "P")
-    colours = _table()[np.linspace(0, 255, 255).round().astype(int)]
-    image.putpalette(bytes(3) + colours.tobytes())
-    file = io.BytesIO()
-    image.save(file, "PNG", transparency=0)
-    return file.getvalue()
-
-
-def grid_url(codes: np.ndarray, width: int = 480) -> str:
-    """Returns the heatmaps of all heads, (L, H, T (T + 1) / 2), as the URL of a PNG about `width`
-    pixels wide."""
-    image = Image.fromarray(tile(codes, max(8, width // codes.shape[1] - 2), 2))
-    return "data:image/png;base64," + base64.b64encode(png_of(image)).decode()
+    return png_of(Image.fromarray(colour(pooled(codes, most))), transparency=MASKED_INDEX)
 
 
 def tile(codes: np.ndarray, size: int, gap: int) -> np.ndarray:
@@ -89,10 +74,10 @@ def colour_bar(width: int, height: int) -> np.ndarray:
     return _indices()[np.linspace(0, 255, width).round().astype(int)][None].repeat(height, 0)
 
 
-def png_of(image: Image.Image, compress_level: int = 6) -> bytes:
-    """Returns an image of indices as a PNG."""
+def png_of(image: Image.Image, **options: int) -> bytes:
+    """Returns an image of indices as a PNG. options: of Pillow."""
     file = io.BytesIO()
-    in_colour(image).save(file, "PNG", compress_level=compress_level)
+    in_colour(image).save(file, "PNG", **options)
     return file.getvalue()
 
 
@@ -109,22 +94,16 @@ def rgb(indices: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _table() -> np.ndarray:
-    """Returns the colour map as 256 colours, (256, 3) uint8."""
-    places, colours = zip(*(point.split(":") for point in VIRIDIS.split()), strict=True)
-    places = [int(place) for place in places]
-    channels = np.array([[*bytes.fromhex(colour)] for colour in colours]).T
-    table = [np.interp(np.arange(256), places, channel) for channel in channels]
-    return np.stack(table, axis=-1).round().astype(np.uint8)
-
-
-@functools.cache
 def _palette() -> np.ndarray:
     """Returns 225 colours of the colour map, ACCENT, 30 greys from 25 to 255: (256, 3) uint8."""
-    colours = _table()[np.linspace(0, 255, 225).round().astype(np.uint8)]
+    places, colours = zip(*(point.split(":") for point in VIRIDIS.split()), strict=True)
+    channels = np.array([[*bytes.fromhex(colour)] for colour in colours]).T
+    wanted, known = np.linspace(0, 255, 225).round(), [int(place) for place in places]
+    colours = np.stack([np.interp(wanted, known, channel) for channel in channels], axis=-1)
     greys = np.linspace(25, 255, 30).round()
     greys[MASKED_INDEX - INK] = MASKED
-    return np.vstack([colours, [ACCENT], greys[:, None].repeat(3, 1)]).astype(np.uint8)
+    found = [colours.round(), [ACCENT], greys[:, None].repeat(3, 1)]
+    return np.vstack(found).astype(np.uint8)
 
 
 @functools.cache

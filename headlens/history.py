@@ -27,8 +27,6 @@ import numpy as np
 from .prompts import Prompt
 from .statistics import STATISTICS
 
-MAX_LINE_BYTES = 2**22  # a line of 2,000 heads has about 200,000 bytes
-
 
 @dataclass
 class Row:
@@ -126,10 +124,8 @@ def read_history(file: Path) -> list[Row]:
         return []
     rows = []
     with open(file, "rb") as lines:
-        while line := lines.readline(MAX_LINE_BYTES):
-            with contextlib.suppress(
-                ValueError, KeyError, TypeError, RecursionError, StopIteration
-            ):
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 rows.append(row_of(json.loads(line)))
     return rows
 
@@ -150,7 +146,7 @@ def copying_step(prompts: Sequence[Prompt], history: Sequence[Row]) -> int | Non
     rows = [row for row in history if len(row.losses) == len(prompts)]
     for number, prompt in enumerate(prompts):
         if prompt.period:
-            losses = [loss_of_copy(row.losses[number], prompt.period) for row in rows]
+            losses = [second_copy(row.losses[number], prompt.period).mean() for row in rows]
             first = copying_begins(losses, prompt.num_symbols)
             return None if first is None else rows[first].step
     return None
@@ -174,9 +170,7 @@ def copying_begins(losses: Sequence[float | np.ndarray], num_symbols: int) -> in
     return first if is_clear else None
 
 
-def loss_of_copy(losses: np.ndarray, period: int) -> np.ndarray:
-    """Returns the mean loss on the second copy of a repeated sequence. losses: (..., T - 1).
-
-    The first token of the second copy is not counted, because it is not predictable.
-    """
-    return losses[..., period + 1 : 2 * period].mean(-1)
+def second_copy(losses: np.ndarray, period: int) -> np.ndarray:
+    """Returns the losses of the second copy of a repeated sequence. losses: (T - 1,). Without its
+    first token, which is not predictable."""
+    return losses[period + 1 : 2 * period]

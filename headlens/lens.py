@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import finding
 from .ablation import COLUMNS, Ablate
 from .capturing import AttentionFunction, capture, unwrapped
 from .config import DEFAULT_PROMPTS, LensConfig
@@ -25,13 +26,12 @@ from .heads import (
     KINDS,
     as_csv,
     clearest,
-    clearest_prompts,
     head_table,
     heads_by_name,
     title_of_head,
 )
 from .heatmap import fitted, rgb
-from .history import History, Row, atomic_write, copying_step, evenly_spaced, read_history
+from .history import History, Row, atomic_write, copying_step, evenly_spaced
 from .page import MAX_HISTORY
 from .passages import excerpts, text_prompts
 from .prompts import make_prompt, repeated_prompt
@@ -117,21 +117,16 @@ class Lens:
             most = limit - len(tokens.prefix)
             found = text_prompts(excerpts(text), tokens, most) if isinstance(text, str) else []
             texts = found or DEFAULT_PROMPTS
-        self.prompts = [
-            make_prompt(number, prompt, tokens.encode_text, tokens.token_bytes, limit)
-            for number, prompt in enumerate(texts, start=1)
-        ]
+        self.prompts = [make_prompt(n, prompt, tokens, limit) for n, prompt in enumerate(texts, 1)]
         windows = windows_of(text, tokens, context_length) if isinstance(text, str) else text
         self.text = None if windows is None else Text(windows, tokens.token_bytes, text_name)
         if vocabulary is None:
             ids = range(tokens.num_ids) if windows is None else frequent(windows)
             vocabulary = [token for token in ids if token not in tokens.special]
-        if self.config.repeat_length and len(vocabulary):
-            number = len(self.prompts) + 1
-            period = min(self.config.repeat_length, (limit - 1) // 2)
-            bos, token_bytes = tokens.bos, tokens.token_bytes
-            repeated = repeated_prompt(number, vocabulary, bos, token_bytes, period)
-            self.prompts += [repeated] if repeated else []
+        period = min(self.config.repeat_length, (limit - 1) // 2)
+        number, token_bytes = len(self.prompts) + 1, tokens.token_bytes
+        repeated = repeated_prompt(number, vocabulary, tokens.bos, token_bytes, period)
+        self.prompts += [repeated] if repeated else []
         self.history: History | None = None  # created at the first snapshot
         self.table: list[dict] = []  # all heads, the most significant first; set at the end
         self.last: SnapshotData | None = None  # of the last step
@@ -142,8 +137,12 @@ class Lens:
         return every > 0 and bool(self.prompts) and (step % every == 0 or step == self.max_steps)
 
     def draws(self, step: int) -> bool:
-        """Whether the snapshot at this step has images; in a long run only some have."""
-        return step % self._drawn_every() == 0 or step == self.max_steps
+        """Whether the snapshot at this step has images. In a long run only some have, so that
+        MAX_FILES is not exceeded; the first and the last always have."""
+        drawn = max(2, (MAX_FILES - MAX_IMAGES) // (len(self.prompts) + 2))  # images, page
+        every = max(1, self.config.interval(self.max_steps))
+        every *= max(1, math.ceil(self.max_steps / every / (drawn - 1)))
+        return step % every == 0 or step == self.max_steps
 
     def snapshot(
         self,
@@ -159,35 +158,34 @@ class Lens:
         ablate: receives the heads of each name at the last step; returns the result of ablation.py.
         With write=False it only runs the model and returns None: for ranks other than 0 with FSDP.
         """
-        data = self._record(model, step, self._row_before(step) if write else None)
-        if not write:
-            return None
-        if self.history is None:
+        if write and self.history is None:
             _remove_from(self.folder, step)
             self.history = History(self.folder / "statistics.jsonl", step)
+        rows = self.history.rows if self.history else []  # with those before the run was resumed
+        data = self._record(model, step, rows[-1] if rows else None)
+        if not (write and self.history):
+            return None
         self.history.add(data.row)
         snapshot, is_last = _dashboard_values(data.row), step == self.max_steps
-        before = np.unique([row.names for row in self.history.rows[:-1]])
-        for event in events(self.history.rows[-1:]):
-            if ALL_NAMES.index(event["key"]) not in before:
-                snapshot.new_names.append(event["text"])
+        found = events(rows)
+        known = {event["key"] for event in found if event["step"] < step}
+        new = [e for e in found if e["step"] == step and e["key"] not in known]
+        snapshot.new_names = [event["text"] for event in new]
         if is_last:
-            self.table, self.last = head_table(self.history.rows, data.uniform), data
-            found = ablate(heads_by_name(self.table)) if ablate else None
-            if found and math.isfinite(found["loss"]):  # else the model has diverged
-                data.ablation = {"step": step} | found
-                self._add_ablation(data.ablation)
-            self._add_predictions_without(model, data)
+            self._finish(model, data, rows, ablate)
+            if data.ablation:
+                text = json.dumps(data.ablation, indent=1) + "\n"
+                atomic_write(self.folder / "ablation.json", text.encode())
             atomic_write(self.folder / "heads.csv", as_csv(self.table).encode())
             snapshot.tables["attention/table"] = self._with_thumbnails(data)
-            snapshot.charts = _charts(self.history)
+            snapshot.charts = _charts(rows)
         if self.draws(step):
             write_snapshot(self.folder / f"step_{step:08d}.npz", data)
             snapshot.images, snapshot.captions = draw_snapshot(data, self.folder)
             if is_last:
                 snapshot.images |= draw_animation(self.folder)
-            count = len(self.history.rows)
-            if self.has_page and (step >= self.max_steps or count & (count - 1) == 0):
+            is_power = len(rows) & (len(rows) - 1) == 0  # 1, 2, 4, 8, ... rows
+            if self.has_page and (step >= self.max_steps or is_power):
                 path = self.folder / "page.html"
                 page = folder_page(self.folder, self.run_name, curves())
                 atomic_write(path, page.encode())
@@ -207,17 +205,8 @@ class Lens:
         names heads keep if they are still nearly clear.
         """
         data = self._record(model, step, before)
-        self.table, self.last = head_table([data.row], data.uniform), data
-        if ablate and (found := ablate(heads_by_name(self.table))):
-            data.ablation = {"step": step} | found
-        self._add_predictions_without(model, data)
+        self._finish(model, data, [data.row], ablate)
         return data, self.most_significant_heads() or [counts_of_names(self.table)]
-
-    def _row_before(self, step: int) -> Row | None:
-        """Returns the row of the snapshot before, also of a run that was resumed."""
-        file = self.folder / "statistics.jsonl"
-        rows = self.history.rows if self.history else read_history(file)
-        return max((row for row in rows if row.step < step), key=lambda row: row.step, default=None)
 
     def _record(self, model: Any, step: int, before: Row | None = None) -> SnapshotData:
         """Returns the data of a step. before: as for `record`."""
@@ -228,9 +217,20 @@ class Lens:
         run_name, token_bytes = self.run_name, self.tokenizer.token_bytes
         return record(run_prompt, self.prompts, step, on_text, run_name, token_bytes, before)
 
-    def _add_predictions_without(self, model: Any, data: SnapshotData) -> None:
-        """Adds what the model does on the prompts without the heads of each name."""
-        groups = heads_by_name(head_table([data.row], data.uniform))
+    def _finish(
+        self, model: Any, data: SnapshotData, rows: Sequence[Row], ablate: Ablate | None
+    ) -> None:
+        """Makes the table of heads, and adds what the model loses and predicts without them."""
+        self.table, self.last = head_table(rows, data.uniform), data
+        groups = heads_by_name(self.table)
+        found = ablate(groups) if ablate else None
+        if found and math.isfinite(found["loss"]):  # else the model has diverged
+            data.ablation = {"step": data.step} | found
+            results = {(row["layer"], row["head"]): row for row in found["heads"]}
+            for row in self.table:
+                result = results[row["layer"], row["head"]]
+                known = COLUMNS if result["accuracy_without"] is not None else COLUMNS[:2]
+                row |= {key: result[key] for key in known}
         is_known = "predictions" in data.details and not self.attention
         # With FSDP, every rank would have to run the model.
         is_sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
@@ -262,32 +262,13 @@ class Lens:
         last = self.last
         return removal_lines(last.ablation, last.row) if last and last.ablation else []
 
-    def _add_ablation(self, found: dict) -> None:
-        """Writes ablation.json and adds the results to the table."""
-        text = json.dumps(found, indent=1) + "\n"
-        atomic_write(self.folder / "ablation.json", text.encode())
-        results = {(row["layer"], row["head"]): row for row in found["heads"]}
-        for row in self.table:
-            result = results[row["layer"], row["head"]]
-            known = COLUMNS if result["accuracy_without"] is not None else COLUMNS[:2]
-            row |= {key: result[key] for key in known}
-
-    def _drawn_every(self) -> int:
-        """Returns the steps between snapshots with images, so that MAX_FILES is not exceeded."""
-        files = len(self.prompts) + 2  # images, and the page
-        # The first and the last snapshot always have images.
-        drawn = max(2, (MAX_FILES - MAX_IMAGES) // files)
-        every = max(1, self.config.interval(self.max_steps))
-        return every * max(1, math.ceil(self.max_steps / every / (drawn - 1)))
-
     def _with_thumbnails(self, data: SnapshotData) -> list[dict]:
-        """Returns the table with a heatmap of the first heads, on the prompt where each is most
-        significant."""
-        prompts = clearest_prompts(data)
+        """Returns the table with a heatmap of the first heads, each on the prompt that shows it."""
+        of = finding.Heads(data)
         rows, most = [], MAX_IMAGES - len(data.prompts) - 2  # the clearest head, the animation
         for row in self.table:
             layer, head = row["layer"], row["head"]
-            codes = data.codes[prompts[layer, head]][layer, head]
+            codes = data.codes[of.shown_prompt(row)][layer, head]
             image = rgb(fitted(codes, THUMBNAIL)) if row["rank"] <= most else None
             shown = {dashboard_name(k) if k in STATISTICS else k: v for k, v in row.items()}
             rows.append({"heatmap": image} | shown | {"name": title_of_head(row)})
@@ -327,18 +308,16 @@ def _dashboard_values(row: Row) -> Snapshot:
     return Snapshot(metrics, heads, histograms)
 
 
-def _charts(history: History) -> dict[str, tuple[list[int], dict[str, list[float]]]]:
+def _charts(history: list[Row]) -> dict[str, tuple[list[int], dict[str, list[float]]]]:
     """Returns the curves of each statistic by dashboard key, as Snapshot.charts."""
-    rows, charts = evenly_spaced(history.rows, MAX_HISTORY), {}
+    rows, charts = evenly_spaced(history, MAX_HISTORY), {}
     for key in STATISTICS:
         defined = [row for row in rows if np.isfinite(row.values[key]).all()]
         if defined:
             means = np.stack([row.values[key].mean(1) for row in defined], axis=1)  # (L, steps)
             lines = {f"L{layer:02d}": line.tolist() for layer, line in enumerate(means)}
-            charts[f"attention_statistics/{dashboard_name(key)}"] = (
-                [row.step for row in defined],
-                lines,
-            )
+            steps = [row.step for row in defined]
+            charts[f"attention_statistics/{dashboard_name(key)}"] = steps, lines
     return charts
 
 

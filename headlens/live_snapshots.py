@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .heads import clearest, clearest_prompts, head_table
+from . import finding
 from .heatmap import png_of_head
 from .history import read_history
 from .page import VERSION, frame_data, run_data
@@ -128,9 +128,6 @@ def _frame(file: File) -> bytes:
 
 @functools.lru_cache(200)
 def _picture(file: File) -> bytes:
-    data = read_snapshot(file.path)
-    table = head_table([data.row], data.uniform)
-    head = (clearest(table) or table)[0]
-    layer, number = head["layer"], head["head"]
-    prompt = clearest_prompts(data)[layer, number]
-    return png_of_head(data.codes[prompt][layer, number], PICTURE)
+    of = finding.Heads(read_snapshot(file.path))
+    codes = of.data.codes[of.shown_prompt(of.first)]
+    return png_of_head(codes[of.first["layer"], of.first["head"]], PICTURE)

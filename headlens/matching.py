@@ -25,8 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from .heads import ALL_NAMES, title_of
-from .recording import to_codes
-from .snapshot_data import SnapshotData, from_codes, read_snapshot, snapshot_files
+from .snapshot_data import SnapshotData, from_codes, read_snapshot, snapshot_files, to_codes
 from .statistics import uniform_attention
 
 MATCHED_FROM = 0.5  # smallest similarity of a match

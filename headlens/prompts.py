@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .tokens import LensTokenizer
+
 MAX_SHOWN = 256  # maximum number of tokens on pages and images; statistics use all tokens
 LABEL = 24  # maximum number of characters of a label
 PARTS = "¹²³⁴"  # a character has at most four bytes
@@ -57,22 +59,18 @@ class Prompt:
         return min(len(self.token_ids), MAX_SHOWN)
 
 
-def make_prompt(
-    number: int, text: str, encode: Callable, token_bytes: Callable, limit: int
-) -> Prompt:
+def make_prompt(number: int, text: str, tokenizer: LensTokenizer, limit: int) -> Prompt:
     """Returns the prompt of a text, truncated to `limit` tokens, named by number and first words.
-
-    encode(text) returns token ids, token_bytes(id) the bytes of a token.
-    Raises ValueError if the text has no tokens.
-    """
+    Raises ValueError if the text has no tokens."""
     # A terminal may pass a lone surrogate; it becomes the replacement character.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    token_ids = list(encode(text))
+    token_ids = tokenizer.encode_text(text)
     if not token_ids:
         raise ValueError(f"a prompt without tokens: {text!r}")
     kept = token_ids[:limit]
+    texts = token_texts(kept, tokenizer.token_bytes)
     truncated = len(token_ids) > min(limit, MAX_SHOWN)
-    return Prompt(f"{number}-{_slug(text)}", text, kept, token_texts(kept, token_bytes), truncated)
+    return Prompt(f"{number}-{_slug(text)}", text, kept, texts, truncated)
 
 
 def repeated_prompt(
@@ -103,14 +101,11 @@ def token_texts(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -
     texts = []
     for token in token_ids:
         try:
-            raw = token_bytes(token)
+            texts.append(token_bytes(token).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            texts.append("".join(f"<0x{byte:02X}>" for byte in error.object))
         except (KeyError, OverflowError):
             texts.append(f"<id {token}>")
-            continue
-        try:
-            texts.append(raw.decode("utf-8"))
-        except UnicodeDecodeError:
-            texts.append("".join(f"<0x{byte:02X}>" for byte in raw))
     return texts
 
 
@@ -183,28 +178,15 @@ def _joined(tokens: Sequence[str]) -> list[tuple[str, str]]:
         at = 0
         for character in text:
             parts = sorted({*owners[at : at + len(character.encode())]})
+            is_mark = unicodedata.category(character)[0] == "M"  # belongs to the letter before
             for part, owner in enumerate(parts):
                 known, label = joined[owner]
-                known += "" if part else character
-                joined[owner] = known, label + character + (PARTS[part] if parts[1:] else "")
+                stem = label.rstrip(PARTS) if is_mark else label
+                number = label[len(stem) :] + (PARTS[part] if parts[1:] else "")
+                joined[owner] = known + ("" if part else character), stem + character + number
             at += len(character.encode())
-        for each in range(first, n if text else first):
-            joined[each] = joined[each][0], _with_marks_first(joined[each][1])
         first = n if text else first + 1
     return joined
-
-
-def _with_marks_first(label: str) -> str:
-    """Returns a label with the numbers of parts after combining marks, which belong to a letter."""
-    shown, numbers = "", ""
-    for character in label:
-        if character in PARTS:
-            numbers += character
-            continue
-        if not unicodedata.category(character).startswith("M"):
-            shown, numbers = shown + numbers, ""
-        shown += character
-    return shown + numbers
 
 
 def plain_text(tokens: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ are in memory. The weights of all layers of GPT-2 small at 1,024 tokens are 576 
 Shapes: L layers, H heads, T tokens, V vocabulary.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from .ablation import Edit, Head, edited_contexts, output_projections
+from .ablation import Edit, Head, edited_contexts, output_projections, removal
 from .capturing import Captured, LayerAttention, Visit
 from .heads import MAX_DRAWN, names_of
 from .history import Row, json_values
 from .prompts import Prompt, token_texts
-from .snapshot_data import SnapshotData, from_codes
+from .snapshot_data import SnapshotData, from_codes, to_codes
 from .statistics import (
     STATISTICS,
     HeadStatistics,
@@ -32,6 +33,7 @@ from .statistics import (
     by_statistic,
     positional,
     ratio_of_sums,
+    uniform_on,
 )
 from .whole_text import TextRecorder
 
@@ -85,6 +87,11 @@ class _Recorder:
             token_ids = self.prompt.token_ids
             self.predictions.append(predict(logits[row, : len(token_ids)], token_ids))
 
+    def means(self) -> np.ndarray:
+        """Returns the statistics, (M, L, H)."""
+        sums = torch.stack(self.sums, dim=1).cpu().numpy()[None]
+        return ratio_of_sums(sums, self.statistics.counts())[0]
+
 
 def record(
     capture: CaptureIds,
@@ -104,27 +111,33 @@ def record(
     recorders = [_Recorder(prompt, _statistics_on(prompt)) for prompt in prompts]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     size = max(1, TOKENS_AT_ONCE // longest)
-    for first in range(0, len(recorders), size):
-        _run(capture, recorders[first : first + size])
+    for n in range(0, len(recorders), size):
+        _run(capture, recorders[n : n + size])
     codes = [torch.stack(r.codes).cpu().numpy() for r in recorders]
-    sums = [torch.stack(r.sums, dim=1).cpu().numpy() for r in recorders]  # (M, L, H)
-    found = [_means(s, r.statistics) for s, r in zip(sums, recorders, strict=True)]
+    found = [r.means() for r in recorders]
     offsets = best_offsets(on_text.means if on_text else np.mean(found, axis=0))
-    of_prompts = [_on_prompt(values, offsets, p) for values, p in zip(found, prompts, strict=True)]
+    of_prompts = [
+        {k: v if _is_defined(k, p) else np.full_like(v, np.nan) for k, v in values.items()}
+        for p, values in zip(prompts, (by_statistic(of, offsets) for of in found), strict=True)
+    ]
     over_prompts = {key: _mean([of[key] for of in of_prompts]) for key in STATISTICS}
-    # It is computed from bytes, which have no meaning if the weights of a diverged model are NaN.
-    has_diverged = np.isnan(over_prompts["entropy"])
-    positions = _positional(codes, prompts, over_prompts["positional"])
-    over_prompts["positional"] = np.where(has_diverged, np.nan, positions)
+    if len(compared := _compared(prompts)) > 1:
+        num_tokens = min(prompts[n].shown for n in compared)
+        first = num_tokens * (num_tokens + 1) // 2
+        positions = positional([from_codes(codes[n][..., :first]) for n in compared])
+        # The bytes have no meaning if the weights of a diverged model are NaN.
+        has_diverged = np.isnan(over_prompts["entropy"])
+        over_prompts["positional"] = np.where(has_diverged, np.nan, positions)
     values, uniform = over_prompts, uniform_of(prompts)
+    errors = {}
     if on_text:
         values = by_statistic(on_text.means, offsets) | {"positional": values["positional"]}
         uniform = on_text.text.uniform | {"positional": uniform["positional"]}
-    row = Row(step, values, [r.predictions[-1].losses for r in recorders if r.predictions])
-    row.offsets = offsets
-    if on_text:
         errors = by_statistic(on_text.errors, offsets)
-        row.errors = {key: e for key, e in errors.items() if STATISTICS[key].of == "targets"}
+        errors = {key: e for key, e in errors.items() if STATISTICS[key].of == "targets"}
+    losses = [r.predictions[-1].losses for r in recorders if r.predictions]
+    row = Row(step, values, losses, errors)
+    row.offsets = offsets
     uniform_of_prompts = [p.uniform for p in prompts]
     known = before.names if before and before.names.shape == row.names.shape else None
     row.names, row.places = names_of(row, uniform, of_prompts, uniform_of_prompts, known)
@@ -150,17 +163,13 @@ def uniform_of(prompts: Sequence[Prompt]) -> dict[str, float | None]:
     Also sets `uniform` of each prompt."""
     mean: dict[str, float | None] = {}
     for prompt in prompts:
-        prompt.uniform = prompt.uniform or _uniform_on(prompt)
+        found = prompt.uniform or uniform_on([_statistics_on(prompt)])
+        prompt.uniform = {k: c if _is_defined(k, prompt) else None for k, c in found.items()}
     for key in STATISTICS:
         known = [value for p in prompts if (value := p.uniform[key]) is not None]
         mean[key] = float(np.mean(known)) if known else None
     mean["positional"] = 0.0 if len(_compared(prompts)) > 1 else None
     return mean
-
-
-def to_codes(attn_weights: Tensor) -> Tensor:
-    """Returns weights as bytes, round(255 sqrt(w)). The error is at most 1/255."""
-    return (attn_weights.sqrt() * 255).round().to(torch.uint8)
 
 
 def predict(logits: Tensor, token_ids: Sequence[int]) -> Predictions:
@@ -193,28 +202,8 @@ def _statistics_on(prompt: Prompt) -> HeadStatistics:
     return HeadStatistics(torch.tensor([prompt.token_ids]), [prompt.tokens])
 
 
-def _uniform_on(prompt: Prompt) -> dict[str, float | None]:
-    """Returns each statistic for uniform attention on a prompt."""
-    statistics = _statistics_on(prompt)
-    sums = statistics.uniform_sums()[0].numpy()
-    values = _means(sums[..., None], statistics)  # one layer of one head
-    # Two tokens back has the largest weight of all offsets.
-    found = _on_prompt(values, best_offsets(values), prompt)
-    return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}
-
-
-def _means(sums: np.ndarray, statistics: HeadStatistics) -> np.ndarray:
-    """Returns the statistics of one text, (M, L, H), from their sums."""
-    return ratio_of_sums(sums[None], statistics.counts())[0]
-
-
-def _on_prompt(values: np.ndarray, offsets: np.ndarray, prompt: Prompt) -> Values:
-    """Returns the statistics that are defined on a prompt; the others are NaN."""
-    without = "texts" if prompt.period else "repeated"
-    return {
-        key: np.full_like(value, np.nan) if STATISTICS[key].on == without else value
-        for key, value in by_statistic(values, offsets).items()
-    }
+def _is_defined(statistic: str, prompt: Prompt) -> bool:
+    return STATISTICS[statistic].on != ("texts" if prompt.period else "repeated")
 
 
 def _mean(values: Sequence[np.ndarray]) -> np.ndarray:
@@ -227,18 +216,6 @@ def _mean(values: Sequence[np.ndarray]) -> np.ndarray:
 def _compared(prompts: Sequence[Prompt]) -> list[int]:
     """Returns the indices of the prompts that `positional` compares."""
     return [number for number, p in enumerate(prompts) if len(p.token_ids) >= MIN_COMPARED]
-
-
-def _positional(
-    codes: Sequence[np.ndarray], prompts: Sequence[Prompt], undefined: np.ndarray
-) -> np.ndarray:
-    """Returns the statistic `positional`, (L, H), from the first tokens of all prompts."""
-    numbers = _compared(prompts)
-    if len(numbers) < 2:
-        return undefined
-    num_tokens = min(prompts[number].shown for number in numbers)
-    first = num_tokens * (num_tokens + 1) // 2
-    return positional([from_codes(codes[number][..., :first]) for number in numbers])
 
 
 def _scaled(norms: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list]:
@@ -273,34 +250,27 @@ def record_without(
     projections = output_projections(model)
     if projections is None:
         return None
-    sums: list[Tensor] = [torch.zeros(())] * len(projections)
+    sums: list[Any] = [0] * len(projections)  # of each layer, (H, D)
     tokens = [0] * len(projections)  # in these sums: some models run twice to get the weights
 
     def run(edit: Edit) -> list[_Recorder]:
         recorders = [_Recorder(prompt, _statistics_on(prompt)) for prompt in prompts]
         for recorder in recorders:  # without padding, which would be in the mean
-            with edited_contexts(projections, edit):
+            with edited_contexts(projections, edit, offsets.shape[1]):
                 _run(capture, [recorder])
         return recorders
 
     def add(layer: int, context: Tensor) -> Tensor:
-        sums[layer] = sums[layer].to(context.device) + context.float().sum((0, 1))
-        tokens[layer] += context.shape[:2].numel()
+        sums[layer] = sums[layer] + context.float().sum((0, 2))
+        tokens[layer] += context.shape[0] * context.shape[2]
         return context
 
     if not all(recorder.predictions for recorder in run(add)):
         return None
+    means = [of_layer / count for of_layer, count in zip(sums, tokens, strict=True)]
 
     def without(group: Sequence[Head]) -> dict[str, Any]:
-        def edit(layer: int, context: Tensor) -> Tensor:
-            context = context.clone()
-            size = context.shape[-1] // offsets.shape[1]
-            for head in (head for of_layer, head in group if of_layer == layer):
-                columns = slice(head * size, (head + 1) * size)
-                context[..., columns] = (sums[layer][columns] / tokens[layer]).to(context.dtype)
-            return context
-
-        recorders = run(edit)
+        recorders = run(removal(group, means))
         found = _predictions(prompts, [r.predictions for r in recorders], token_bytes)
         shown = {n: _attention_of(recorders, n, heads, offsets) for n, heads in groups.items()}
         return found | {"attention": shown}
@@ -316,9 +286,9 @@ def _attention_of(
     for recorder in recorders:
         weights = [from_codes(recorder.codes[i][j].cpu().numpy()) for i, j in heads[:MAX_DRAWN]]
         codes.append(to_codes(torch.from_numpy(np.mean(weights, 0))).tolist())
-        sums = torch.stack(recorder.sums, dim=1).cpu().numpy()
-        found = _on_prompt(_means(sums, recorder.statistics), offsets, recorder.prompt)[name]
-        values.append(np.mean([found[place] for place in heads]))
+        found = by_statistic(recorder.means(), offsets)[name]
+        value = np.mean([found[place] for place in heads])
+        values.append(value if _is_defined(name, recorder.prompt) else math.nan)
     return {"codes": codes, "values": json_values(np.array(values))}
 
 

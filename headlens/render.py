@@ -4,16 +4,16 @@ draw_run(Path("runs/first/attention"))  # all images again
 show("runs/first")  # the page in a notebook, as the last line of a cell
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL.Image import Image
 
-from .drawing import heads_caption, heads_image, largest_image, write_animation
-from .finding import opening
+from . import finding
+from .drawing import heads_image, largest_image, title_of, write_animation
 from .heads import clearest, head_table
 from .heatmap import png_of
 from .history import Row, atomic_write, evenly_spaced, read_history
@@ -37,21 +37,23 @@ def draw_snapshot(data: SnapshotData, folder: Path) -> tuple[Images, dict[str, l
     """Writes an image of all heads for each prompt, and one of the clearest head. Returns images
     and their captions. The keys do not depend on the prompts: a dashboard shows the images of all
     prompts in one panel."""
-    step = f"step_{data.step:08d}"
-    image, caption = largest_image(data)
-    drawn = {"attention/heads": [], "attention/largest": [(f"{step}.png", image, caption)]}
+    images, captions = {}, {}
+
+    def write(key: str, name: str, image: Image, caption: str) -> None:
+        path = folder / f"step_{data.step:08d}{name}.png"
+        atomic_write(path, png_of(image, compress_level=1))
+        images.setdefault(key, []).append(path)
+        captions.setdefault(key, []).append(caption)
+
     table = clearest(head_table([data.row], data.uniform))
     for prompt, codes, values in zip(data.prompts, data.codes, data.of_prompts, strict=True):
         # Without names of statistics that this prompt does not have, such as induction.
         named = [row for row in table if np.isfinite(values[row["name"]]).all()]
         image = heads_image(codes, prompt, data.step, named)
-        drawn["attention/heads"].append(
-            (f"{step}_{prompt.name}.png", image, heads_caption(prompt, data.step))
-        )
-    for name, image, _ in itertools.chain(*drawn.values()):
-        atomic_write(folder / name, png_of(image, compress_level=1))
-    images = {key: [folder / name for name, _, _ in of_key] for key, of_key in drawn.items()}
-    return images, {key: [text for *_, text in of_key] for key, of_key in drawn.items()}
+        caption = f"step {data.step:,} · prompt: {title_of(prompt, 80)}"
+        write("attention/heads", f"_{prompt.name}", image, caption)
+    write("attention/largest", "", *largest_image(data))
+    return images, captions
 
 
 def draw_animation(folder: Path) -> Images:
@@ -61,7 +63,8 @@ def draw_animation(folder: Path) -> Images:
         return {}
     path = folder / "timelapse.webp"
     last = snapshots[-1]
-    number = (opening(last) or {"prompt": 0})["prompt"]  # of the clearest head at the end
+    of = finding.Heads(last)
+    number = of.shown_prompt(of.first)
     write_animation(
         path,
         last.prompts[number],
@@ -98,10 +101,10 @@ def folder_page(
     ValueError for an invalid snapshot file."""
     snapshots = shown_snapshots(folder)
     if not snapshots:
-        return page_html([], title, training=training)
+        return page_html([], title, training)
     history = read_history(folder / "statistics.jsonl")
     data = run_data(snapshots, history, curves)
-    return page_html([data], title, snapshots[-1], training)
+    return page_html([data], title, training)
 
 
 def write_page(
@@ -112,7 +115,7 @@ def write_page(
 ) -> None:
     """Writes the page of a run, see page.run_data."""
     data = run_data(snapshots, history, curves)
-    atomic_write(Path(path), page_html([data], snapshots[-1].run, snapshots[-1]).encode())
+    atomic_write(Path(path), page_html([data], snapshots[-1].run).encode())
 
 
 def show(run: str | Path, curves: Mapping[str, list] | None = None, height: int = 900) -> Any:
@@ -121,11 +124,8 @@ def show(run: str | Path, curves: Mapping[str, list] | None = None, height: int 
     run: a run directory, or a folder with snapshots (step_*.npz). curves: as for `page.run_data`.
     height: in pixels. Raises ValueError without a snapshot, ImportError without IPython.
     """
-    try:
-        from IPython.display import HTML
-    except ImportError as error:
-        reason = "headlens.show needs IPython: use it in a notebook, or open the page in a browser"
-        raise ImportError(reason) from error
+    from IPython.display import HTML
+
     folder = Path(run)
     if (folder / "attention").is_dir():
         folder = folder / "attention"

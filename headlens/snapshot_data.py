@@ -18,13 +18,12 @@ Shapes: L layers, H heads, T tokens of a prompt.
 import dataclasses
 import io
 import json
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from .history import Row, atomic_write, row_of, row_values
 from .prompts import Prompt
@@ -123,8 +122,8 @@ def read_snapshot(path: str | Path) -> SnapshotData:
         if not path.is_file():  # opening a FIFO would wait for a writer
             raise ValueError("not a file")
         with np.load(path, allow_pickle=False) as arrays:
-            sizes = {part.filename: part.file_size for part in arrays.zip.infolist()}
-            if sum(sizes.values()) > MAX_BYTES or sizes.get("json.npy", 0) > MAX_JSON_BYTES:
+            parts = {part.filename: part.file_size for part in arrays.zip.infolist()}
+            if sum(parts.values()) > MAX_BYTES or parts.get("json.npy", 0) > MAX_JSON_BYTES:
                 raise ValueError("is too large")
             values = json.loads(arrays["json"].tobytes())
             if values["format"] != FORMAT:
@@ -141,26 +140,21 @@ def read_snapshot(path: str | Path) -> SnapshotData:
             triangle = prompt.shown * (prompt.shown + 1) // 2
             if (of_prompt.dtype, of_prompt.shape) != (np.uint8, (*row.names.shape, triangle)):
                 raise ValueError("weights of another type or shape")
-    except (
-        *(OSError, ValueError, LookupError, TypeError, AttributeError, EOFError),
-        *(StopIteration, RecursionError, zipfile.BadZipFile, zlib.error),
-    ) as error:
+        rest = {key: values[key] for key in ("run", "details", "uniform", "ablation")}
+    except Exception as error:  # many classes, as of numpy, zlib and json
         raise ValueError(f"{path} is not a snapshot of this lens: {error}") from error
     return SnapshotData(
-        run=values["run"],
-        prompts=prompts,
-        row=row,
-        details=values["details"],
-        codes=codes,
-        norms=norms,
-        uniform=values["uniform"],
-        contexts=contexts,
-        ablation=values["ablation"],
+        prompts=prompts, row=row, codes=codes, norms=norms, contexts=contexts, **rest
     )
 
 
+def to_codes(attn_weights: Tensor) -> Tensor:
+    """Returns weights as bytes, round(255 sqrt(w)). The error is at most 1/255."""
+    return (attn_weights.sqrt() * 255).round().byte()
+
+
 def from_codes(codes: np.ndarray) -> np.ndarray:
-    """Returns the weights of codes, the inverse of recording.to_codes: (code / 255)^2, fp32."""
+    """Returns the weights of codes, the inverse of to_codes: (code / 255)^2, fp32."""
     return (codes.astype(np.float32) / 255) ** 2
 
 

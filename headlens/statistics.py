@@ -347,6 +347,16 @@ def ratio_of_sums(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.
     return mean, error
 
 
+def uniform_on(texts: Sequence[HeadStatistics]) -> dict[str, float | None]:
+    """Returns each statistic for uniform attention on texts of the same length; None if it is
+    undefined."""
+    sums = np.concatenate([some.uniform_sums().numpy() for some in texts])[..., None]
+    means, _ = ratio_of_sums(sums, np.concatenate([some.counts() for some in texts]))
+    # Two tokens back has the largest weight of all offsets.
+    found = by_statistic(means, best_offsets(means))
+    return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}
+
+
 def best_offsets(means: np.ndarray) -> np.ndarray:
     """Returns the number of tokens back, in OFFSETS, on which each head has the largest weight.
     (M, L, H) -> (L, H)."""

@@ -17,8 +17,8 @@ import numpy as np
 
 from .ablation import most_important
 from .finding import events, head_name
-from .heads import ALL_NAMES, KINDS, MAX_DRAWN, NAMES, head_table, heads_by_name, title_of
-from .history import Row, copying_step, evenly_spaced
+from .heads import ALL_NAMES, KINDS, MAX_DRAWN, NAMES, head_table, title_of
+from .history import Row, copying_step, evenly_spaced, second_copy
 from .prompts import BYTES_OF_TOKEN, Prompt
 from .rounding import formatted
 from .snapshot_data import SnapshotData, from_codes, triangle_to_square
@@ -145,7 +145,7 @@ class _Story:
         before = np.searchsorted(known, steps, side="right") - 1
         self.rows = [history[max(0, at)] for at in before]  # of each frame
         self.prompt = last.prompts[number]
-        self.layout = "lines" if self.prompt.period else "text"
+        self.is_text = not self.prompt.period
         self.unit = unit_of(self.prompt)
         self.right = [self._right(self._losses(row)) for row in self.rows]
         # Of the repeated sequence; on a text, what it knows before training.
@@ -164,9 +164,10 @@ class _Story:
         """Returns the losses of the next tokens, [] if they are unknown. Of the repeated sequence:
         in the second copy, where the next token can be known."""
         known = len(row.losses) > self.number
-        losses = row.losses[self.number][:most] if known else np.zeros(0)
-        period = self.prompt.period
-        return losses[period + 1 : 2 * period] if period else losses
+        return self._counted(row.losses[self.number][:most] if known else np.zeros(0))
+
+    def _counted(self, losses: np.ndarray) -> np.ndarray:
+        return losses if self.is_text else second_copy(losses, self.prompt.period)
 
     def _right(self, losses: np.ndarray) -> float:
         """Returns the mean probability of the right next token; NaN if it is unknown."""
@@ -180,48 +181,47 @@ class _Story:
         losses = np.array(found["of_prompts"][self.number]["losses"], np.float64)
         # Those without heads are of the shown tokens.
         before = self._right(self._losses(self.rows[-1], len(losses)))
-        period = self.prompt.period
-        return before, self._right(losses[period + 1 : 2 * period] if period else losses)
+        return before, self._right(self._counted(losses))
 
     def _needed_first(self, groups: list[Group]) -> list[Group]:
         """Returns the groups in the same order. But if the model predicts as well without the
         first, the one that it needs most is first."""
-        known = {g.name: found for g in groups if g.is_here and (found := self._without(g.name))}
-        effects = {
-            name: abs(before - right) / before
-            for name, (before, right) in known.items()
-            if before > 0 and math.isfinite(right)
-        }
-        if effects.get(groups[0].name if groups else "", 1) >= MIN_EFFECT:
-            return groups
-        most = max(effects, key=lambda name: effects[name])
-        if effects[most] < MIN_EFFECT:
-            return groups
-        self.most_needed = most
-        return sorted(groups, key=lambda group: group.name != most)
+        effects = {}
+        for group in groups:
+            before, right = self._without(group.name) or (0, 0)
+            if group.is_here and before > 0 and math.isfinite(right):
+                effects[group.name] = abs(before - right) / before
+        most = max(effects, key=effects.__getitem__, default="")
+        if groups and effects.get(groups[0].name, 1) < MIN_EFFECT <= effects[most]:
+            self.most_needed = most
+            return sorted(groups, key=lambda group: group.name != most)
+        return groups
+
+    def _index(self, row: Mapping) -> int:
+        return row["layer"] * self.last.row.names.shape[1] + row["head"]
 
     def _groups(self) -> list[Group]:
         """Returns the groups of heads with the same name, those that say most first, and last those
         that do not do on this prompt what their name says."""
-        order, groups = [*FIRST[self.layout], *KINDS], []
-        for name, places in heads_by_name(self.table).items():
+        groups = []
+        for name, kind in KINDS.items():
             rows = [row for row in self.table if row["name"] == name]
-            heads = [layer * self.last.row.names.shape[1] + head for layer, head in places]
-            number = ALL_NAMES.index(name)
-            is_there = [int((row.names == number).sum()) for row in self.rows]
+            if not rows:
+                continue
+            is_there = [int((row.names == ALL_NAMES.index(name)).sum()) for row in self.rows]
             backs = sorted({row["tokens_back"] for row in rows if row["tokens_back"]})
             far = " and ".join(map(number_word, backs)) if len(backs) < 3 else "some"
             # A token may be a whole word: then its first token says nothing.
             is_words = name == "segment_start" and self.unit == "token"
-            one, several = (
-                verb.format(unit=self.unit, back=far)
-                for verb in (AFTER_PUNCTUATION if is_words else KINDS[name].verbs)
-            )
+            verbs = AFTER_PUNCTUATION if is_words else kind.verbs
+            one, several = (verb.format(unit=self.unit, back=far) for verb in verbs)
             on = STATISTICS[name].on
-            is_here = on != "repeated" or any("text" in (row["holds_on"] or "") for row in rows)
-            if self.prompt.period:
-                is_here = on != "texts"
+            is_here = on != "texts"
+            if self.is_text:
+                is_here = on != "repeated" or any("text" in (r["holds_on"] or "") for r in rows)
+            heads = [self._index(row) for row in rows]
             groups.append(Group(name, heads, is_there, (one, several), is_here))
+        order = [*FIRST["text" if self.is_text else "lines"], *KINDS]
 
         def place(group: Group) -> tuple:
             return not group.is_here, -KINDS[group.name].telling, order.index(group.name)
@@ -247,7 +247,7 @@ class _Story:
 
     def as_json(self) -> dict:
         return {
-            "layout": self.layout,
+            "layout": "text" if self.is_text else "lines",
             "unit": self.unit,
             "shown": self._shown(),
             "note": self._note(),
@@ -274,12 +274,16 @@ class _Story:
             ],
             "pace": self._pace(),
             "curve": self._curve(),
-            "births": self._births(),
+            "births": [
+                {"step": self.births[card.name], "name": card.name, "text": title_of(card.name)}
+                for card in self.cards
+                if len(self.history) > 1
+            ],
         }
 
     def _shown(self) -> int:
         """Returns the number of leading tokens in the picture."""
-        if self.layout == "lines":
+        if not self.is_text:
             return self.prompt.shown
         tokens = self.prompt.tokens[: self.prompt.shown]
         lengths = [1 if BYTES_OF_TOKEN.fullmatch(token) else len(token) for token in tokens]
@@ -301,7 +305,7 @@ class _Story:
         """Returns what the last line of the repeated sequence means, if it is clearly drawn: what
         followed the earlier occurrence of the last token is the first token of the second copy."""
         last, first = 2 * self.prompt.period, self.prompt.period + 1
-        if not self.prompt.period or self._shown() <= last or not self.cards:
+        if self.is_text or self._shown() <= last or not self.cards:
             return ""
         copying = self.cards[0]
         if copying.name != "induction" or self._weights(copying.heads)[last, first] < 0.3:
@@ -313,7 +317,7 @@ class _Story:
         """Returns the query token at which the picture stops: near the end of the text, where
         the heads of the cards attend most to single other tokens that are not the first."""
         shown = self._shown()
-        if self.layout == "lines":
+        if not self.is_text:
             return self.prompt.period + 1
         most = np.zeros(shown)
         for place, card in enumerate(self.cards_json):
@@ -325,15 +329,15 @@ class _Story:
         return first + int(most[first : shown - 1].argmax())
 
     def _card(self, group: Group) -> dict:
-        count = len(group.heads)
-        row = next(row for row in self.table if row["name"] == group.name)
-        note = title_of(group.name, row["tokens_back"] if count == 1 else None)
-        step, last = self.births[group.name], self.rows[-1].step
+        count, name = len(group.heads), group.name
+        row = next(row for row in self.table if row["name"] == name)
+        note = title_of(name, row["tokens_back"] if count == 1 else None)
+        step, last = self.births[name], self.rows[-1].step
         their, them = ("its", "it") if count == 1 else ("their", "them")
         known, switched = [], None
         if math.isfinite(share := self._share(group)):
             known.append(f"{percent(share)} of {their} attention")
-        if found := self._without(group.name):
+        if found := self._without(name):
             main = self._main_head(group)
             mostly = f" (mostly {main})" * bool(main)
             known.append(f"right {self.unit} {percent(found[1])} without {them}{mostly}")
@@ -342,16 +346,16 @@ class _Story:
         lines = f"lines: mean attention of {number_word(min(count, MAX_DRAWN))} heads"
         if count == 1:
             lines = f"lines: attention of {self._place(group.heads[0])}"
-        is_repeated = self.prompt.period and STATISTICS[group.name].on == "repeated"
+        is_repeated = self.prompt.period and STATISTICS[name].on == "repeated"
         return {
-            "name": group.name,
+            "name": name,
             "heads": group.heads[:MAX_DRAWN],
             "title": _sentence(group.what(count)),
             "places": self._place(group.heads[0]) + f"\u00a0+\u00a0{count - 1}" * (count > 1),
             "note": note,
             "early": f"{note}, from step\u00a0{step:,}",
             "since": step,
-            "meaning": KINDS[group.name].meaning,
+            "meaning": KINDS[name].meaning,
             "lines": lines,
             # Heads that look for an earlier occurrence find none in the first copy.
             "from": self.prompt.period + 1 if is_repeated else 1,
@@ -362,7 +366,7 @@ class _Story:
     def _nameless(self) -> dict:
         """Returns a card of the head that is nearest to a name: no head has one."""
         row = self.table[0]
-        head = row["layer"] * self.last.row.names.shape[1] + row["head"]
+        head = self._index(row)
         return {
             "name": "",
             "heads": [head],
@@ -384,7 +388,7 @@ class _Story:
         if not math.isfinite(right):
             return f"step {step:,}"
         known = f" (chance {percent(self.chance)})" if self.prompt.num_symbols else ""
-        if not self.prompt.period and step and not self.rows[0].step:
+        if self.is_text and step and not self.rows[0].step:
             known = f" (before training: {percent(self.chance)})"
         gets = f"here the right {self.unit} gets a mean probability of {percent(right)}"
         return f"step {step:,} · {gets}{known}"
@@ -394,52 +398,48 @@ class _Story:
         return not math.isfinite(right) or right < max(3 * np.nan_to_num(self.chance), 0.1)
 
     def _headline(self, n: int) -> dict:
-        """Returns the sentence of a frame: the first whose condition holds."""
+        """Returns the sentence of a frame."""
         unit, right, guesses = self.unit, self.right[n], self._is_guessing(self.right[n])
-        is_text, losses = self.layout == "text", self._losses(self.rows[n])
-        reads = f"It reads {unit} by {unit}" if is_text else f"It reads random {unit}s"
-        named = [group for group in self.cards if group.is_there[n] and group.is_here]
+        reads = f"It reads {unit} by {unit}" if self.is_text else f"It reads random {unit}s"
         is_last = n == len(self.rows) - 1
+        named = [group for group in self.cards if group.is_there[n] and group.is_here]
         new = [g for g in named if n and not any(g.is_there[:n]) and KINDS[g.name].telling]
-        copying = [group for group in named if group.name == "induction" and not is_text]
-        clause = name = begins = looks = which = ""
-        if group := next(iter(copying or (not is_last and new) or named), None):
-            count, name = group.is_there[n], group.name
-            clause = group.what(count)
-            begins = f"{heads_word(count)} begin{'s' * (count == 1)}"
-            looks = f"{heads_word(count)} look{'s' * (count == 1)}"
-            looks = looks if right > 0.5 else f"{begins} to look"
+        new = [] if is_last else new
+        copying = [g for g in named if g.name == "induction" and not self.is_text]
+        group = next(iter(copying or new or named), None)
+        count = group.is_there[n] if group else 0
+        heads, ending = heads_word(count), "s" * (count == 1)
+
+        if len(self._losses(self.rows[n])) and not math.isfinite(right):
+            return _marked("This model has diverged: its losses are not numbers.")
+        if not self.is_text and right > 0.9:
+            copies = f": look where this {unit} stood before, and say what came next."
+            return _marked("It has learned to ", "copy", copies, "induction")
+        if group and copying:
+            looks = f"look{ending}" if right > 0.5 else f"begin{ending} to look"
+            return _marked("", f"{heads} {looks}", " at what came next last time.", group.name)
+        if is_last and not self.is_text and guesses:
+            return _marked(
+                f"Random {unit}s, written twice: this model has not learned to copy them."
+            )
+        if group and new:
+            return _marked("", f"{heads} begin{ending} to {group.verbs[1]}", ".", group.name)
+        if group and is_last and group.name == self.most_needed:
             which = f"{'the ' * (count == 1)}{group.which()}"
             if main := self._main_head(group):
                 which = f"{main}, a head that {group.verbs[0]}"
-        never = is_last and not is_text and not copying and guesses
-        learned = f"It begins to use what it has read: some {unit}s are no longer a guess."
-        if is_text:
-            has_name = np.isin(self.rows[n].names, [ALL_NAMES.index(name) for name in KINDS]).any()
-            learned = f"It has learned which {unit}s are likely."
-            learned += " No head has found its job yet." * (not has_name)
-        copies = f": look where this {unit} stood before, and say what came next."
-        sentences = (
-            (
-                len(losses) and not math.isfinite(right),
-                ("This model has diverged: its losses are not numbers.",),
-            ),
-            (not is_text and right > 0.9, ("It has learned to ", "copy", copies, "induction")),
-            (copying, ("", looks, " at what came next last time.", name)),
-            (
-                never,
-                (f"Random {unit}s, written twice: this model has not learned to copy them.",),
-            ),
-            (new and not is_last, ("", f"{begins} to {group and group.verbs[1]}", ".", name)),
-            (
-                is_last and name and name == self.most_needed,
-                ("Here its guesses depend most on ", which, ".", name),
-            ),
-            (named, (f"{reads}, and ", clause, ".", name)),
-            (guesses, (f"{reads} and has to guess.",)),
-            (True, (learned,)),
-        )
-        return next(_marked(*parts) for condition, parts in sentences if condition)
+            return _marked("Here its guesses depend most on ", which, ".", group.name)
+        if group:
+            return _marked(f"{reads}, and ", group.what(count), ".", group.name)
+        if guesses:
+            return _marked(f"{reads} and has to guess.")
+        if not self.is_text:
+            return _marked(
+                f"It begins to use what it has read: some {unit}s are no longer a guess."
+            )
+        has_name = np.isin(self.rows[n].names, [ALL_NAMES.index(name) for name in KINDS]).any()
+        without = " No head has found its job yet." * (not has_name)
+        return _marked(f"It has learned which {unit}s are likely.{without}")
 
     def _headline_without(self, group: Group, before: float, right: float) -> dict:
         """Returns the sentence of the last step without the heads of a group. before, right: the
@@ -503,22 +503,16 @@ class _Story:
         return [0.0, *np.cumsum(parts).round(4).tolist()]
 
     def _curve(self) -> dict:
-        """Returns the loss that the time line shows: {title, points: [[step, loss]]}."""
-        known = {name: self.curves.get(name, ()) for name in CURVES if self.layout == "text"}
-        finite = {k: [p for p in points if math.isfinite(p[1])] for k, points in known.items()}
-        finite["loss on this prompt" if self.layout == "text" else "loss on the second copy"] = [
-            (row.step, round(loss, 4))
-            for row in self.history
-            if len(losses := self._losses(row)) and math.isfinite(loss := float(losses.mean()))
-        ]
-        # A few points make a curve with corners.
-        title = max(list(finite)[:-1] or finite, key=lambda name: len(finite[name]))
-        title = title if finite[title] else [*finite][-1]
-        return {"title": title, "points": evenly_spaced(finite[title], MAX_POINTS)}
-
-    def _births(self) -> list[dict]:
-        """Returns when the first head got the name of each card, [{step, name, text}]."""
-        if len(self.history) < 2:
-            return []
-        names = [group.name for group in self.cards]
-        return [{"step": self.births[n], "name": n, "text": title_of(n)} for n in names]
+        """Returns the loss that the time line shows: {title, points: [[step, loss]]}. Of those of a
+        text the one with the most points: a few points make a curve with corners."""
+        title, points = "loss on the second copy", []
+        if self.is_text:
+            known = [(name, self.curves.get(name, ())) for name in CURVES]
+            finite = [(name, [p for p in of if math.isfinite(p[1])]) for name, of in known]
+            title, points = max(finite, key=lambda pair: len(pair[1]))
+            title = title if points else "loss on this prompt"
+        if not points:
+            losses = [(row.step, self._losses(row)) for row in self.history]
+            means = [(step, float(of.mean())) for step, of in losses if len(of)]
+            points = [(step, round(mean, 4)) for step, mean in means if math.isfinite(mean)]
+        return {"title": title, "points": evenly_spaced(points, MAX_POINTS)}

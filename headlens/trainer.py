@@ -80,8 +80,14 @@ class LensCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.lens and self.lens.due(state.global_step):
-            self._try_snapshot(kwargs["model"], state)
+        if not (self.lens and self.lens.due(state.global_step)):
+            return
+        try:
+            self._snapshot(kwargs["model"], state)
+        except Exception as error:  # such as a full disk; the training continues
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            what = f"lens: the snapshot of step {state.global_step} failed"
+            print(f"{what} ({line})", file=sys.stderr)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -101,15 +107,6 @@ class LensCallback(TrainerCallback):
             for line in self.lens.most_significant_heads() or ["no head has a name"]:
                 print(f"attention heads  {line}")
             print(f"attention page   {self.lens.folder / 'page.html'}")
-
-    def _try_snapshot(self, model: nn.Module, state: TrainerState) -> None:
-        try:
-            self._snapshot(model, state)
-        except Exception as error:  # such as a full disk; the training continues
-            line = f"{type(error).__name__}: {error}".splitlines()[0]
-            print(
-                f"lens: the snapshot of step {state.global_step} failed ({line})", file=sys.stderr
-            )
 
     def _snapshot(self, model: nn.Module, state: TrainerState) -> None:
         assert self.lens

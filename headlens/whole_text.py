@@ -22,13 +22,8 @@ from torch import Tensor
 from .capturing import Captured, LayerAttention, Visit
 from .connected import Words
 from .prompts import token_texts
-from .snapshot_data import CONTEXTS, Contexts
-from .statistics import (
-    HeadStatistics,
-    best_offsets,
-    by_statistic,
-    ratio_of_sums,
-)
+from .snapshot_data import CONTEXTS, Contexts, to_codes
+from .statistics import HeadStatistics, ratio_of_sums, uniform_on
 from .tokens import LensTokenizer
 
 MAX_TOKENS = 256  # of a window
@@ -74,12 +69,12 @@ class Text:
         windows, queries = np.unravel_index(np.sort(drawn), shape)
         self.random_queries = list(zip(windows.tolist(), (queries + 2).tolist(), strict=True))
 
-    def batches(self) -> list[tuple[int, HeadStatistics]]:
-        """Returns (number of the first window, some windows) for a few windows at a time."""
+    def batches(self) -> list[HeadStatistics]:
+        """Returns the windows, a few at a time."""
         count, length = self.token_ids.shape
         size = max(1, CELLS_AT_ONCE // length**2)
         parts = [slice(first, first + size) for first in range(0, count, size)]
-        return [(p.start, HeadStatistics(self.token_ids[p], self.tokens[p])) for p in parts]
+        return [HeadStatistics(self.token_ids[p], self.tokens[p]) for p in parts]
 
     @functools.cached_property
     def words(self) -> Words:
@@ -88,15 +83,12 @@ class Text:
     @functools.cached_property
     def counts(self) -> np.ndarray:
         """The number of query tokens of which each statistic is a mean, (N, M)."""
-        return np.concatenate([windows.counts() for _, windows in self.batches()])
+        return np.concatenate([windows.counts() for windows in self.batches()])
 
     @functools.cached_property
     def uniform(self) -> dict[str, float | None]:
         """Each statistic for uniform attention; None if it is undefined."""
-        sums = [windows.uniform_sums().numpy() for _, windows in self.batches()]
-        means, _ = ratio_of_sums(np.concatenate(sums)[..., None, :], self.counts)
-        found = by_statistic(means, best_offsets(means))
-        return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}
+        return uniform_on(self.batches())
 
 
 class TextRecorder:
@@ -107,70 +99,41 @@ class TextRecorder:
 
     def __init__(self, text: Text):
         self.text = text
-        self.sums: list[list[Tensor]] = []  # for each batch and layer (b, M, H)
-        # For each batch and layer (b, H, S, 4): move, query, key and weight of each stretch.
-        self.moves: list[list[Tensor]] = []
-        # For each batch and layer int16 (b, H, T): the key token of each query token, or -1.
-        self.linked: list[list[Tensor]] = []
-        # For each random query and layer (H, 2): key and weight.
-        self.at_random: dict[tuple[int, int], list[Tensor]] = {}
 
     def run(self, capture: Callable[..., Captured]) -> "TextRecorder":
         """Runs the model on all windows."""
-        for first, windows in self.text.batches():
-            self.sums.append([])
-            self.moves.append([])
-            self.linked.append([])
-            capture(windows.token_ids, self._visitor(first, windows))
-        sums = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in self.sums]
-        self.means, self.errors = ratio_of_sums(np.concatenate(sums), self.text.counts)
+        batches = []
+        for windows in self.text.batches():
+            layers: list[tuple[Tensor, ...]] = []
+            capture(windows.token_ids, _visitor(windows, layers))
+            kinds = zip(*layers, strict=True)
+            batches.append([torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in kinds])
+        sums, *self.found = (np.concatenate(kind) for kind in zip(*batches, strict=True))
+        self.means, self.errors = ratio_of_sums(sums, self.text.counts)
         return self
-
-    def _visitor(self, first: int, windows: HeadStatistics) -> Visit:
-        """Returns what to do with each layer of some windows. first: the number of the first."""
-        last = first + len(windows.token_ids)
-        here = [(w, q) for w, q in self.text.random_queries if first <= w < last]
-
-        def visit(_: int, attention: LayerAttention) -> None:
-            nonlocal windows
-            weights = attention.weights
-            windows = windows.to(weights.device)
-            self.sums[-1].append(windows.sums(weights, attention.scores))
-            move, key = _largest_moves(weights, attention.value_norms)  # (b, H, T) each
-            weight = weights.gather(-1, key[..., None])[..., 0]  # (b, H, T)
-            self.moves[-1].append(_of_stretches(move, key, weight))
-            is_linked = (weight >= LINKED) & (move > 0)
-            self.linked[-1].append(torch.where(is_linked, key, -1).to(torch.int16))
-            for window, query in here:
-                found = [of[window - first, :, query] for of in (key, weight)]
-                self.at_random.setdefault((window, query), []).append(torch.stack(found, -1))
-
-        return visit
 
     @functools.cached_property
     def contexts(self) -> Contexts:
         """The cells where each head moves most, those of some query tokens at random, and the pairs
         of words that each head connects most often."""
-        moves = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in self.moves]
-        found = np.concatenate(moves)  # (N, H, L, S, 4)
-        windows, num_heads, num_layers, stretches, _ = found.shape
-        found = found.transpose(2, 1, 0, 3, 4).reshape(num_layers, num_heads, -1, 4)
+        # See _visitor: (N, H, L, S, 4), and (N, H, L, T) each.
+        moves, keys, weights, linked = self.found
+        windows, num_heads, num_layers, stretches, _ = moves.shape
+        moves = moves.transpose(2, 1, 0, 3, 4).reshape(num_layers, num_heads, -1, 4)
         window = np.repeat(np.arange(windows), stretches)
         cells = np.full((num_layers, num_heads, 2, CONTEXTS, 3), -1, np.int16)
-        weights = np.zeros((num_layers, num_heads, 2, CONTEXTS), np.float32)
+        codes = np.zeros((num_layers, num_heads, 2, CONTEXTS), np.uint8)
         for layer, head in np.ndindex(num_layers, num_heads):
-            of_head = found[layer, head]
+            of_head = moves[layer, head]
             for n, at in enumerate(self._most_different(of_head, window)):
                 cells[layer, head, 0, n] = window[at], *of_head[at, 1:3]
-                weights[layer, head, 0, n] = of_head[at, 3]
-        for n, (place, of_layers) in enumerate(self.at_random.items()):
-            of_heads = torch.stack(of_layers).cpu().numpy()  # (L, H, 2)
-            cells[:, :, 1, n, :2] = place
-            cells[:, :, 1, n, 2] = of_heads[..., 0]
-            weights[:, :, 1, n] = of_heads[..., 1]
-        codes = (np.sqrt(np.nan_to_num(weights)) * 255).round().astype(np.uint8)
-        linked = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in self.linked]
-        pairs = self.text.words.pairs(np.concatenate(linked).transpose(2, 1, 0, 3))
+                codes[layer, head, 0, n] = round(255 * np.sqrt(of_head[at, 3]))
+        for n, (at, query) in enumerate(self.text.random_queries):
+            cells[:, :, 1, n, :2] = at, query
+            cells[:, :, 1, n, 2] = keys[at, :, :, query].T
+            codes[:, :, 1, n] = weights[at, :, :, query].T
+        keys = np.where(linked, keys, -1)
+        pairs = self.text.words.pairs(keys.transpose(2, 1, 0, 3))
         return Contexts(self.text.name, self.text.tokens, cells, codes, pairs)
 
     def _most_different(self, moves: np.ndarray, window: np.ndarray) -> list[int]:
@@ -188,6 +151,24 @@ class TextRecorder:
                 seen |= {pair, place}
                 chosen.append(int(at))
         return chosen
+
+
+def _visitor(windows: HeadStatistics, layers: list[tuple[Tensor, ...]]) -> Visit:
+    """Returns what appends to `layers` what is recorded of each layer on some windows: the sums of
+    statistics, (b, M, H), the largest moves (b, H, S, 4), and of each query token, (b, H, T), the
+    key token that the head moves most, its weight as a byte, and whether the head connects them."""
+
+    def visit(_: int, attention: LayerAttention) -> None:
+        nonlocal windows
+        weights = attention.weights
+        windows = windows.to(weights.device)
+        move, key = _largest_moves(weights, attention.value_norms)  # (b, H, T) each
+        weight = weights.gather(-1, key[..., None])[..., 0]
+        sums, moves = windows.sums(weights, attention.scores), _of_stretches(move, key, weight)
+        is_linked = (weight >= LINKED) & (move > 0)
+        layers.append((sums, moves, key.to(torch.int16), to_codes(weight), is_linked))
+
+    return visit
 
 
 def _largest_moves(weights: Tensor, value_norms: Tensor | None) -> tuple[Tensor, Tensor]:

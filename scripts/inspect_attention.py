@@ -67,7 +67,7 @@ def main(settings: InspectConfig) -> None:
         write_out(settings.out, snapshot_bytes(last[0]))
         return
     title = f"attention of {' and '.join(page['name'] for page in pages)}"
-    write_out(settings.out, page_html(pages, title, last[0]).encode())
+    write_out(settings.out, page_html(pages, title).encode())
     print(sanitize(f"open {settings.out} in a browser"))
 
 

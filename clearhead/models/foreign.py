@@ -156,7 +156,7 @@ def curves_of(path: str) -> dict[str, list[tuple[int, float]]]:
     file = Path(path) / TRAINER_STATE
     if path.startswith(HUB) or not file.is_file():
         return {}
-    return trainer_curves(_trainer_state(file).get("log_history"))
+    return trainer_curves(_trainer_state(file).get("log_history", []))
 
 
 def _trainer_state(file: Path) -> dict:

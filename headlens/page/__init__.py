@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..assemble import assemble_html, content_security_policy
+from ..assemble import assemble_html
 from ..connected import Lines
 from ..finding import (
     events,
@@ -32,9 +32,10 @@ from ..finding import (
     subject,
 )
 from ..heads import ALL_NAMES, KINDS, NAMES, significances
-from ..heatmap import VIRIDIS, grid_url
+from ..heatmap import VIRIDIS
 from ..history import Row, copying_step, evenly_spaced, json_values
 from ..prompts import Prompt, labels_of, signs_of, texts_of, visible
+from ..rounding import DIGITS
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
 from ..story import story
@@ -42,7 +43,6 @@ from ..story import story
 VERSION = 6
 MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
 TRAINER_CURVES = {"loss": "training loss", "eval_loss": "validation loss"}
-START, END = '<script type="application/json" id="data">', "</script>"
 
 
 def run_data(
@@ -63,7 +63,6 @@ def run_data(
     frames = frames or [frame_data(snapshot) for snapshot in snapshots]
     last, history = snapshots[-1], history or [snapshot.row for snapshot in snapshots]
     layers, heads = last.row.names.shape
-    text_name = last.contexts.text_name if last.contexts else ""
     steps = [frame["step"] for frame in frames]
     return {
         "name": visible(last.run),
@@ -95,7 +94,12 @@ def run_data(
             }
             for key, s in STATISTICS.items()
         ],
-        "names": [{"key": name} | _shown(name) for name in ALL_NAMES],
+        "names": [
+            {"key": name} | dataclasses.asdict(KINDS[name]) | {"title": kind_title(name)}
+            if name in KINDS
+            else {"key": name}
+            for name in ALL_NAMES
+        ],
         "heads_at": _packed_json(
             [
                 status | {"subject": subject(last, status, step if len(history) > 1 else None)}
@@ -104,10 +108,14 @@ def run_data(
         ),
         "events": events(history),
         "opening": opening(last, opening_prompt),
-        "text_name": text_name,
+        "text_name": last.contexts.text_name if last.contexts else "",
         "text": _text(last.contexts.tokens) if last.contexts else None,
-        "history": _history(history, last.uniform, {*steps}),
-        "curves": {name: _finite(points) for name, points in (curves or {}).items()},
+        "history": _history(history, last.uniform, steps),
+        # Trainer also logs losses that are NaN, which JSON does not have.
+        "curves": {
+            name: [(step, value) for step, value in points if math.isfinite(value)]
+            for name, points in (curves or {}).items()
+        },
         "stage": copying_step(last.prompts, history),
         "frames": list(frames),
         "removed": removed_heads(last.ablation, last.row) if last.ablation else None,
@@ -115,48 +123,34 @@ def run_data(
     }
 
 
-def _finite(points: Sequence) -> list:
-    """Returns points that JSON can have: Trainer also logs losses that are NaN."""
-    return [(step, value) for step, value in points if math.isfinite(value)]
-
-
 def frame_data(snapshot: SnapshotData) -> dict:
     """Returns the attention and predictions of one step."""
-    uniform = [prompt.uniform for prompt in snapshot.prompts]
-    on_prompts = zip(snapshot.details["statistics"], snapshot.of_prompts, uniform, strict=True)
+    found = snapshot.details["statistics"], snapshot.of_prompts, snapshot.prompts
     statistics = [
-        known | {"significance": _significance(values, of_prompt)}
-        for known, values, of_prompt in on_prompts
+        known | {"significance": _significance(values, prompt.uniform)}
+        for known, values, prompt in zip(*found, strict=True)
     ]
     details = snapshot.details | {"statistics": statistics, "heads": findings(snapshot)}
     if predictions := details.get("predictions"):
-        details = details | {"predictions": _predictions(predictions, snapshot.prompts)}
+        details["predictions"] = _predictions(predictions, snapshot.prompts)
     if without := details.get("without"):
-        shown = {
+        details["without"] = {
             name: _predictions(found, snapshot.prompts) | {"attention": found.get("attention")}
             for name, found in without.items()
         }
-        details = details | {"without": shown}
     if contexts := snapshot.contexts:
-        ranges = _lines(tuple(map(tuple, contexts.tokens))).ranges
+        ranges = Lines(contexts.tokens).ranges
         found = np.concatenate([contexts.cells, contexts.codes[..., None]], axis=-1)
         cells = [
             [[[*cell, *ranges(*cell[:3])] for cell in kind if cell[0] >= 0] for kind in of_head]
             for of_head in found.reshape(-1, *found.shape[2:]).tolist()
         ]
-        details = details | {"contexts": cells, "pairs": contexts.pairs}
-    data = {
-        "step": snapshot.step,
-        "weights": _packed(_bytes(snapshot.codes)),
-        "details": _packed_json(details),
-    }
-    return data | ({"norms": _packed(_bytes(snapshot.norms))} if snapshot.norms else {})
-
-
-@functools.lru_cache(2)
-def _lines(windows: tuple[tuple[str, ...], ...]) -> Lines:
-    """Returns the lines of a text, which all steps of a run share."""
-    return Lines(windows)
+        details |= {"contexts": cells, "pairs": contexts.pairs}
+    data = {"step": snapshot.step, "details": _packed_json(details)}
+    for key, arrays in (("weights", snapshot.codes), ("norms", snapshot.norms)):
+        if arrays:
+            data[key] = _packed(b"".join(array.tobytes() for array in arrays))
+    return data
 
 
 def _text(windows: Sequence[Sequence[str]]) -> str:
@@ -188,63 +182,36 @@ def _predictions(found: dict, prompts: Sequence[Prompt]) -> dict:
     }
 
 
-def _shown(name: str) -> dict:
-    """Returns how the page shows the heads of a name, {} if it does not show the name."""
-    if name not in KINDS:
-        return {}
-    return dataclasses.asdict(KINDS[name]) | {"title": kind_title(name)}
-
-
 def _significance(values: Mapping[str, np.ndarray], uniform: Mapping) -> list:
     """Returns the significance of each head: the largest of all names. For JSON."""
-    found = significances(values, uniform)
-    largest = np.nan_to_num(found, nan=-np.inf).max(0)
-    return json_values(largest.ravel())
+    found = np.nan_to_num(significances(values, uniform), nan=-np.inf)
+    return json_values(found.max(0).ravel())
 
 
-def _history(rows: Sequence[Row], uniform: Mapping, steps: set[int]) -> str:
-    """Returns statistics and losses at some steps, packed. steps: these are included."""
-    kept = {row.step for row in evenly_spaced(list(rows), MAX_HISTORY)} | steps
+def _history(rows: Sequence[Row], uniform: Mapping, included: Sequence[int]) -> str:
+    """Returns the statistics at some steps, packed. included: these steps too."""
+    kept = {*included, *(row.step for row in evenly_spaced(list(rows), MAX_HISTORY))}
     charted = [row for row in rows if row.step in kept]
     values = {key: [json_values(row.values[key].ravel()) for row in charted] for key in STATISTICS}
     values["significance"] = [_significance(row.values, uniform) for row in charted]
-    history = {
-        "steps": [row.step for row in charted],
-        "values": values,
-        "errors": [
-            {key: json_values(error.ravel()) for key, error in row.errors.items()}
-            for row in charted
-        ],
-    }
-    return _packed_json(history)
+    errors = [{key: json_values(e.ravel()) for key, e in row.errors.items()} for row in charted]
+    steps = [row.step for row in charted]
+    return _packed_json({"steps": steps, "values": values, "errors": errors})
 
 
-def trainer_curves(log: object) -> dict[str, list[tuple[int, float]]]:
-    """Returns the argument `curves` of run_data from the log_history of transformers' Trainer, also
-    if it was read from a damaged file."""
-    rows = [row for row in log if isinstance(row, dict)] if isinstance(log, list) else []
+def trainer_curves(log: Sequence[dict]) -> dict[str, list[tuple[int, float]]]:
+    """Returns the argument `curves` of run_data from the log_history of transformers' Trainer."""
     found = {
-        name: [
-            (row["step"], row[key])
-            for row in rows
-            if isinstance(row.get("step"), int) and isinstance(row.get(key), float)
-        ]
+        name: [(row["step"], row[key]) for row in log if key in row]
         for key, name in TRAINER_CURVES.items()
     }
     return {name: points for name, points in found.items() if points}
 
 
-def page_html(
-    runs: Sequence[dict],
-    title: str,
-    last: SnapshotData | None = None,
-    training: dict | None = None,
-) -> str:
+def page_html(runs: Sequence[dict], title: str, training: dict | None = None) -> str:
     """Returns the page as HTML, for one run, for two runs to compare, or for `training` alone.
-    runs: of run_data. last: the snapshot that a browser without JavaScript shows, as a picture.
-    training: losses, samples and settings, as training.js describes them."""
-    content = {"version": VERSION, "runs": list(runs), "training": training}
-    return _filled(content, title, grid_url(last.codes[0]) if last else "")
+    runs: of run_data. training: losses, samples and settings, as training.js describes them."""
+    return _filled({"version": VERSION, "runs": list(runs), "training": training}, title)
 
 
 def live_page(title: str, tabs: Sequence[str]) -> str:
@@ -254,18 +221,12 @@ def live_page(title: str, tabs: Sequence[str]) -> str:
     return _filled({"version": VERSION, "live": True, "tabs": tabs}, title, is_live=True)
 
 
-def _filled(content: dict, title: str, picture: str = "", is_live: bool = False) -> str:
+def _filled(content: dict, title: str, is_live: bool = False) -> str:
     data = json.dumps(content)
     for character in "<>&":  # so that no text can end the data block
         data = data.replace(character, f"\\u{ord(character):04x}")
     before, after = _template(is_live)
-    image = f'<img src="{picture}" alt="">' if picture else ""
-    before = before.replace("__PICTURE__", image).replace("__TITLE__", html.escape(title))
-    return before + data + after
-
-
-def _bytes(arrays: Sequence[np.ndarray]) -> bytes:
-    return b"".join(array.tobytes() for array in arrays)
+    return before.replace("__TITLE__", html.escape(title)) + data + after
 
 
 def _packed_json(value: object) -> str:
@@ -279,10 +240,9 @@ def _packed(raw: bytes) -> str:
 @functools.cache
 def _template(is_live: bool) -> tuple[str, str]:
     """Returns the HTML before the data and after the data, without a title."""
-    html = assemble_html(Path(__file__).parent / "index.html").replace("__VIRIDIS__", VIRIDIS)
-    policy = content_security_policy(html.encode())
+    constants = {"__VIRIDIS__": VIRIDIS, "__DIGITS__": json.dumps(DIGITS)}
+    html = assemble_html(Path(__file__).parent / "index.html", constants)
     if is_live:
-        policy = policy.replace("img-src data:", "img-src data: 'self'; connect-src 'self'")
-    html = html.replace("__CSP__", policy)
+        html = html.replace("img-src data:", "img-src data: 'self'; connect-src 'self'", 1)
     before, after = html.split("__DATA__")
     return before, after

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.pages import GivenModel, a_run, snapshot_of
+from helpers.stories import a_story
 from PIL import Image, ImageDraw, ImageSequence
 
 from data import get_tokenizer
 from headlens import KINDS, STATISTICS, Lens, LensConfig, draw_figure, drawing
 from headlens.drawing import heads_image, largest_image, write_animation
+from headlens.finding import findings
 from headlens.fonts import font_of
 from headlens.heads import ALL_NAMES
 from headlens.heatmap import ACCENT, MASKED, png_of
@@ -313,21 +315,28 @@ def test_each_frame_shows_a_step_on_the_prompt_of_the_names(tmp_path, shown):
 
 
 def test_size_of_the_animation(tmp_path, monkeypatch):
-    """Steps are omitted if there are many or if the file would be too large; never the last."""
+    """Steps are omitted if there are many; never the last."""
     path, prompt = tmp_path / "a.webp", Prompt("1-x", "x", list(range(21)), ["x"] * 21)
     monkeypatch.setattr(drawing, "MAX_STEPS", 5)
     codes = list(np.random.default_rng(0).integers(0, 255, (8, 1, 6, 231)).astype(np.uint8))
     write_animation(tmp_path / "one.webp", prompt, codes[-1:], [7], [[]])
     (last,) = frames_of(tmp_path / "one.webp")
-    for most, expected in ((drawing.MAX_BYTES, 5), (80_000, 3)):
-        monkeypatch.setattr(drawing, "MAX_BYTES", most)
-        write_animation(path, prompt, codes, range(8), [[]] * 8)
-        assert path.stat().st_size <= most
-        frames = frames_of(path)
-        assert len(frames) == expected
-        assert np.abs(frames[0] - last).mean() < 2 < np.abs(frames[1] - last).mean()
+    write_animation(path, prompt, codes, range(8), [[]] * 8)
+    frames = frames_of(path)
+    assert len(frames) == 5
+    assert np.abs(frames[0] - last).mean() < 2 < np.abs(frames[1] - last).mean()
     rows = [{"layer": 0, "head": 0, "name": "duplicate_token", "tokens_back": None}] * 4
     for shape in ((1, 1, 1), (48, 25, 36), (12, 12, 2145)):
         write_animation(path, prompt, [np.zeros(shape, np.uint8)], [5], [rows])
         assert all(a <= b for a, b in zip(Image.open(path).size, drawing.HEADS, strict=True))
         assert (frames_of(path)[0, 40:100, -12:] > 240).all()  # each name fits
+
+
+def test_a_figure_shows_the_prompt_of_the_example():
+    """The same as on the page; without an example the first text."""
+    data = a_story().snapshots[-1]
+    examples = findings(data)["prompts"]
+    for index, example in enumerate(examples):
+        head = divmod(index, 3)
+        assert draw_figure(data, head) == draw_figure(data, head, max(0, example))
+    assert {*examples} == {-1, 0, 1}

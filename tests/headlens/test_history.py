@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from headlens import STATISTICS
-from headlens.history import History, Row, copying_begins, loss_of_copy, read_history
+from headlens.history import History, Row, copying_begins, read_history, second_copy
 
 NAN = math.nan
 
@@ -80,6 +80,6 @@ def test_copying_begins_at_the_first_low_snapshot_after_a_clear_drop():
         assert copying_begins(losses, K) is None
 
 
-def test_loss_of_the_second_copy():
+def test_losses_of_the_second_copy():
     """R has 3 tokens: [BOS] a b c a b c. Positions 4 and 5 predict the second b and c."""
-    assert loss_of_copy(np.float32([9, 9, 9, 9, 1, 2]), period=3) == 1.5
+    assert second_copy(np.float32([9, 9, 9, 9, 1, 2]), period=3).tolist() == [1, 2]

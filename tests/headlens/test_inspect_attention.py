@@ -14,7 +14,6 @@ from helpers.runs import train_in
 from clearhead.models.huggingface import to_hf
 from clearhead.models.pretrained import load_pretrained
 from data import get_tokenizer
-from headlens import KINDS, draw_figure, read_snapshot
 from scripts.inspect_attention import main
 
 
@@ -110,17 +109,6 @@ def test_a_text_that_is_truncated_is_reported(in_process, home):
         given = ("checkpoint=runs/one", f"text={text}", "out=long.npz")
         code, _, err = in_process(main, home, *given)
         assert (code, bool(err)) == (0, is_long)
-
-
-def test_a_figure_shows_the_clearest_prompt(home):
-    data = read_snapshot(home / "runs" / "seen" / "attention" / "step_00000004.npz")
-    for head in np.ndindex(2, 2):
-        significance = []
-        for values, prompt in zip(data.of_prompts, data.prompts, strict=True):
-            known = {key: c for key, c in prompt.uniform.items() if key in KINDS and c is not None}
-            significance.append(max((values[key][head] - c) / (1 - c) for key, c in known.items()))
-        clear = significance.index(max(significance))
-        assert draw_figure(data, head) == draw_figure(data, head, clear)
 
 
 def test_bad_values(in_process, home):

@@ -36,8 +36,8 @@ from headlens.heads import ALL_NAMES, COLUMNS
 from headlens.heatmap import png_of
 from headlens.history import read_history
 from headlens.lens import MAX_FILES, MAX_IMAGES
-from headlens.recording import to_codes
 from headlens.render import draw_snapshot
+from headlens.snapshot_data import to_codes
 from headlens.statistics import uniform_attention
 from train import fit
 

@@ -15,8 +15,7 @@ from headlens.matching import (
     mean_similarity,
     similarities,
 )
-from headlens.recording import to_codes
-from headlens.snapshot_data import from_codes, triangle_to_square
+from headlens.snapshot_data import from_codes, to_codes, triangle_to_square
 from headlens.statistics import uniform_attention
 
 LENGTHS = (2, 7, 20)  # tokens of each prompt

@@ -10,7 +10,7 @@ from helpers.models import tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from data import get_tokenizer
-from headlens import STATISTICS, Captured, LayerAttention, capture, recording
+from headlens import STATISTICS, Captured, LayerAttention, capture, lens_tokenizer, recording
 from headlens.prompts import (
     is_separator,
     labels_of,
@@ -21,8 +21,8 @@ from headlens.prompts import (
     texts_of,
     token_texts,
 )
-from headlens.recording import record, to_codes, uniform_of
-from headlens.snapshot_data import from_codes, triangle_to_square
+from headlens.recording import record, uniform_of
+from headlens.snapshot_data import from_codes, to_codes, triangle_to_square
 from headlens.statistics import uniform_attention
 
 BYTE = get_tokenizer("byte")
@@ -37,7 +37,7 @@ def capturing(model, logit_lens=False):
 
 
 def text_prompt(text="The ferry bell rang twice,\nand nobody came.", limit=64):
-    return make_prompt(1, text, BYTE.encode_ordinary, BYTE.decode_single_token_bytes, limit)
+    return make_prompt(1, text, lens_tokenizer(BYTE), limit)
 
 
 def repeated(period=31, vocabulary=range(256), bos=256):

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from headlens import SnapshotData, capture, run_data
-from headlens.page import END, START
 from headlens.prompts import Prompt
 from headlens.recording import predict, record, uniform_of
 
+START, END = '<script type="application/json" id="data">', "</script>"  # of the data of a page
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
 WORDS = ["She", " sat", " on", " the", "\n", " bank", " of", " a", " river", ",", " ", " far"]
 

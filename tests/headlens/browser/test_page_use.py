@@ -1,7 +1,6 @@
 """The interactive page in Chromium: links, keys, small windows, invalid data and security."""
 
 import html
-import io
 import json
 import mimetypes
 import re
@@ -9,14 +8,12 @@ import re
 import numpy as np
 import pytest
 from helpers import REPOSITORY, pages
-from helpers.pages import HOSTILE, PROMPTS, a_run
-from PIL import Image
+from helpers.pages import END, HOSTILE, PROMPTS, START, a_run
 from playwright.sync_api import expect
 
 from clearhead.output.report import write_run_page
 from headlens.heatmap import VIRIDIS
-from headlens.page import END, START, page_html
-from headlens.render import write_page
+from headlens.page import page_html
 from headlens.rounding import DIGITS
 
 SOURCES = REPOSITORY / "headlens" / "page"
@@ -374,18 +371,6 @@ def test_policy_refuses_other_scripts_and_styles(tmp_path, write, browser):
         assert lens.evaluate("document.baseURI") == path.as_uri()
         assert failed["http://127.0.0.1:9/x"] == "csp"
         lens.close()
-
-
-def test_without_scripts_the_last_picture_is_shown(tmp_path, opened):
-    run = a_run()
-    write_page(tmp_path / "page.html", run.snapshots)
-    lens = opened(tmp_path / "page.html", java_script_enabled=False)
-    image = lens.locator("noscript img")
-    box = image.bounding_box()
-    assert box["width"] > 300
-    assert box["height"] == pytest.approx(box["width"] * 2 / 3, rel=0.05)  # 2 layers of 3 heads
-    pixels = np.asarray(Image.open(io.BytesIO(image.screenshot())).convert("RGB"))
-    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20  # a heatmap, not a broken image
 
 
 def test_step_whose_weights_are_not_decoded_yet(write, opened):
