@@ -439,12 +439,11 @@ def counts_of_names(table: Sequence[Mapping]) -> str:
     return f"{some}: {kinds}" if counts else some
 
 
-def head_line(row: Mapping, text_name: str = "", has_steps: bool = True) -> str:
-    """Returns a line about a head with a name: "L5 H1 previous token: in the text, mean weight
-    0.83 on the token before (since step 400)". row: of heads.head_table."""
-    where = f"in {text_name}, " if text_name else ""
+def head_line(row: Mapping, has_steps: bool = True) -> str:
+    """Returns a line about a head with a name: "L5 H1 previous token: mean weight 0.83 on the token
+    before (since step 400)". row: of heads.head_table."""
     target = KINDS[row["name"]].target.format(row["tokens_back"])
-    said = f"{where}mean weight {formatted(row[row['name']])} on {target}"
+    said = f"mean weight {formatted(row[row['name']])} on {target}"
     if row["name"] not in NAMES:  # the value of a positional head is not a weight
         said = f"value {formatted(row['positional'])}, depends on {target}"
     place = head_name(row["layer"], row["head"])

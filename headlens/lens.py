@@ -253,8 +253,7 @@ class Lens:
             stage = copying_step(self.prompts, self.history.rows)
         copies = f"the loss on the repeated sequence drops at step {stage}"
         lines = [copies] * (stage is not None) + [counts_of_names(self.table)] * bool(rows)
-        text_name, has_steps = self.text.name if self.text else "", self.history is not None
-        return lines + [head_line(row, text_name, has_steps) for row in rows]
+        return lines + [head_line(row, self.history is not None) for row in rows]
 
     def most_important_heads(self) -> list[str]:
         """Describes the head, and the name of several heads, that the model needs most, in the last
