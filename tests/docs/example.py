@@ -21,8 +21,9 @@ DOCS = REPOSITORY / "docs"
 RUNS = REPOSITORY / "runs"
 EXAMPLE = DOCS / "example" / "run.html"
 TRAIN = ["train.py", "experiment=induction", "seed=2", "wandb=off", "name=induction"]
-# Time of each picture of the animation, in milliseconds: most changes are at the beginning.
-TIMES = [125] * 42 + [350] * 5 + [3000]
+# Time of each picture of the animation, in milliseconds: the first step stands still, and most
+# changes are at the beginning.
+TIMES = [1500] + [150] * 42 + [650] * 6 + [3000]
 COLOURS = 24
 LEAST_CHANGE = 64  # of 255; smaller changes of the lines are drawn at the end
 
