@@ -148,6 +148,7 @@ class _Story:
         self.is_text = not self.prompt.period
         self.unit = unit_of(self.prompt)
         self.right = [self._right(self._losses(row)) for row in self.rows]
+        self.knows_losses = any(len(self._losses(row)) for row in self.rows)
         # Of the repeated sequence; on a text, what it knows before training.
         self.chance = 0.05 if self.rows[0].step else self.right[0]
         if self.prompt.period and self.prompt.num_symbols:
@@ -252,7 +253,7 @@ class _Story:
             "shown": self._shown(),
             "note": self._note(),
             "rows": [
-                "first copy: what it has read",
+                "first copy, after the start ○: what it has read",
                 f"the same {self.unit}s again: what it must predict",
             ],
             "query": self._query(),
@@ -296,10 +297,11 @@ class _Story:
         return "The prompt is longer; its beginning is shown." if self.prompt.truncated else ""
 
     def _key_to_picture(self) -> str:
-        bars = f"Bars: probability of the right {self.unit}, red 0\u00a0%, green 100\u00a0%."
+        bars = f"Bars: probability of the right {self.unit}, red 0\u00a0%, green 100\u00a0%. "
+        bars *= self.knows_losses
         can_switch = any(card["without"] for card in self.cards_json)
         switch = " Switch heads off to see what they are for." * can_switch
-        return f"{bars} Point at a {self.unit} or a card; click to keep it.{switch}"
+        return f"{bars}Point at a {self.unit} or a card; click to keep it.{switch}"
 
     def _arc(self) -> str:
         """Returns what the last line of the repeated sequence means, if it is clearly drawn: what
@@ -385,8 +387,8 @@ class _Story:
     # ---------------------------------------------------------------------------------- sentences
 
     def _line(self, step: int, right: float) -> str:
-        if not math.isfinite(right):
-            return f"step {step:,}"
+        if not math.isfinite(right):  # attention without a model is of no step
+            return f"step {step:,}" if step or self.knows_losses else ""
         known = f" (chance {percent(self.chance)})" if self.prompt.num_symbols else ""
         if self.is_text and step and not self.rows[0].step:
             known = f" (before training: {percent(self.chance)})"
@@ -418,7 +420,7 @@ class _Story:
         if group and copying:
             looks = f"look{ending}" if right > 0.5 else f"begin{ending} to look"
             return _marked("", f"{heads} {looks}", " at what came next last time.", group.name)
-        if is_last and not self.is_text and guesses:
+        if is_last and not self.is_text and guesses and self.knows_losses:
             return _marked(
                 f"Random {unit}s, written twice: this model has not learned to copy them."
             )
@@ -430,7 +432,10 @@ class _Story:
                 which = f"{main}, a head that {group.verbs[0]}"
             return _marked("Here its guesses depend most on ", which, ".", group.name)
         if group:
-            return _marked(f"{reads}, and ", group.what(count), ".", group.name)
+            before = f"{reads}, and " if self.knows_losses else ""
+            return _marked(before, group.what(count), ".", group.name)
+        if not self.knows_losses:
+            return _marked(f"What the heads attend to, {unit} by {unit}.")
         if guesses:
             return _marked(f"{reads} and has to guess.")
         if not self.is_text:
@@ -488,9 +493,9 @@ class _Story:
         before, after, other = max(changes, key=lambda change: abs(change[0] - change[1]))
         if abs(before - after) < MIN_EFFECT:
             return "The attention of the other heads hardly changes."
-        put, their = ("puts", "its") if len(other.heads) == 1 else ("put", "their")
-        parts = f"{percent(after)} of {their} attention there, not {percent(before)}"
-        return f"Then the {other.which()} {put} {parts}."
+        do, their = ("does", "its") if len(other.heads) == 1 else ("do", "their")
+        parts = f"{percent(after)} of {their} attention, not {percent(before)}"
+        return f"Then the {other.which()} {do} that with {parts}."
 
     # ---------------------------------------------------------------------------------- time line
 

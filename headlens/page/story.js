@@ -318,8 +318,8 @@ function showTexts() {
   const headline = off?.without.headline.replace(/^W/, wasEarlier ? "At the last step, w" : "W");
   showHeadline(off ? { ...off.without, headline } : frame);
   const hasLines = story.layout === "lines" && !isOff(card);
-  const lines = hasLines ? ` · ${card.data.lines}` : "";
-  $("story-line").textContent = (off ? off.without.line : frame.line) + lines;
+  const line = (off ? off.without : frame).line;
+  $("story-line").textContent = [line, hasLines && card.data.lines].filter(Boolean).join(" · ");
   $("story-prompt").value = state.prompt;
   storyCards.forEach((card, number) => {
     const { data, node } = card;
@@ -338,8 +338,6 @@ function showTexts() {
     node.querySelector("p").firstChild.textContent = isBefore ? data.early : data.note;
     const turn = node.querySelector(".switch");
     turn?.setAttribute("aria-checked", String(!isOff(card)));
-    if (turn) turn.disabled = Boolean(off) && !isOff(card); // only one kind at a time was measured
-    if (turn) turn.title = turn.disabled ? "one kind at a time: first switch the other heads on" : "";
     node.dataset.name = data.name;
   });
   $("story-play").textContent = isPlaying() ? "❚❚" : "▶";

@@ -400,3 +400,17 @@ def test_a_name_of_the_repeated_sequence_says_nothing_about_a_text():
     assert of_text["frames"][0]["headline"] == of_text["frames"][1]["headline"]
     assert of_copies["frames"][0]["headline"] != of_copies["frames"][1]["headline"]
     assert len(of_text["cards"]) == 2
+
+
+def test_attention_without_a_model_has_no_sentence_about_predictions():
+    run = copy.deepcopy(a_story())
+    last = run.snapshots[-1]
+    last.row.losses, last.row.step = [], 0
+    del last.details["without"]
+    usual = told(a_story())["prompts"]
+    for one, other in zip(story(last, [0], [last.row], {})["prompts"], usual, strict=True):
+        (frame,) = one["frames"]
+        assert frame["line"] == ""
+        assert frame["headline"] not in [of_step["headline"] for of_step in other["frames"]]
+        assert frame["marked"] in frame["headline"]
+        assert len(one["key_to_picture"]) < len(other["key_to_picture"])

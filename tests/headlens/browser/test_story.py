@@ -159,11 +159,8 @@ def test_heads_can_be_switched_off(stills):
     assert lens.locator("#story-lines").evaluate(DRAWN) == 0
     expect(reading).not_to_contain_text(arc)  # it is not drawn
     others = lens.get_by_role("switch").nth(1)
-    expect(others).to_be_disabled()  # one name at a time: no other was measured
-    switch.click()
-    others.click()
+    others.click()  # one name at a time: no other was measured
     expect(switch).to_have_attribute("aria-checked", "true")
-    expect(switch).to_be_disabled()
     expect(others).to_have_attribute("aria-checked", "false")
     expect(lens).to_have_url(re.compile("off="))
     again = stills(fragment=lens.evaluate("location.hash") + "&view=story")
