@@ -229,7 +229,7 @@ def losses_without(model, projections, group):
 
 
 @pytest.mark.parametrize("kind", ["ours", "gpt2", "gpt_neo"])
-def test_predictions_without_heads_are_those_of_a_forward_pass(kind):
+def test_predictions_without_heads_are_those_of_a_forward_pass(kind, monkeypatch):
     if kind == "ours":
         model = tiny_model().eval()
         projections = [block.attn.out_proj for block in model.blocks]
@@ -266,6 +266,9 @@ def test_predictions_without_heads_are_those_of_a_forward_pass(kind):
         assert len(without_induction["codes"][number]) == len(codes)
     # The repeated sequence alone defines it.
     assert found["induction"]["attention"]["induction"]["values"] == [None, None]
+    monkeypatch.setattr("headlens.recording.MAX_CELLS", 100)  # a larger snapshot cannot be read
+    small = record_without(run, model, PROMPTS, GROUPS, offsets, text_of)
+    assert small == {name: one | {"attention": {}} for name, one in found.items()}
 
 
 def test_models_without_a_known_output_projection_have_no_switch():
