@@ -245,7 +245,7 @@ class Lens:
 
     def most_significant_heads(self) -> list[str]:
         """Returns the number of heads with a name, and a line for the clearest head of each name,
-        for example "previous token L5 H1: mean weight 0.83 on the token before (since step 400)".
+        for example "L5 H1 previous token: mean weight 0.83 on the token before (since step 400)".
         Empty before the last snapshot and without a name.
         """
         rows, stage = clearest(self.table), None

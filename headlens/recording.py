@@ -40,6 +40,7 @@ from .whole_text import TextRecorder
 TOKENS_AT_ONCE = 256  # of prompts, with padding: the logits of a large vocabulary take memory
 MOST_LIKELY = 5  # next tokens recorded for each position
 MIN_COMPARED = 8  # tokens; `positional` ignores shorter prompts
+MAX_CELLS = 2**22  # of attention without heads, about 14 MB in a snapshot, see MAX_JSON_BYTES
 
 CaptureIds = Callable[[Tensor, Visit], Captured]
 Values = dict[str, np.ndarray]  # by statistic, (L, H)
@@ -241,7 +242,8 @@ def record_without(
         tokens, of_prompts  what it predicts, as in details["predictions"]
         attention           of each group {name: {codes, values}}: for each prompt the mean weights
                             of its first MAX_DRAWN heads as a list of bytes, t (t + 1) / 2, and the
-                            mean of the statistic of its name, None where it is undefined
+                            mean of the statistic of its name, None where it is undefined; {} if
+                            it has more than MAX_CELLS bytes
 
     capture: runs this model. offsets: of each head, (L, H), see Row. A removed head has its mean
     context vector over all tokens of the prompts, see ablation.py. Costs a forward pass on the
@@ -268,11 +270,13 @@ def record_without(
     if not all(recorder.predictions for recorder in run(add)):
         return None
     means = [of_layer / count for of_layer, count in zip(sums, tokens, strict=True)]
+    cells = len(groups) ** 2 * sum(p.shown * (p.shown + 1) // 2 for p in prompts)
+    drawn = groups if cells <= MAX_CELLS else {}
 
     def without(group: Sequence[Head]) -> dict[str, Any]:
         recorders = run(removal(group, means))
         found = _predictions(prompts, [r.predictions for r in recorders], token_bytes)
-        shown = {n: _attention_of(recorders, n, heads, offsets) for n, heads in groups.items()}
+        shown = {n: _attention_of(recorders, n, heads, offsets) for n, heads in drawn.items()}
         return found | {"attention": shown}
 
     return {name: without(group) for name, group in groups.items()}

@@ -128,7 +128,8 @@ def inspect(
                 frames.append(data)
             if settings.checkpoints:
                 report(number + 1, len(found))
-    print(sanitize(f"{path}, step {step}: clearest heads"))
+    of_step = f", step {step}" if step else ""  # of a foreign model it is not known
+    print(sanitize(f"{path}{of_step}: clearest heads"))
     print(*(f"  {line}" for line in lines), sep="\n")
     if settings.ablation:
         print("largest increases of the loss:")

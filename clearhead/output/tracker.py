@@ -50,11 +50,7 @@ class Tracker:
     """
 
     def __init__(
-        self,
-        config: WandbConfig,
-        folder: Path,
-        settings: dict,
-        run_id: str | None = None,
+        self, config: WandbConfig, folder: Path, settings: dict, run_id: str | None = None
     ):
         self.folder, self.config = folder, config
         self.rows = RowFile(folder / "metrics.jsonl")
@@ -72,10 +68,8 @@ class Tracker:
             self.wandb = wandb
             self.is_shared = bool(wandb.sdk.wandb_setup.singleton().most_recent_active_run)
             given = wandb, config, folder, settings, run_id, self.is_shared
-            self.run = call_with_timeout(
-                wandb_process.START_SECONDS + 2 * wandb_process.CALL_SECONDS,
-                lambda: start_run(*given),
-            )
+            seconds = wandb_process.START_SECONDS + 2 * wandb_process.CALL_SECONDS
+            self.run = call_with_timeout(seconds, lambda: start_run(*given))
         except Exception as error:
             self._stop_logging(error)
         self._call(define_metrics)

@@ -1,4 +1,4 @@
-/* Plays the steps of a run: on the first screen once in ten seconds, with all that is between the
+/* Plays the steps of a run: on the first screen once in twelve seconds, with all that is between the
  * steps, and on the screen of all heads one step after the other. */
 
 import { clamp } from "./text.js";

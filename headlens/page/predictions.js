@@ -5,7 +5,7 @@ import { format, formatLoss } from "./text.js";
 import { $, bold, make, quotedToken } from "./dom.js";
 import { A, B, sideName } from "./state.js";
 
-export const predictionsOf = (of) => of?.facts.predictions?.of_prompts[of.prompt] ?? null;
+const predictionsOf = (of) => of?.facts.predictions?.of_prompts[of.prompt] ?? null;
 
 /** Shows the true next token and the most likely tokens after the query token, for A and B. */
 export function drawNextToken(query) {

@@ -93,7 +93,7 @@ function openAllHeads(index) {
   const frame = isPlaying() ? frameCount() - 1 : state.frame; // not a step in the middle of the play
   pause();
   const head = index === undefined ? {} : { ...placeOfHead(index), query: shownQuery(), more: [] };
-  update({ view: "all", frame, ...head }).then(() => scrollTo(0, 0));
+  update({ view: "all", frame, off: "", ...head }).then(() => scrollTo(0, 0));
 }
 
 function pointAt(token) {
@@ -178,6 +178,7 @@ function makeCard(data, number) {
       pause();
       const turnsOn = state.off === data.name;
       pointedCard = null;
+      if (keptCard === number) keptCard = null; // it has no lines now; those of the others are shown
       wasEarlier = state.frame !== frameCount() - 1;
       update({ off: turnsOn ? "" : data.name, frame: turnsOn ? state.frame : frameCount() - 1 });
     };
@@ -185,13 +186,12 @@ function makeCard(data, number) {
   }
   setColour(node, data.name);
   const light = (to) => {
+    if (storyCards[number]?.node !== node) return; // it loses the focus as it is replaced
     pointedCard = to;
     drawStory();
   };
-  node.onpointerenter = () => light(number);
-  node.onpointerleave = () => light(null);
-  node.onfocusin = () => light(number);
-  node.onfocusout = () => light(null);
+  for (const event of ["pointerenter", "focusin"]) node.addEventListener(event, () => light(number));
+  for (const event of ["pointerleave", "focusout"]) node.addEventListener(event, () => light(null));
   return { data, node, canvas };
 }
 
@@ -240,8 +240,9 @@ export function drawStory() {
   }
   if (!run.story.prompts[state.prompt]) state.prompt = run.story.opening; // a prompt of a few tokens
   story = run.story.prompts[state.prompt];
-  // Not after a change of the prompt, or when a run was resumed.
-  const canSwitch = story.cards.some(({ name, without }) => without && name === state.off);
+  // Not after a change of the prompt or the step, or when a run was resumed.
+  const canSwitch = state.frame === frameCount() - 1
+    && story.cards.some(({ name, without }) => without && name === state.off);
   if (!canSwitch) state.off = "";
   const width = $("story-picture").clientWidth;
   const key = [state.prompt, width, frameCount(), run.frames.at(-1).step].join();
@@ -261,7 +262,8 @@ export function drawStory() {
  * picture in a narrow window while the cards are scrolled. */
 function fitHead() {
   const head = $("story-head");
-  const sentences = [...story.frames, ...story.cards.flatMap(({ without }) => without ?? [])];
+  const without = story.cards.filter((card) => card.without).map((card) => sentenceWithout(card, true));
+  const sentences = [...story.frames, ...without];
   const lines = story.layout === "lines" ? story.cards.map((card) => ` · ${card.lines}`) : [""];
   const longest = lines.reduce((a, b) => (a.length < b.length ? b : a));
   head.style.setProperty("--head", 0);
@@ -301,6 +303,10 @@ function fitRows(width) {
     : `There is room for the first ${count - 1} of ${period} ${story.unit}s of each copy.`;
 }
 
+/** Returns the sentence without the heads of a card, which is about the last step. */
+const sentenceWithout = ({ without }, isAfterOther) => ({ ...without,
+  headline: without.headline.replace(/^W/, isAfterOther ? "At the last step, w" : "W") });
+
 /** Shows a sentence with a clause in the colour of the heads that it is about. */
 function showHeadline({ headline, marked, about }) {
   if ($("story-headline").textContent === headline) return;
@@ -315,8 +321,7 @@ function showTexts() {
   const off = cardOff();
   const isLast = off || state.frame === frameCount() - 1;
   const card = storyCards[activeCard()];
-  const headline = off?.without.headline.replace(/^W/, wasEarlier ? "At the last step, w" : "W");
-  showHeadline(off ? { ...off.without, headline } : frame);
+  showHeadline(off ? sentenceWithout(off, wasEarlier) : frame);
   const hasLines = story.layout === "lines" && !isOff(card);
   const line = (off ? off.without : frame).line;
   $("story-line").textContent = [line, hasLines && card.data.lines].filter(Boolean).join(" · ");

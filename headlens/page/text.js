@@ -7,7 +7,7 @@ const DIGITS = JSON.parse('__DIGITS__');
 
 /** Returns the number of decimals of a value of a kind: "value", "loss", "error", "chance", "percent",
  * "weight". */
-export const decimals = (value, kind) =>
+const decimals = (value, kind) =>
   DIGITS[kind].find(([size]) => Math.abs(value) >= size)?.[1] ?? 0;
 
 /** Returns a value with a number of decimals; a dash if there is none. signed: the value is a change. */

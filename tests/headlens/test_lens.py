@@ -410,6 +410,21 @@ def test_a_name_that_is_nearly_clear_stays_also_when_a_run_is_resumed(tmp_path):
     assert lens.history.rows[-1].names.item() == ALL_NAMES.index("previous_token")
 
 
+def test_a_name_is_new_when_the_first_head_has_it(tmp_path):
+    lens, new = lens_on("the bank of a river", every=10, repeat_length=0), []
+    for step in (0, 10, 20):
+
+        def attend(token_ids, capture, count=step // 10):
+            weights = torch.eye(len(token_ids)).roll(-1, 1).tril()  # to the token before
+            weights[0, 0] = 1
+            uniform = torch.ones_like(weights).tril()
+            uniform /= uniform.sum(-1, keepdim=True)
+            capture(0, torch.stack([weights] * count + [uniform] * (2 - count)), None)
+
+        new.append(taken(lens, GivenModel(attend), step, 50, tmp_path).new_names)
+    assert [len(names) for names in new] == [0, 1, 0]
+
+
 def fails(*_, **__):
     raise OSError("two\nlines")
 

@@ -1,6 +1,20 @@
 """The steps that a page of a growing run shows."""
 
-from headlens.live_snapshots import steadily_spaced
+from helpers.stories import a_story
+
+from headlens.finding import opening
+from headlens.heatmap import png_of_head
+from headlens.live_snapshots import PICTURE, LiveSnapshots, steadily_spaced
+from headlens.snapshot_data import write_snapshot
+
+
+def test_the_picture_of_a_run_is_of_the_prompt_that_shows_the_head(tmp_path):
+    last = a_story().snapshots[-1]
+    write_snapshot(tmp_path / "step_00000120.npz", last)
+    head = opening(last)
+    assert head["prompt"] == 1
+    codes = last.codes[1][head["layer"], head["head"]]
+    assert LiveSnapshots(tmp_path).picture() == png_of_head(codes, PICTURE)
 
 
 def test_shown_steps_stay_while_a_run_grows():

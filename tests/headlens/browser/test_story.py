@@ -192,6 +192,28 @@ def test_without_heads_the_other_heads_attend_as_they_do_then(stills):
     assert lens.get_by_role("switch", checked=False).count() == 0
 
 
+def test_no_heads_are_off_at_another_step_or_after_all_heads(stills):
+    lens = stills(fragment=f"{COPIES}&step=0&off=induction")
+    wanted = told(a_story(), 1)["frames"]
+    expect(headline(lens)).to_have_text(wanted[0]["headline"])
+    lens.get_by_role("switch").first.click()
+    lens.locator("#show-all").click()
+    lens.keyboard.press(",")  # the step before
+    expect(lens.locator("#message")).to_be_hidden()
+    lens.locator("#show-story").click()
+    expect(headline(lens)).to_have_text(wanted[-2]["headline"])
+
+
+def test_a_kept_card_whose_heads_are_switched_off_shows_those_of_the_others(stills):
+    lens = stills(fragment="#view=story")
+    first = lens.locator("#story-cards article").first
+    first.locator("canvas").click()
+    first.locator(".switch").click()
+    headline(lens).hover()
+    still(lens)
+    assert lens.locator("#story-lines").evaluate(DRAWN) > 0
+
+
 def test_nothing_below_the_headline_moves(stills):
     lens = stills(viewport={"width": 560, "height": 800})
     picture = lens.locator("#story-picture")
@@ -322,14 +344,19 @@ def test_another_prompt_under_a_resting_pointer(stills):
     assert defaults == ["sqrt", False, False, "weights", "off"]
 
 
-def test_a_card_under_the_pointer_lights_its_heads(stills):
+def test_a_card_under_the_pointer_or_with_the_focus_lights_its_heads(stills):
     lens = stills()
     line = lens.locator("#story-line")
     usual = line.inner_text()
-    lens.locator("#story-cards article").nth(1).hover()
-    expect(line).to_contain_text("L0 H2")
-    headline(lens).hover()
-    expect(line).to_have_text(usual)
+    card = lens.locator("#story-cards article").nth(1)
+    for light, leave in (
+        (card.hover, headline(lens).hover),
+        (card.locator("h3 button").focus, lens.locator("#story-play").focus),
+    ):
+        light()
+        expect(line).to_contain_text("L0 H2")
+        leave()
+        expect(line).to_have_text(usual)
 
 
 def test_a_text_shows_the_next_tokens_and_grey_what_it_has_not_read(stills):
