@@ -389,11 +389,11 @@ class _Story:
     def _line(self, step: int, right: float) -> str:
         if not math.isfinite(right):  # attention without a model is of no step
             return f"step {step:,}" if step or self.knows_losses else ""
-        known = f" (chance {percent(self.chance)})" if self.prompt.num_symbols else ""
+        known = f"; chance {percent(self.chance)}" if self.prompt.num_symbols else ""
         if self.is_text and step and not self.rows[0].step:
-            known = f" (before training: {percent(self.chance)})"
-        gets = f"here the right {self.unit} gets a mean probability of {percent(right)}"
-        return f"step {step:,} · {gets}{known}"
+            known = f"; before training {percent(self.chance)}"
+        gets = f"the right {self.unit} gets {percent(right)}"
+        return f"step {step:,} · {gets} (mean probability here{known})"
 
     def _is_guessing(self, right: float) -> bool:
         """Whether the right token is hardly more probable than by chance."""
