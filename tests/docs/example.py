@@ -24,7 +24,7 @@ TRAIN = ["train.py", "experiment=induction", "seed=2", "wandb=off", "name=induct
 # Time of each picture of the animation, in milliseconds: the first step stands still, and most
 # changes are at the beginning.
 TIMES = [1500] + [150] * 42 + [650] * 6 + [3000]
-COLOURS = 24
+COLOURS = 40
 LEAST_CHANGE = 64  # of 255; smaller changes of the lines are drawn at the end
 
 
