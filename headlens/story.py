@@ -70,8 +70,10 @@ def story(
     """
     # Not each snapshot has a frame: rows after the last frame would name other heads than it shows.
     history = [row for row in history if row.step <= last.step] or [last.row]
+    table, born = head_table(history, last.uniform), events(history)
+    births = {event["key"]: event["step"] for event in reversed(born)}  # the first ones
     told = {
-        number: _Story(last, number, history, steps, curves or {})
+        number: _Story(last, number, history, steps, curves or {}, table, births)
         for number, prompt in enumerate(last.prompts)
         if len(prompt.tokens) > 2
     }
@@ -139,8 +141,12 @@ class _Story:
         history: list[Row],
         steps: Sequence[int],
         curves: Mapping[str, Sequence],
+        table: list[dict],
+        births: dict[str, int],
     ):
         self.last, self.number, self.history, self.curves = last, number, history, curves
+        self.table, self.births = table, births
+        self.values = last.of_prompts[number]
         known = [row.step for row in history]
         before = np.searchsorted(known, steps, side="right") - 1
         self.rows = [history[max(0, at)] for at in before]  # of each frame
@@ -153,10 +159,8 @@ class _Story:
         self.chance = 0.05 if self.rows[0].step else self.right[0]
         if self.prompt.period and self.prompt.num_symbols:
             self.chance = 1 / self.prompt.num_symbols
-        self.table = head_table(history, last.uniform)
         self.most_needed = ""  # a name that leads because the model needs its heads most
         self.cards = self._needed_first(self._groups())[:MAX_CARDS]
-        self.births = {e["key"]: e["step"] for e in reversed(events(history))}  # the first ones
         self.cards_json = [self._card(group) for group in self.cards] or [self._nameless()]
 
     # ------------------------------------------------------------------------------ what is known
@@ -234,7 +238,7 @@ class _Story:
         if not self.cards or self.cards[0].name not in NAMES:
             return 0.0
         name, uniform = self.cards[0].name, self.prompt.uniform[self.cards[0].name]
-        values = self.last.of_prompts[self.number][name].ravel()[self.cards[0].heads]
+        values = self.values[name].ravel()[self.cards[0].heads]
         clear = float(values.mean()) - (uniform or 0)
         return clear if math.isfinite(clear) else 0.0
 
@@ -257,6 +261,8 @@ class _Story:
                 f"the same {self.unit}s again: what it must predict",
             ],
             "query": self._query(),
+            # The first token whose probability counts, see history.second_copy.
+            "predicted_from": 1 if self.is_text else self.prompt.period + 2,
             "key_to_picture": self._key_to_picture(),
             "arc": self._arc(),
             "cards": self.cards_json,
@@ -443,12 +449,13 @@ class _Story:
                 f"It begins to use what it has read: some {unit}s are no longer a guess."
             )
         has_name = np.isin(self.rows[n].names, [ALL_NAMES.index(name) for name in KINDS]).any()
-        without = " No head has found its job yet." * (not has_name)
+        without = f" {NO_NAME}." * (not has_name)
         return _marked(f"It has learned which {unit}s are likely.{without}")
 
     def _headline_without(self, group: Group, before: float, right: float) -> dict:
-        """Returns the sentence of the last step without the heads of a group. before, right: the
-        probability of the right token with and without them."""
+        """Returns the sentence of the last step without the heads of a group, and from_earlier: the
+        same if another step was shown before. before, right: the probability of the right token
+        with and without them."""
         floor = self.chance if self.prompt.num_symbols else 0.0
         lost = (before - right) / max(before - floor, floor, 1e-9)
         result = f", the right {self.unit} stays as likely here."
@@ -456,7 +463,8 @@ class _Story:
             result = ", it is no better than guessing."
         elif abs(lost) > 0.1 and percent(right) != percent(before):
             result = f", the right {self.unit} gets {percent(right)}, not {percent(before)}."
-        return _marked("Without the ", group.which(), result, group.name)
+        said = _marked("Without the ", group.which(), result, group.name)
+        return said | {"from_earlier": f"At the last step, w{said['headline'][1:]}"}
 
     def _place(self, head: int) -> str:
         return head_name(*divmod(head, self.last.row.names.shape[1])).replace(" ", "\u00a0")
@@ -464,9 +472,8 @@ class _Story:
     def _share(self, group: Group) -> float:
         """Returns the part of their attention with which the heads of a group do here what their
         name says; NaN if it is not known."""
-        is_share = group.name in STATISTICS and STATISTICS[group.name].of == "targets"
-        values = self.last.of_prompts[self.number][group.name].ravel()[group.heads]
-        return float(values.mean()) if is_share else math.nan
+        is_share = STATISTICS[group.name].of == "targets"
+        return float(self.values[group.name].ravel()[group.heads].mean()) if is_share else math.nan
 
     def _main_head(self, group: Group) -> str:
         """Returns the head that alone does nearly all that the model needs of a group, or ""."""

@@ -262,8 +262,9 @@ export function drawStory() {
  * picture in a narrow window while the cards are scrolled. */
 function fitHead() {
   const head = $("story-head");
-  const without = story.cards.filter((card) => card.without).map((card) => sentenceWithout(card, true));
-  const sentences = [...story.frames, ...without];
+  const withouts = story.cards.flatMap(({ without }) =>
+    (without ? [{ ...without, headline: without.from_earlier }] : []));
+  const sentences = [...story.frames, ...withouts];
   const lines = story.layout === "lines" ? story.cards.map((card) => ` · ${card.lines}`) : [""];
   const longest = lines.reduce((a, b) => (a.length < b.length ? b : a));
   head.style.setProperty("--head", 0);
@@ -303,10 +304,6 @@ function fitRows(width) {
     : `There is room for the first ${count - 1} of ${period} ${story.unit}s of each copy.`;
 }
 
-/** Returns the sentence without the heads of a card, which is about the last step. */
-const sentenceWithout = ({ without }, isAfterOther) => ({ ...without,
-  headline: without.headline.replace(/^W/, isAfterOther ? "At the last step, w" : "W") });
-
 /** Shows a sentence with a clause in the colour of the heads that it is about. */
 function showHeadline({ headline, marked, about }) {
   if ($("story-headline").textContent === headline) return;
@@ -321,7 +318,8 @@ function showTexts() {
   const off = cardOff();
   const isLast = off || state.frame === frameCount() - 1;
   const card = storyCards[activeCard()];
-  showHeadline(off ? sentenceWithout(off, wasEarlier) : frame);
+  showHeadline(!off ? frame
+    : wasEarlier ? { ...off.without, headline: off.without.from_earlier } : off.without);
   const hasLines = story.layout === "lines" && !isOff(card);
   const line = (off ? off.without : frame).line;
   $("story-line").textContent = [line, hasLines && card.data.lines].filter(Boolean).join(" · ");
@@ -388,7 +386,7 @@ function showReading() {
   const labels = prompt.labels.with(0, prompt.period ? "○" : prompt.labels[0]);
   const parts = [];
   if (chosenToken() !== null) {
-    parts.push(token(labels[query]), " looks at ");
+    parts.push(token(labels[query]), " attends to ");
     const seenBy = storyCards.filter((card) => !isOff(card)).map(({ data }) => {
       const row = Array.from({ length: query + 1 }, (_, key) => cardWeight(data, state.frame, query, key));
       const key = row.indexOf(Math.max(...row));
@@ -471,12 +469,11 @@ function measureTokens() {
 
 /** Returns the probability that each token had at a frame, null where nothing predicts it. */
 function tokenChances(frame) {
-  const { period } = run.prompts[state.prompt];
   const facts = run.frames[frame].facts;
   const found = cardOff() ? facts?.without?.[state.off] : facts?.predictions;
   const losses = found?.of_prompts[state.prompt].losses;
-  return tokenNodes.map((_, n) => (losses?.[n - 1] === undefined || losses[n - 1] === null
-    || (period && n < period + 2) ? null : Math.exp(-losses[n - 1])));
+  return tokenNodes.map((_, n) => (n < story.predicted_from || !Number.isFinite(losses?.[n - 1])
+    ? null : Math.exp(-losses[n - 1])));
 }
 
 const between = (a, b, part) => (a === null || b === null ? b : a + (b - a) * part);

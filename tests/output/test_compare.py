@@ -132,7 +132,7 @@ def test_damaged_files_are_skipped(run, compared):
 def test_a_note_says_which_values_are_not_comparable(run, compared, data, other, metric, count):
     run("a", [2.0], data=data, metric=metric, lr=0.1)
     path = run("b", [1.0], data=other, metric=metric, lr=0.2) / "run.json"
-    if other:  # the tokens are others too; their checksum has no column of its own
+    if other:  # the tokens differ too; their checksum has no separate column
         path.write_text(json.dumps(json.loads(path.read_text()) | {"data": "b tokens"}))
     (head, _, *rows), notes, _, _ = compared(f"metric={metric}")
     assert ([row[0] for row in rows], len(notes)) == (["b", "a"], count)
