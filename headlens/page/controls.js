@@ -109,7 +109,7 @@ export function showControls() {
   $("map-kind").hidden = !A.norms;
   if (!A.valued) $("kind").value = "weights"; // B may have no norms
   $("sort").value = state.sort;
-  $("over-label").hidden = !hasOverall();
+  $("over-label").hidden = !hasOverall() || run.isTyped;
   $("direction").hidden = !state.sort;
   $("direction").textContent = state.descending ? "↓" : "↑";
   $("direction").title = state.descending ? "largest first" : "smallest first";

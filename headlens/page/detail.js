@@ -14,6 +14,8 @@ import { drawText } from "./words.js";
 import { drawLayers, drawNextToken } from "./predictions.js";
 import { toggleHead, withUniform } from "./grid.js";
 import { isPlaying } from "./player.js";
+import { switchHeads } from "./typing.js";
+import { buildWhy, drawWhy, explain } from "./why.js";
 
 export function buildDetail() {
   for (const plot of plots) {
@@ -40,8 +42,12 @@ export function buildDetail() {
       const { query, key } = cell(event);
       update({ query });
       hoverCell({ query, key });
+      explain(query, key);
     });
   }
+  buildWhy(strongestKey);
+  $("switch-head").addEventListener("click", () =>
+    switchHeads(selectedHeads(), run.off.has(selected())));
   const text = $("text");
   const onToken = (kind, act) => text.addEventListener(kind, ({ target }) => {
     const token = target.closest("[data-token]")?.dataset.token;
@@ -104,6 +110,10 @@ export function drawDetail() {
     plot.map.setAttribute("aria-label", `attention of ${indexName(index)}: ${title}`);
   }
   drawHeads();
+  drawWhy();
+  $("switch-head").hidden = !run.isTyped;
+  $("switch-head").textContent = run.off?.has(selected()) ? "switch on" : "switch off";
+  $("detail").classList.toggle("off", Boolean(run.off?.has(selected())));
   $("detail").classList.toggle("mean", meanIsShown());
   if (!meanIsShown()) drawValues(index);
   drawReading();
