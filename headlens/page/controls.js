@@ -105,6 +105,7 @@ export function showControls() {
   $("play").textContent = isPlaying() ? "❚❚" : "▶";
   $("play").setAttribute("aria-label", isPlaying() ? "pause" : "play");
   $("prompt").value = state.prompt;
+  $("prompt").hidden = Boolean(run.isTyped);
   for (const [id, name, property] of SETTERS) $(id)[property] = state[name];
   $("map-kind").hidden = !A.norms;
   if (!A.valued) $("kind").value = "weights"; // B may have no norms

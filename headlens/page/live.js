@@ -16,6 +16,7 @@ let curves = {}; // losses under the time line
 let first = null; // {done, fail}: the tab of the heads waits for the first snapshot
 let rebuild = null; // builds what depends on the data; null until the heads are drawn
 let model = null; // it computes at the checkpoints
+let checkpoints = { steps: [] }; // of the run, with the most tokens of a text
 let liveText, lostText; // elements
 
 /** Shows the state, the losses and the samples of the run from now on. */
@@ -39,10 +40,17 @@ export const firstRun = () => new Promise((done, fail) => (first = { done, fail 
  * run. */
 export function followHeads(build, of) {
   [rebuild, model] = [build, of];
+  takeCheckpoints();
+}
+
+function takeCheckpoints() {
+  Object.assign(model, checkpoints);
+  showTyping();
 }
 
 /** Takes up what is new. Returns false if something has to wait. */
 async function take(found) {
+  checkpoints = found.typing ?? { steps: [] };
   $("live").dataset.state = found.state;
   liveText.textContent = found.text;
   const isNew = found.training !== shownTraining;
@@ -90,8 +98,7 @@ async function loadData() {
 
 /** Takes up new snapshots, then new losses. Returns false if this has to wait. */
 async function takeHeads(found, hasLosses) {
-  Object.assign(model, found.typing ?? { steps: [] });
-  showTyping();
+  takeCheckpoints();
   if (isPlaying() || run.isTyped) { // it shows the steps that it started with
     waitingLosses ||= hasLosses;
     return false;

@@ -278,7 +278,8 @@ function fitHead() {
   const sentences = [...(run.isTyped ? [story.frames[state.frame]] : story.frames), ...withouts];
   const lines = story.layout === "lines" ? story.cards.map((card) => ` · ${card.lines}`) : [""];
   const longest = lines.reduce((a, b) => (a.length < b.length ? b : a));
-  head.style.setProperty("--head", 0);
+  // A typed text has sentences that come later: the room grows with them.
+  if (!run.isTyped) head.style.setProperty("--head", 0);
   const heights = sentences.map((sentence) => {
     showHeadline(sentence);
     $("story-line").textContent = sentence.line + longest;

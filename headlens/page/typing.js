@@ -9,7 +9,7 @@
  * {ids, labels, probabilities}: five per position, next: the same, 40 after the last position}. tokens to
  * signs, codes and norms are as those of a prompt and a frame, see index.html. */
 
-import { clamp, format } from "./text.js";
+import { clamp, format, stepText } from "./text.js";
 import { $, showMessage } from "./dom.js";
 import { decode } from "./data.js";
 import { DEFAULTS, nearestIndex, placeOfHead, run, setRuns, state, update } from "./state.js";
@@ -170,7 +170,10 @@ function typedRun(recorded) {
     return names.flatMap((n, index) => (recorded.names[n].key === name ? [index] : []));
   };
   const last = Math.max(1, frames.length - 1);
+  const isKept = (step) => step >= frames[0].step; // else it is before the time line
   const story = told && { ...told, layout: "text", note: "", arc: "", predicted_from: 1,
+    curve: { title: "loss in training", points: told.curve.points.filter(([step]) => isKept(step)) },
+    births: told.births.filter(({ step }) => isKept(step)),
     pace: frames.map((_, n) => n / last), frames: frames.map(({ known }) => told.frames[known]),
     key_to_picture: `Bars: probability of the right ${told.unit}, red 0\u00a0%, green 100\u00a0%. Point at a ` +
       `${told.unit} to see what its heads attend to; click it to write on from there.`, cards: told.cards.map((card) => ({ ...card, from: 1, effect: "",
@@ -203,7 +206,7 @@ function frameOf(typed, { step, known, heads }, index) {
     Object.assign(frame, { reading, bytes: reading.codes, normBytes: reading.norms,
       pending: Promise.resolve(reading.codes), facts: { ...facts, statistics: [{}], without: undefined,
         largest_norms: [reading.largest_norms], predictions: asPredictions(reading),
-        whole: whole === reading ? null : asPredictions(whole), heads: { ...facts.heads,
+        whole: whole === reading ? null : asPredictions(whole), heads: { findings: nowhere.map(() => []),
           rows: [nowhere], prompts: nowhere, clearest: Object.fromEntries(clearest) } } });
     return reading.codes;
   };
@@ -253,21 +256,20 @@ function headlineOf(typed, reading, whole) {
   const [now, full] = [best(reading), best(whole)];
   const right = (of) => (of.losses.length ? percentText(meanRight(of)) : "");
   const gets = right(reading) && ` · the right ${unit} gets ${right(reading)} (mean probability in your text)`;
-  const line = `step\u00a0${reading.step.toLocaleString("en")}${gets}`;
+  const step = stepText(reading.step);
   if (reading === whole) {
     const headline = now.p >= 0.1 ? `After your text it expects “${now.label}”: ${percentText(now.p)}.`
       : `Many ${unit}s can follow: “${now.label}” first, with ${percentText(now.p)}.`;
-    return { headline, marked: `“${now.label}”`, about: "", line };
+    return { headline, marked: `“${now.label}”`, about: "", line: step + gets };
   }
   const without = offText(typed);
   const about = cards.find(({ group }) => group.every((index) => off.has(index)))?.name ?? "";
-  const after = best(reading, full.id);
-  const result = now.id === full.id
-    ? `expects “${now.label}” with ${percentText(now.p)}, not ${percentText(full.p)}`
-    : `expects “${now.label}” (${percentText(now.p)}); “${full.label}” gets ${percentText(after.p)}, ` +
-      `not ${percentText(full.p)}`;
-  return { headline: `Without ${without}, it ${result}.`, marked: without, about,
-    line: right(whole) ? `${line}, with all heads ${right(whole)}` : line };
+  const isSame = now.id === full.id;
+  const gives = `${percentText(best(reading, full.id).p)}, not ${percentText(full.p)}`;
+  const result = isSame ? `“${now.label}” gets ${gives}` : `it expects “${now.label}”, not “${full.label}”`;
+  const change = isSame ? "" : ` · “${full.label}” gets ${gives}`;
+  return { headline: `Without ${without}, ${result}.`, marked: without, about,
+    line: step + change + gets + (gets && ` · with all heads ${right(whole)}`) };
 }
 
 // --------------------------------------------------------------------------------------- what one does
