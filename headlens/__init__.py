@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .matching import matched_heads
     from .page import live_page, page_html, run_data, trainer_curves
     from .passages import beginning, text_prompts
+    from .reading import Reader, Reading
     from .render import FRAMES, draw_run, folder_page, show, write_page
     from .rounding import formatted, rounded
     from .snapshot_data import SnapshotData, read_snapshot, snapshot_bytes, write_snapshot

@@ -75,6 +75,10 @@ class LiveSnapshots:
             raise FileNotFoundError(f"the run has no snapshot of step {step}")
         return _frame(file)
 
+    def token_ids(self) -> list[list[int]]:
+        """Returns the token ids of the prompts of the last snapshot. Raises as `frame`."""
+        return _read(_last(self._files())).token_ids
+
     def picture(self) -> bytes:
         """Returns the heatmap of the clearest head at the last step as a PNG. Raises as `frame`."""
         return _picture(_last(self._files()))

@@ -215,11 +215,13 @@ def page_html(runs: Sequence[dict], title: str, training: dict | None = None) ->
     return _filled({"version": VERSION, "runs": list(runs), "training": training}, title)
 
 
-def live_page(title: str, tabs: Sequence[str]) -> str:
+def live_page(title: str, tabs: Sequence[str], token: str = "") -> str:
     """Returns the page for a server that sends its data (live_snapshots.py), also while the run
-    trains. tabs: "runs", "heads", "training", "settings"; the list of runs has the first only. Its
-    Content-Security-Policy allows requests to this server."""
-    return _filled({"version": VERSION, "live": True, "tabs": tabs}, title, is_live=True)
+    trains. tabs: "runs", "heads", "training", "settings"; the list of runs has the first only.
+    token: what the server asks of a page that reads a text. Its Content-Security-Policy allows
+    requests to this server."""
+    content = {"version": VERSION, "live": True, "tabs": tabs, "token": token}
+    return _filled(content, title, is_live=True)
 
 
 def _filled(content: dict, title: str, is_live: bool = False) -> str:
