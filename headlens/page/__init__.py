@@ -72,7 +72,6 @@ def run_data(
             {
                 "name": prompt.name,
                 "text": prompt.text,
-                "ids": prompt.token_ids[: prompt.shown],
                 "title": prompt.title,
                 "tokens": prompt.tokens[: prompt.shown],
                 "texts": texts_of(prompt.tokens[: prompt.shown]),

@@ -51,8 +51,9 @@ export function buildTyping(of, build) {
     line.focus();
   });
   $("take-prompt").addEventListener("click", () => {
-    const { ids } = run.prompts[state.prompt];
-    read({ ids: ids.slice(0, engine.limit) }).then(writeLine);
+    const { tokens, period } = run.prompts[state.prompt];
+    line.value = plainText(tokens.slice(period ? 1 : 0)); // without the token of the start
+    line.dispatchEvent(new Event("input"));
   });
   $("temperature").addEventListener("input", showSampling);
   showSampling();
@@ -226,10 +227,11 @@ function asPredictions({ ids, losses, likely }) {
 
 export const percentText = (p) => `${format(p === null ? NaN : 100 * p, false, "percent")}\u00a0%`;
 
-/** Returns the probability that a token had with all heads, as text. */
+/** Returns the probability that a token had with all heads, as text; it is known for five tokens. */
 export function wasText({ ids, of_prompts: [{ tokens, probabilities }] }, query, id) {
   const at = tokens[query].findIndex((of) => ids[of] === id);
-  return at < 0 ? `< ${percentText(probabilities[query].at(-1))}` : percentText(probabilities[query][at]);
+  const text = percentText(probabilities[query].at(at));
+  return at < 0 ? `<${text.replace("<", "")}` : text;
 }
 
 const meanRight = ({ losses }) => losses.reduce((sum, loss) => sum + Math.exp(-loss), 0) / losses.length;
