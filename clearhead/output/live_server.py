@@ -8,8 +8,9 @@ These addresses exist; a name is one of a run, and never a path:
     /              the list of runs; /runs.json: its content
     /run/NAME/     the page of a run; state.json, training.json, data.json, frame/STEP.json: its
                    content, see output/live.py and headlens/live_snapshots.py; head.png: a picture;
-                   read (POST): what a checkpoint does on a text, see output/live_typing.py
-    /model/        the page of a model without a run; state.json, data.json, read (POST)
+                   read, parts (POST): what a checkpoint does on a text, see
+                   output/live_typing.py
+    /model/        the page of a model without a run; state.json, data.json, read, parts (POST)
 
 The server writes nothing. It answers requests for a name of this machine only: a web page from
 elsewhere can resolve its own name to 127.0.0.1 (DNS rebinding). Each answer to GET has an ETag, so
