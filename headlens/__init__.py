@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from .lens import Lens, Snapshot
     from .live_snapshots import LiveSnapshots
     from .matching import matched_heads
-    from .page import live_page, page_html, run_data, trainer_curves
+    from .page import live_data, live_page, page_html, run_data, trainer_curves
+    from .parts import ScoreParts, score_parts
     from .passages import beginning, text_prompts
     from .reading import Reader, Reading
     from .render import FRAMES, draw_run, folder_page, show, write_page

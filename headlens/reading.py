@@ -11,7 +11,7 @@ Shapes: L layers, H heads, T tokens, V vocabulary.
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .ablation import edited_contexts, mean_contexts, output_projections, removal
+from .ablation import Head, edited_contexts, mean_contexts, output_projections, removal
 from .capturing import Captured, LayerAttention, Visit, capture, unwrapped
 from .history import json_values
+from .parts import ScoreParts, score_parts
 from .prompts import MAX_SHOWN, Prompt, labels_of, make_prompt, signs_of, texts_of, token_texts
 from .recording import Recorder, predict, scaled
 from .tokens import lens_tokenizer
@@ -118,6 +119,21 @@ class Reader:
             Likely(*(of[0] for of in self._likely(after.token_ids, after.probabilities))),
         )
 
+    def parts(
+        self,
+        ids: Sequence[int],
+        layer: int,
+        head: int,
+        query: int,
+        key: int,
+        off: Collection[int] = (),
+    ) -> ScoreParts:
+        """Returns the parts of an attention score. Raises as `read`, and as score_parts."""
+        ids = self._prompt(None, ids).token_ids
+        self.check()
+        heads, means = (self._heads(off), self._means) if off else ((), None)
+        return score_parts(self.model, ids, layer, head, query, key, heads, means)
+
     def _prompt(self, text: str | None, ids: Sequence[int] | None) -> Prompt:
         if (text is None) == (ids is None):
             raise ValueError("give either text or ids")
@@ -135,18 +151,19 @@ class Reader:
 
         return capture(self.model, ids, checked)
 
-    @contextlib.contextmanager
-    def _without(self, off: Collection[int]) -> Iterator[None]:
+    def _without(self, off: Collection[int]) -> contextlib.AbstractContextManager:
         """Switches heads off while the model runs."""
         if not off:
-            yield
-            return
+            return contextlib.nullcontext()
+        edit = removal(self._heads(off), self._means)
+        return edited_contexts(self._projections, edit, len(self._means[0]))
+
+    def _heads(self, off: Collection[int]) -> list[Head]:
+        """Returns (layer, head) of each head that is off."""
         heads = len(self._means[0])
         if not 0 <= min(off) <= max(off) < (count := heads * len(self._means)):
             raise ValueError(f"head {max(off)}; the model has heads 0 to {count - 1}")
-        edit = removal([divmod(index, heads) for index in off], self._means)
-        with edited_contexts(self._projections, edit, heads):
-            yield
+        return [divmod(index, heads) for index in off]
 
     @functools.cached_property
     def _projections(self) -> list[nn.Module]:

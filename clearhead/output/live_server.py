@@ -1,4 +1,4 @@
-"""Serves the runs of a folder to browsers on this machine, while they train.
+"""Serves the runs of a folder, and a model, to browsers on this machine.
 
     with LiveServer(Path("runs"), port=8000) as server:
         server.serve_forever()
@@ -8,7 +8,9 @@ These addresses exist; a name is one of a run, and never a path:
     /              the list of runs; /runs.json: its content
     /run/NAME/     the page of a run; state.json, training.json, data.json, frame/STEP.json: its
                    content, see output/live.py and headlens/live_snapshots.py; head.png: a picture;
-                   read (POST): what a checkpoint does on a text, see output/live_typing.py
+                   read, parts (POST): what a checkpoint does on a text, see
+                   output/live_typing.py
+    /model/        the page of a model without a run; state.json, data.json, read, parts (POST)
 
 The server writes nothing. It answers requests for a name of this machine only: a web page from
 elsewhere can resolve its own name to 127.0.0.1 (DNS rebinding). Each answer to GET has an ETag, so
@@ -32,6 +34,7 @@ from urllib.parse import unquote_to_bytes
 
 from clearhead.errors import sanitize
 from clearhead.output.live import LiveRun, LiveRuns
+from clearhead.output.live_model import LiveModel
 from clearhead.output.live_typing import REQUESTS, Cancelled, Refused, Typing, checked_length
 from headlens import live_page
 
@@ -53,27 +56,29 @@ class Answer(NamedTuple):
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves the runs of a folder on 127.0.0.1, at this port or, if it is in use, at a free one."""
+    """Serves runs and a model on 127.0.0.1, at this port or, if it is in use, at a free one."""
 
     daemon_threads = True
     allow_reuse_address = os.name != "nt"  # Windows would share a port that is in use
 
-    def __init__(self, folder: Path, port: int):
-        self.runs, self.lock = LiveRuns(folder), threading.Lock()
-        self.typing, self.token = Typing(), secrets.token_urlsafe()
+    def __init__(self, folder: Path, port: int, model: LiveModel | None = None):
+        self.runs, self.model = LiveRuns(folder), model
+        self.lock, self.typing, self.token = threading.Lock(), Typing(), secrets.token_urlsafe()
         try:
             super().__init__(("127.0.0.1", port), Handler)
         except OSError:
             super().__init__(("127.0.0.1", 0), Handler)
 
-    def find(self, target: str) -> tuple[LiveRun | None, list[str]]:
-        """Returns the run that a request target names, and the parts of the path below it; for
-        another target None and all parts. Raises FileNotFoundError for an unknown run."""
+    def find(self, target: str) -> tuple[LiveRun | LiveModel | None, list[str]]:
+        """Returns the run or model that a request target names, and the parts of the path below
+        it; for another target None and all parts. Raises FileNotFoundError for an unknown run."""
         # Decoded after the split: a name with an encoded slash is not the name of a run.
         encoded = target.partition("?")[0].split("/")
         match parts := [os.fsdecode(unquote_to_bytes(part)) for part in encoded]:
             case ["", "run", name, *rest] if rest and (run := self.runs.find(name)):
                 return run, rest
+            case ["", "model", *rest] if rest and self.model:
+                return self.model, rest
             case ["", "run", *_]:
                 raise FileNotFoundError("no such page or run")
         return None, parts
@@ -136,8 +141,11 @@ class Handler(BaseHTTPRequestHandler):
         """Returns what is at the path of the request."""
         with self.server.lock:  # the files are read by one thread at a time
             run, parts = self.server.find(self.path)
-            if run:
-                return answer_of_run(run, self.server.token, *parts)
+            match run:
+                case LiveRun():
+                    return answer_of_run(run, self.server.token, *parts)
+                case LiveModel():
+                    return answer_of_model(run, self.server.token, *parts)
             return answer_of_list(self.server.runs, *parts)
 
     def computed(self, host: str) -> Answer:
@@ -202,6 +210,18 @@ def answer_of_run(run: LiveRun, token: str, *parts: str) -> Answer:
             return Answer(run.snapshots.frame(int(found[1])))
         case ["head.png"] if run.has_snapshots:
             return Answer(run.snapshots.picture(), "image/png")
+    raise FileNotFoundError("no such page")
+
+
+def answer_of_model(model: LiveModel, token: str, *parts: str) -> Answer:
+    """Returns the answer to a path below /model/. Raises FileNotFoundError."""
+    match parts:
+        case [""]:
+            return as_page(sanitize(model.name), ["heads"], token)
+        case ["state.json"]:
+            return Answer(json.dumps(model.state()).encode())
+        case ["data.json"]:
+            return Answer(model.data)
     raise FileNotFoundError("no such page")
 
 

@@ -3,9 +3,9 @@
     typing = Typing()
     typing.answer(run, "read", b'{"text": "The ferry bell", "step": 100}', connection)
 
-`read` is headlens.Reader.read with a checkpoint of a run. Its answer is a uint32, little endian,
+`read` is Reader.read of headlens with a checkpoint of a run. Its answer is a uint32, little endian,
 the length of the JSON that follows: a Reading without its bytes, with `step` and `has_norms`. Then
-come codes and norms.
+come codes and norms. `parts` is Reader.parts: the JSON of ScoreParts with its largest `pairs`.
 
 A request costs computing time. So it needs the token of the server, which only a page of the same
 address can read, and headers that a page from elsewhere cannot send without being asked for
@@ -44,6 +44,7 @@ PAUSE = 0.1  # seconds between two looks at a connection that waits
 KEPT = 2  # models in memory
 LENGTH = re.compile(r"\d{1,9}", re.ASCII)
 Number = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[Number], Field(min_length=1, max_length=Reader.MOST)]
 
 
 class Refused(Exception):
@@ -76,11 +77,14 @@ class Source(Protocol):
         """Whether a training needs the CPU."""
 
 
-class ReadRequest(Settings):
-    text: str | None = None
-    ids: Annotated[list[Number], Field(min_length=1, max_length=Reader.MOST)] | None = None
+class Request(Settings):
     step: Number
     off: list[Number] = Field([], max_length=10_000)
+
+
+class ReadRequest(Request):
+    text: str | None = None
+    ids: Ids | None = None
 
     @model_validator(mode="after")
     def _one_text(self) -> Self:
@@ -88,8 +92,32 @@ class ReadRequest(Settings):
             raise rejected("give either text or ids", "", "text")
         return self
 
+    def answer(self, reader: Reader) -> tuple[bytes, str]:
+        reading = reader.read(self.text, self.ids, {*self.off})
+        values = vars(reading) | {"step": self.step, "has_norms": reading.norms is not None}
+        codes, norms = values.pop("codes"), values.pop("norms")
+        content = _as_json(values)
+        parts = [struct.pack("<I", len(content)), content, codes.tobytes()]
+        body = b"".join(parts + ([] if norms is None else [norms.tobytes()]))
+        return body, "application/octet-stream"
 
-REQUESTS: dict[str, type[ReadRequest]] = {"read": ReadRequest}
+
+class PartsRequest(Request):
+    ids: Ids
+    layer: Number
+    head: Number
+    query: Number
+    key: Number
+
+    def answer(self, reader: Reader) -> tuple[bytes, str]:
+        of = self.ids, self.layer, self.head, self.query, self.key
+        found = reader.parts(*of, {*self.off})
+        values = vars(found) | {"pairs": found.largest()}
+        del values["values"]
+        return _as_json(values), "application/json; charset=utf-8"
+
+
+REQUESTS = {"read": ReadRequest, "parts": PartsRequest}
 
 
 def checked_length(headers: Message, host: str, token: str) -> int:
@@ -132,7 +160,9 @@ class Typing:
         self.threads = torch.get_num_threads()
         self.check: Callable[[], None] = lambda: None  # of the request that is computed
 
-    def answer(self, source: Source, what: str, body: bytes, connection: socket.socket) -> tuple:
+    def answer(
+        self, source: Source, what: str, body: bytes, connection: socket.socket
+    ) -> tuple[bytes, str]:
         """Returns (body, content type) of the answer to a request. Raises Refused, Cancelled, and
         FileNotFoundError without a checkpoint of its step."""
         request, check = _parsed(what, body), _watch(connection)
@@ -143,8 +173,8 @@ class Typing:
             check()
             # This number is one of the thread that calls it, which is new for each connection.
             torch.set_num_threads(1 if source.is_running() else self.threads)
-            return _read(self._reader(source, request.step), request), "application/octet-stream"
-        except ValueError as error:
+            return request.answer(self._reader(source, request.step))
+        except (TypeError, ValueError) as error:  # the model does not have it
             raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from error
         finally:
             self.lock.release()
@@ -169,7 +199,7 @@ class Typing:
         return reader
 
 
-def _parsed(what: str, body: bytes) -> ReadRequest:
+def _parsed(what: str, body: bytes) -> ReadRequest | PartsRequest:
     try:
         content = parse_json(body)
     except ValueError as error:
@@ -201,10 +231,5 @@ def _watch(connection: socket.socket) -> Callable[[], None]:
     return check
 
 
-def _read(reader: Reader, request: ReadRequest) -> bytes:
-    reading = reader.read(request.text, request.ids, {*request.off})
-    values = vars(reading) | {"step": request.step, "has_norms": reading.norms is not None}
-    codes, norms = values.pop("codes"), values.pop("norms")
-    content = json.dumps(values, default=vars).encode()
-    parts = [struct.pack("<I", len(content)), content, codes.tobytes()]
-    return b"".join(parts + ([] if norms is None else [norms.tobytes()]))
+def _as_json(values: dict) -> bytes:
+    return json.dumps(values, default=vars, allow_nan=False).encode()

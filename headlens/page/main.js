@@ -159,8 +159,8 @@ async function start() {
     heads ??= startHeads(data).catch(fail);
     if (run) update();
   });
-  if (live) followRuns(tabs.length === 1);
-  if (live && tabs.length > 1) followRun();
+  if (tabs.includes("runs")) followRuns(tabs.length === 1);
+  if (live && String(tabs) !== "runs") followRun();
   addEventListener("hashchange", ({ newURL }) => showTab(tabOfLink(newURL) || usual));
   showTab(tabOfLink(location.hash) || usual);
   readTheme();
