@@ -21,16 +21,18 @@ Shapes: B windows, H heads, T positions, D head_dim, N targets, L layers.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .capturing import output_projection
+from .capturing import Captured, LayerAttention, Visit, output_projection
 
 Head = tuple[int, int]  # (layer, head)
 Edit = Callable[[int, Tensor], Tensor]  # (layer, context, (B, H, T, D)) -> what replaces it
 RunModel = Callable[[Edit, int], tuple[Tensor, Tensor | None]]
+CaptureIds = Callable[[Tensor, Visit], Captured]
 Ablate = Callable[[dict[str, list[Head]]], dict | None]  # heads by name -> result of `ablate`
 COLUMNS = ("loss_change", "loss_change_error", "accuracy_without")
 
@@ -119,6 +121,31 @@ def removal(group: Sequence[Head], means: Sequence[Tensor]) -> Edit:
         return context
 
     return edit
+
+
+def mean_contexts(
+    capture: CaptureIds, projections: Sequence[nn.Module], prompts: Iterable[Sequence[int]]
+) -> list[Tensor]:
+    """Returns the mean context vector of each head over all tokens of prompts, (H, D) for each
+    layer. capture: runs the model of these output projections. prompts: their token ids."""
+    sums: list[Any] = [0] * len(projections)  # of each layer, (H D,)
+    tokens = [0] * len(projections)  # in these sums: some models run twice to get the weights
+    heads = 1
+
+    def add(layer: int, context: Tensor) -> Tensor:
+        sums[layer] = sums[layer] + context.float().sum((0, 1, 2))
+        tokens[layer] += context.shape[0] * context.shape[2]
+        return context
+
+    def visit(_: int, attention: LayerAttention) -> None:
+        nonlocal heads
+        heads = attention.weights.shape[1]
+
+    with edited_contexts(projections, add, num_heads=1):
+        for token_ids in prompts:  # one by one: padding would be in the mean
+            capture(torch.tensor([token_ids]), visit)
+    means = [of_layer / count for of_layer, count in zip(sums, tokens, strict=True)]
+    return [mean.unflatten(0, (heads, -1)) for mean in means]
 
 
 @contextlib.contextmanager
