@@ -162,7 +162,7 @@ def all_pairs(model, means, ids, off, layer, head, query, key):
 def assert_parts(found, *given):
     score, mean, pairs = all_pairs(*given)
     assert (found["score"], found["mean"]) == pytest.approx((score, mean), abs=1e-4)
-    assert sum(pairs.values()) == pytest.approx(score - mean)
+    assert sum(pairs.values()) == pytest.approx(score - mean, abs=1e-5)
     sources = [tuple(source.values()) for source in found["sources"]]
     model, layer = given[0], given[4]
     expected = [("token",), ("position",)]
