@@ -26,6 +26,9 @@ UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # others of these categorie
 JOINERS = "\u200c\u200d"  # needed between letters, and between the parts of an emoji
 SPACES = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c not in "\n\r\t")
 SIGNS = {"␣": "space", "⏎": "line break", "␍": "carriage return", "⇥": "tab", "∅": "empty token"}
+# The page makes the labels of typed texts by the same rules (page/tokenizer.js).
+LABEL_RULES = {"longest": LABEL, "parts": PARTS, "controls": CONTROLS, "unseen": sorted(UNSEEN)}
+LABEL_RULES |= {"joiners": JOINERS, "spaces": SPACES, "signs": SIGNS}
 
 
 @dataclass

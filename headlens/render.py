@@ -95,16 +95,17 @@ def folder_page(
     title: str,
     curves: Mapping[str, list] | None = None,
     training: dict | None = None,
+    model: dict | None = None,
 ) -> str:
     """Returns the page of a run from its snapshot files; without a snapshot, the page of `training`
-    alone. folder: runs/NAME/attention. curves: see page.run_data. training: see page_html. Raises
-    ValueError for an invalid snapshot file."""
+    alone. folder: runs/NAME/attention. curves: see page.run_data. training and model: see
+    page_html. Raises ValueError for an invalid snapshot file."""
     snapshots = shown_snapshots(folder)
     if not snapshots:
         return page_html([], title, training)
     history = read_history(folder / "statistics.jsonl")
     data = run_data(snapshots, history, curves)
-    return page_html([data], title, training)
+    return page_html([data], title, training, model)
 
 
 def write_page(

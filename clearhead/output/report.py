@@ -43,6 +43,12 @@ LOSS = functools.partial(rounded, digits=4)
 
 def write_run_page(folder: Path, state: str) -> Path:
     """Writes folder/run.html; returns its path. state: running, stopped or finished."""
+    atomic_write(folder / RUN_HTML, run_page(folder, state))
+    return folder / RUN_HTML
+
+
+def run_page(folder: Path, state: str, model: dict | None = None) -> bytes:
+    """Returns the page of a run. model: see play.py."""
     from headlens import folder_page  # imports torch, which the other functions do not need
 
     rows = read_rows(folder / "metrics.jsonl", *ROWS)
@@ -56,9 +62,9 @@ def write_run_page(folder: Path, state: str) -> Path:
         sanitize(folder.resolve().name),
         curves=curves(rows),
         training=training,
+        model=model,
     )
-    atomic_write(folder / RUN_HTML, page.encode("utf-8", "backslashreplace"))
-    return folder / RUN_HTML
+    return page.encode("utf-8", "backslashreplace")
 
 
 def training_data(folder: Path, rows: list[dict]) -> dict:

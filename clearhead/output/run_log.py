@@ -14,7 +14,9 @@ from torch import Tensor
 from clearhead.checkpoint.format import State
 from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.errors import DIVERGENCE_HINT, DivergedError, best_effort
+from clearhead.files import atomic_write
 from clearhead.output.console import Console
+from clearhead.output.play import PLAY_HTML, play_page, why_not
 from clearhead.output.report import RUN_HTML, write_run_page
 from clearhead.output.tracker import Tracker
 from clearhead.parallel.strategy import Strategy
@@ -85,6 +87,15 @@ class RunLog:
         self.page_time, self.page_step = time.perf_counter(), step
         self.page_seconds = self.page_time - started
         return path
+
+    def write_play_page(self) -> None:
+        """Writes play.html at the end of a run, on rank 0, if its model is small enough."""
+        if not self.console.is_rank_0:
+            return
+        with best_effort(f"{PLAY_HTML}: could not be written", self.debug):
+            if not why_not(self.directory):
+                page = play_page(self.directory, "finished")
+                atomic_write(self.directory / PLAY_HTML, page)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from clearhead.config.application import is_single_run
 from clearhead.config.schema import Config
 from clearhead.errors import sanitize, shorten
 from clearhead.files import as_json, atomic_write, last_values, read_rows, script_path
+from clearhead.output.play import PLAY_HTML
 from clearhead.output.report import ROWS, RUN_HTML, result, validation_loss
 from clearhead.output.run_log import RunLog
 from clearhead.parallel.hardware import peak_memory
@@ -93,6 +94,8 @@ def where_to_look(config: Config, log: RunLog, uploaded: str | None, has_risen: 
     folder, lines = log.directory, []
     if (folder / RUN_HTML).is_file():
         lines.append(f"page of the run  {folder / RUN_HTML}")
+    if (folder / PLAY_HTML).is_file():
+        lines.append(f"type into it     {folder / PLAY_HTML}")
     given = folder / "checkpoints" / "best" if has_risen else folder
     prompt = re.sub("^@", "@@", config.trainer.sample_prompt or "")  # @FILE: from a file
     command = ["python", script_path("generate.py"), f"checkpoint={given}", f"prompt={prompt}"]

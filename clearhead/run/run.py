@@ -180,6 +180,7 @@ class Run:
             uploaded = log.tracker.log_model(state.best_step)
         if self.was_finished or log.page_step < state.step:
             log.write_page(state.step, "finished")
+        log.write_play_page()
         if state.best_loss is not None:
             log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
         log.console.close()

@@ -34,7 +34,7 @@ from ..finding import (
 from ..heads import ALL_NAMES, KINDS, NAMES, significances
 from ..heatmap import VIRIDIS
 from ..history import Row, copying_step, evenly_spaced, json_values
-from ..prompts import Prompt, labels_of, signs_of, texts_of, visible
+from ..prompts import LABEL_RULES, Prompt, labels_of, signs_of, texts_of, visible
 from ..rounding import DIGITS
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
@@ -43,6 +43,9 @@ from ..story import story
 VERSION = 6
 MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
 TRAINER_CURVES = {"loss": "training loss", "eval_loss": "validation loss"}
+# Of the scripts.
+CONSTANTS = {"__VIRIDIS__": VIRIDIS, "__DIGITS__": json.dumps(DIGITS)}
+CONSTANTS |= {"__LABELS__": json.dumps(LABEL_RULES)}
 
 
 def run_data(
@@ -208,10 +211,14 @@ def trainer_curves(log: Sequence[dict]) -> dict[str, list[tuple[int, float]]]:
     return {name: points for name, points in found.items() if points}
 
 
-def page_html(runs: Sequence[dict], title: str, training: dict | None = None) -> str:
+def page_html(
+    runs: Sequence[dict], title: str, training: dict | None = None, model: dict | None = None
+) -> str:
     """Returns the page as HTML, for one run, for two runs to compare, or for `training` alone.
-    runs: of run_data. training: losses, samples and settings, as training.js describes them."""
-    return _filled({"version": VERSION, "runs": list(runs), "training": training}, title)
+    runs: of run_data. training: losses, samples and settings, as training.js describes them. model:
+    that of the run, into which people type, as play.js describes it."""
+    content = {"version": VERSION, "runs": list(runs), "training": training}
+    return _filled(content | ({"model": model} if model else {}), title)
 
 
 def live_page(title: str, tabs: Sequence[str], token: str = "") -> str:
@@ -247,8 +254,7 @@ def _packed(raw: bytes) -> str:
 @functools.cache
 def _template(is_live: bool) -> tuple[str, str]:
     """Returns the HTML before the data and after the data, without a title."""
-    constants = {"__VIRIDIS__": VIRIDIS, "__DIGITS__": json.dumps(DIGITS)}
-    html = assemble_html(Path(__file__).parent / "index.html", constants)
+    html = assemble_html(Path(__file__).parent / "index.html", CONSTANTS)
     if is_live:
         html = html.replace("img-src data:", "img-src data: 'self'; connect-src 'self'", 1)
     before, after = html.split("__DATA__")

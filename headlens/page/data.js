@@ -40,7 +40,8 @@ export function readData(text) {
   return data;
 }
 
-async function inflate(base64) {
+/** Returns the bytes of packed data. */
+export async function inflate(base64) {
   const text = atob(base64);
   const bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);

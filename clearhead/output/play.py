@@ -1,0 +1,129 @@
+"""The page of a run on which people type into its model: one file, with the weights.
+
+    if not why_not(Path("runs/first")):
+        page = play_page(Path("runs/first"), state="finished")
+
+It is run.html with the key `model` in its data. headlens/page/play.js runs the model:
+
+    config       {vocab_size, context_length, emb_dim, num_heads, num_layers}
+    tokenizer    see headlens/page/tokenizer.js
+    tensors      [[name, shape]] of the parameters
+    checkpoints  [{step, weights, means}], packed as other data of the page
+
+weights: of each tensor, a vector being one row, first the scale of each row, float32, then the
+values, int16: value * scale is the parameter, with an error of at most 1/65,534 of the largest one
+of the row. means: float32 (L, C), the mean context vectors of all heads, which replace the context
+vector of a head that is switched off. Numbers are little endian.
+"""
+
+import base64
+import functools
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from attention import SCORES
+from clearhead.checkpoint.listing import list_checkpoints, step_of
+from clearhead.config.schema import ModelSettings
+from clearhead.config.stored import settings_of
+from clearhead.config.validation import validate
+from clearhead.models.pretrained import load_pretrained
+from clearhead.output.report import run_page
+from clearhead.tokens.tokenizer import Tokenizer
+from headlens import capture, mean_contexts, read_snapshot
+from model import GPT, ModelConfig, model_without_values
+
+PLAY_HTML = "play.html"
+MAX_PARAMETERS = 3_000_000  # a browser computes a text of 128 tokens in a second
+MAX_CHECKPOINTS = 8
+MAX_WEIGHTS = 9_000_000  # bytes of all checkpoints in the page, which has 1 to 3 MB besides
+LEVELS = 2**15 - 1
+
+
+def why_not(folder: Path) -> tuple[str, str] | None:
+    """Returns why a run has no page with its model: (reason, hint). None if it has one."""
+    settings, problems = validate(ModelSettings, (settings_of(folder) or {}).get("model"))
+    if problems or settings.vocab_size is None or not list_checkpoints(folder):
+        return "not a run directory with a checkpoint", "give runs/NAME"
+    if settings.attention in SCORES:
+        own = f"model.attention={settings.attention} has scores of its own"
+        return own, "train with one of the other kernels"
+    count = model_without_values(ModelConfig(**settings.model_dump())).num_parameters()
+    if count > MAX_PARAMETERS:
+        reason = f"the model has {count:,} parameters; a page runs at most {MAX_PARAMETERS:,}"
+        return reason, "python -m scripts.view runs a model of any size"
+    if not _snapshots(folder):
+        return "has no attention snapshot", "train with the lens"
+    return None
+
+
+def play_page(folder: Path, state: str) -> bytes:
+    """Returns the page of a run with its model. state: as for write_run_page. Raises
+    CheckpointError, and another ValueError for a snapshot that cannot be read."""
+    return run_page(folder, state, packed_model(folder))
+
+
+def packed_model(folder: Path) -> dict:
+    """Returns the model of a run for its page, with at most MAX_CHECKPOINTS of its checkpoints in
+    at most MAX_WEIGHTS: evenly spaced, with the first and the last; at least the last."""
+    prompts = read_snapshot(_snapshots(folder)[-1]).token_ids
+    newest_first = list_checkpoints(folder)
+    newest = load_pretrained(newest_first[0], "run")
+    last = _packed_checkpoint(newest.model, newest.window, newest_first[0], prompts)
+    most = min(MAX_CHECKPOINTS, MAX_WEIGHTS // len(last["weights"]), len(newest_first))
+    apart = (len(newest_first) - 1) / max(1, most - 1)
+    checkpoints = [last]
+    for number in range(1, most):
+        found = newest_first[round(number * apart)]
+        model = load_pretrained(found, "run").model
+        checkpoints.append(_packed_checkpoint(model, newest.window, found, prompts))
+    config = newest.model.config
+    sizes = ("vocab_size", "emb_dim", "num_heads", "num_layers")
+    return {
+        "config": {key: getattr(config, key) for key in sizes} | {"context_length": newest.window},
+        "tokenizer": packed_tokenizer(newest.tokenizer),
+        "tensors": [[name, t.shape] for name, t in _tensors(newest.model, newest.window)],
+        "checkpoints": checkpoints[::-1],
+    }
+
+
+def packed_tokenizer(tokenizer: Tokenizer) -> dict:
+    """Returns a tokenizer for the page."""
+    words = [tokenizer.decode_single_token_bytes(token) for token in range(tokenizer.n_vocab)]
+    content = b"".join(struct.pack("<H", len(word)) + word for word in words)
+    special = sorted(tokenizer.special.values())
+    return {"pattern": tokenizer.pattern, "words": _packed(content), "special": special}
+
+
+def _packed_checkpoint(model: GPT, window: int, folder: Path, prompts: list[list[int]]) -> dict:
+    content = []
+    for _, tensor in _tensors(model, window):
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        scales = np.abs(rows).max(1, keepdims=True) / LEVELS
+        values = np.round(rows / np.where(scales > 0, scales, 1))
+        content += [scales.astype("<f4").tobytes(), values.astype("<i2").tobytes()]
+    projections = [block.attn.out_proj for block in model.blocks]
+    means = torch.stack(mean_contexts(functools.partial(capture, model), projections, prompts))
+    return {
+        "step": step_of(folder),
+        "weights": _packed(b"".join(content)),
+        "means": _packed(means.flatten(1).numpy().astype("<f4").tobytes()),
+    }
+
+
+def _tensors(model: GPT, window: int) -> list[tuple[str, np.ndarray]]:
+    """Returns the parameters by name; of the positions only those that were trained."""
+    found = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
+    found["pos_emb.weight"] = found["pos_emb.weight"][:window]
+    return [*found.items()]
+
+
+def _snapshots(folder: Path) -> list[Path]:
+    return sorted((folder / "attention").glob("step_*.npz"))
+
+
+def _packed(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content)).decode()
