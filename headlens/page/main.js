@@ -32,6 +32,7 @@ import { showTraining } from "./training.js";
 import { buildTabs, shownTab, showTab, tabOfLink } from "./tabs.js";
 import { buildTyping } from "./typing.js";
 import { servedEngine } from "./served.js";
+import { playEngine } from "./play.js";
 
 function drawAll() {
   if (shownTab() !== "heads") return; // nothing has a size
@@ -100,7 +101,7 @@ function fail(error) {
 }
 
 /** Builds and draws the heads, when their tab is shown for the first time. */
-async function startHeads({ runs: found, live, token }) {
+async function startHeads({ runs: found, live, token, model }) {
   const runs = live ? [await firstRun()] : found;
   const [first, second = null] = await Promise.all(runs.slice(0, 2).map(prepare));
   setRuns(first, second);
@@ -114,7 +115,7 @@ async function startHeads({ runs: found, live, token }) {
   buildExport();
   buildStory();
   buildControls();
-  const engine = live ? servedEngine(token) : null;
+  const engine = live ? servedEngine(token) : model ? playEngine(model) : null;
   if (engine) buildTyping(engine, buildAgain);
   Object.assign(state, readLink(location.hash));
   const plays = state.view === "story" && (!location.hash || tabOfLink(location.hash)) && openingStory();

@@ -179,7 +179,11 @@ function typedRun(recorded) {
     key_to_picture: `Bars: probability of the right ${told.unit}, red 0\u00a0%, green 100\u00a0%. Point at a ` +
       `${told.unit} to see what its heads attend to; click it to write on from there.`, cards: told.cards.map((card) => ({ ...card, from: 1, effect: "",
       which: card.without?.marked, group: card.name ? groupOf(card.name) : card.heads })) };
+  const curves = Object.entries(recorded.curves).map(([name, points]) =>
+    [name, points.filter(([step]) => isKept(step))]);
   return { ...recorded, isTyped: true, recorded, frames, opening: null,
+    curves: Object.fromEntries(curves), events: recorded.events.filter(({ step }) => isKept(step)),
+    stage: isKept(recorded.stage) ? recorded.stage : null,
     story: told ? { opening: 0, prompts: [story] } : null };
 }
 

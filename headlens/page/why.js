@@ -40,18 +40,18 @@ export async function explain(query, key) {
   }
 }
 
-/** Returns the nodes that name what wrote a part at a token. */
-function writer({ kind, layer, head }, label) {
+/** Returns the nodes that name what wrote a part at a token. after: the sign after the name of a head. */
+function writer({ kind, layer, head }, label, after = "") {
   if (kind === "head") {
     const index = layer * run.heads + head;
     const name = nameAt(here, index);
     const open = make("button", { textContent: headName(index), title: "show this head",
       onclick: () => select(index) });
     setColour(open, name?.key);
-    return [open, ...(name ? [`, ${/^[aeiou]/.test(name.title) ? "an" : "a"} ${name.title},`] : [])];
+    return [open, ...(name ? [`, ${/^[aeiou]/.test(name.title) ? "an" : "a"} ${name.title}${after}`] : [])];
   }
   if (kind === "token") return ["the token ", quotedToken(label)];
-  return [{ position: "the position", mlp: `the MLP of layer ${layer}`, biases: "the biases" }[kind]];
+  return [{ position: "the position", mlp: `the MLP of L${layer}`, biases: "the biases" }[kind]];
 }
 
 function showParts({ score, mean, sources, pairs }, query, key) {
@@ -63,10 +63,10 @@ function showParts({ score, mean, sources, pairs }, query, key) {
   const said = [bold(headName(selected())), " attends from ", quotedToken(ofQuery), " to ",
     quotedToken(ofKey), ` with weight ${cell}`];
   if (total > 0 && most / total >= CLEAR) {
-    const wrote = ({ kind }) => (kind === "head" || kind === "mlp" ? " wrote there" : "");
-    said.push(" mostly because of what ", ...writer(sources[second], ofKey), wrote(sources[second]) ||
-      " says there", ", read by what ", ...writer(sources[first], ofQuery), wrote(sources[first])
-      ? " wrote" : " says", " at ", quotedToken(ofQuery), ` (${percent(most)} of the score).`);
+    const wrote = ({ kind }) => (kind === "head" || kind === "mlp" ? " wrote" : " says");
+    said.push(", mostly because what ", ...writer(sources[second], ofKey, ","), wrote(sources[second]),
+      " there matches what ", ...writer(sources[first], ofQuery, ","), wrote(sources[first]), " at ",
+      quotedToken(ofQuery), ` (${percent(most)} of the score).`);
   } else said.push(total > 0 ? ". No single part explains it; the largest are below."
     : ". Its score is below the mean of the row.");
   const cells = ([i, j, value]) => {
