@@ -15,7 +15,7 @@ import { drawLayers, drawNextToken } from "./predictions.js";
 import { toggleHead, withUniform } from "./grid.js";
 import { isPlaying } from "./player.js";
 import { switchHeads } from "./typing.js";
-import { buildWhy, drawWhy, explain } from "./why.js";
+import { clearWhy, explain } from "./why.js";
 
 export function buildDetail() {
   for (const plot of plots) {
@@ -42,10 +42,11 @@ export function buildDetail() {
       const { query, key } = cell(event);
       update({ query });
       hoverCell({ query, key });
-      explain(query, key);
+      askWhy(query, key);
     });
   }
-  buildWhy(strongestKey);
+  $("why-ask").addEventListener("click", () =>
+    askWhy(selectedQuery(), strongestKey(selectedQuery())));
   $("switch-head").addEventListener("click", () =>
     switchHeads(selectedHeads(), run.off.has(selected())));
   const text = $("text");
@@ -66,6 +67,10 @@ export function buildDetail() {
     event.target.value = "";
     if (!selectedHeads().includes(index)) toggleHead(index);
   });
+}
+
+function askWhy(query, key) {
+  if (!$("why").hidden) explain($("why-parts"), selected(), query, key);
 }
 
 /** Shows the names of the heads whose mean is shown. */
@@ -110,7 +115,8 @@ export function drawDetail() {
     plot.map.setAttribute("aria-label", `attention of ${indexName(index)}: ${title}`);
   }
   drawHeads();
-  drawWhy();
+  $("why").hidden = !run.isTyped || meanIsShown();
+  clearWhy($("why-parts"), index);
   $("switch-head").hidden = !run.isTyped;
   $("switch-head").textContent = run.off?.has(selected()) ? "switch on" : "switch off";
   $("detail").classList.toggle("off", Boolean(run.off?.has(selected())));

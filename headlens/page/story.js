@@ -13,6 +13,7 @@ import {
 } from "./player.js";
 import { placeOf } from "./losses.js";
 import { percentText, switchHeads, takeNext, wasText } from "./typing.js";
+import { clearWhy, explain } from "./why.js";
 
 const EASE = 0.16; // seconds in which most of a change is done
 const FAINT = 0.03; // weights that are not drawn
@@ -413,15 +414,20 @@ function showReading() {
   const found = shownPredictions();
   const labels = prompt.labels.with(0, prompt.period ? "○" : prompt.labels[0]);
   const parts = [];
-  if (chosenToken() !== null) {
-    parts.push(token(labels[query]), " attends to ");
+  clearWhy($("story-why"), query);
+  if (chosenToken() !== null || run.isTyped) {
     const seenBy = storyCards.filter((card) => !isOff(card)).map(({ data }) => {
       const row = Array.from({ length: query + 1 }, (_, key) => cardWeight(data, state.frame, query, key));
       const key = row.indexOf(Math.max(...row));
       const at = make("b", {}, token(labels[key]), ` ${percentText(row[key])}`);
       setColour(at, data.name);
-      return at;
+      if (!run.isTyped) return at;
+      const why = make("button", { className: "quiet", textContent: "why?",
+        onclick: () => explain($("story-why"), data.heads[0], query, key) });
+      why.ariaLabel = `why does ${data.places} attend there?`;
+      return make("span", {}, at, why);
     });
+    if (seenBy.length) parts.push(token(labels[query]), " attends to ");
     parts.push(...seenBy.flatMap((node, n) => (n ? [" · ", node] : [node])));
     if (prompt.period && query <= prompt.period) {
       parts.push(`. Nothing can predict the next ${story.unit} here`);
@@ -430,7 +436,8 @@ function showReading() {
       parts.push(". Next it expects ", make("b", {}, token(found.texts[best]),
         ` ${percentText(found.probabilities[query][0])}`));
     }
-    parts.push(state.query === null || run.isTyped ? "." : ". Click it again to let it go.");
+    parts.push(run.isTyped ? ` ${story.key_to_picture}`
+      : state.query === null ? "." : ". Click it again to let it go.");
   } else if (cardOff()) {
     parts.push(cardOff().without.others);
   } else {

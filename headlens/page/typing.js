@@ -176,8 +176,8 @@ function typedRun(recorded) {
     curve: { title: "loss in training", points: told.curve.points.filter(([step]) => isKept(step)) },
     births: told.births.filter(({ step }) => isKept(step)),
     pace: frames.map((_, n) => n / last), frames: frames.map(({ known }) => told.frames[known]),
-    key_to_picture: `Bars: probability of the right ${told.unit}, red 0\u00a0%, green 100\u00a0%. Point at a ` +
-      `${told.unit} to see what its heads attend to; click it to write on from there.`, cards: told.cards.map((card) => ({ ...card, from: 1, effect: "",
+    key_to_picture: `Click a ${told.unit} to see what follows it, and to write something else there.`,
+    cards: told.cards.map((card) => ({ ...card, from: 1, effect: "",
       which: card.without?.marked, group: card.name ? groupOf(card.name) : card.heads })) };
   const curves = Object.entries(recorded.curves).map(([name, points]) =>
     [name, points.filter(([step]) => isKept(step))]);
