@@ -290,8 +290,8 @@ export class Gpt {
       const norm = (position) => of[position * H + (head % H)];
       let most = 0;
       for (let n = 0; n < T; n++) most = Math.max(most, norm(n));
-      largest.push(most + 1e-9);
-      for (let n = 0; n < T; n++) norms[head * T + n] = Math.round(255 * Math.sqrt(norm(n) / largest[head]));
+      largest.push(most);
+      for (let n = 0; n < T; n++) norms[head * T + n] = Math.round(255 * Math.sqrt(norm(n) / most));
     }
     const found = this.#predictions.slice(0, T);
     const losses = this.#ids.slice(1).map((id, n) =>

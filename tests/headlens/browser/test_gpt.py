@@ -80,8 +80,8 @@ def switched_off(model, means, off):
 
 @torch.no_grad()
 def expected(model, means, ids, off=()):
-    """Returns PyTorch's logits (T, V), codes (L H, T (T + 1) / 2) before they are rounded, and value
-    norms (L H, T)."""
+    """Returns PyTorch's logits (T, V), the codes before they are rounded, (L H, T (T + 1) / 2),
+    and value norms, (L H, T)."""
     codes, norms = [], []
 
     def visit(_, weights, __, value_norms, ___):
@@ -204,6 +204,12 @@ def test_a_text_that_grows_changes_and_gets_shorter(javascript):
         assert_reading(page.evaluate(READ, [text, []]), model, means, text)
     assert_reading(page.evaluate(READ, [other, [1, 2]]), model, means, other, [1, 2])
     assert_reading(page.evaluate(READ, [other, [2]]), model, means, other, [2])
+    in_place = """async (ids) => {
+      await gpt.read(ids, []);
+      ids[2] = 0;
+      return plain(await gpt.read(ids, []));
+    }"""
+    assert_reading(page.evaluate(in_place, ids), model, means, [*ids[:2], 0, *ids[3:]])
 
 
 def test_known_positions_are_not_computed_again(javascript):
@@ -247,11 +253,12 @@ def test_a_call_that_is_stopped(javascript):
         gpt.read(ids, [])];
       setTimeout(() => stop.abort("newer text"));
       const [one, two, three] = await Promise.allSettled(calls);
-      return [one.reason, two.reason, plain(three.value)];
+      const [four] = await Promise.allSettled([gpt.read(ids, [], AbortSignal.abort("too late"))]);
+      return [one.reason, two.reason, four.reason, plain(three.value)];
     }"""
-    one, two, three = page.evaluate(script, [ids, other])
-    assert [one, two] == ["newer text", "newer text"]
-    assert_reading(three, model, means, ids)
+    *reasons, reading = page.evaluate(script, [ids, other])
+    assert reasons == ["newer text", "newer text", "too late"]
+    assert_reading(reading, model, means, ids)
 
 
 def test_most_likely_text(javascript):
