@@ -101,7 +101,7 @@ function fail(error) {
 }
 
 /** Builds and draws the heads, when their tab is shown for the first time. */
-async function startHeads({ runs: found, live, token, model }) {
+async function startHeads({ runs: found, training, live, token, model }) {
   const runs = live ? [await firstRun()] : found;
   const [first, second = null] = await Promise.all(runs.slice(0, 2).map(prepare));
   setRuns(first, second);
@@ -117,6 +117,7 @@ async function startHeads({ runs: found, live, token, model }) {
   buildControls();
   const engine = live ? servedEngine(token) : model ? playEngine(model) : null;
   if (engine) buildTyping(engine, buildAgain);
+  $("typing-hint").hidden = Boolean(engine) || !training;
   Object.assign(state, readLink(location.hash));
   const plays = state.view === "story" && (!location.hash || tabOfLink(location.hash)) && openingStory();
   const needed = [state.frame, ...(plays ? [run.frames.length - 1] : [])].map((n) => decode(run, n));
