@@ -25,7 +25,7 @@ TRAIN = ["train.py", "experiment=induction", "seed=2", "wandb=off", "name=induct
 # changes are at the beginning.
 TIMES = [1500] + [150] * 42 + [650] * 6 + [3000]
 COLOURS = 40
-TYPED, CONTINUED, SIZE = "JULIET: O Romeo, wh", 16, (820, 840)  # letters, pixels
+TYPED, CONTINUED, SIZE = "JULIET: O Romeo, wh", 11, (820, 840)  # letters, pixels
 LEAST_CHANGE = 64  # of 255; smaller changes of the lines are drawn at the end
 
 
@@ -118,7 +118,8 @@ def typing(browser, path, name: str) -> None:
         page.locator("#story-next button").first.click()  # the most likely letter
         expect(page.locator("#story-tokens [data-token]")).to_have_count(number)
         picture(110)
-    times[-1] = 1800
+    page.mouse.move(0, 0)
+    picture(1800)
     page.locator("#story-cards .switch").first.click()
     expect(page.locator("#story-cards .off")).to_have_count(1)
     page.mouse.move(0, 0)
