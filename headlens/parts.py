@@ -233,7 +233,7 @@ class _Run:
         row = self.scores[head, query]
         seen = row.isfinite()  # the keys that the query attends to, (T,)
         if not seen[key]:
-            raise ValueError(f"key {key}: query {query} does not attend to it (sliding window)")
+            raise ValueError(f"key {key}: query {query} has no score for it (sliding window, NaN)")
         x = self.inputs[-1]
         linear, bias = self._frozen(functools.partial(_fp32, self.norm), x)
         sources: list[dict] = []
