@@ -245,6 +245,7 @@ def test_run_directory(make_run, tmp_path):
         "samples.jsonl",
         "starts.jsonl",
         "run.html",
+        "play.html",
         "attention",
         "validation.json",
     }

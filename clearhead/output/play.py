@@ -39,7 +39,7 @@ from model import GPT, ModelConfig, model_without_values
 PLAY_HTML = "play.html"
 MAX_PARAMETERS = 3_000_000  # a browser computes a text of 128 tokens in a second
 MAX_CHECKPOINTS = 8
-MAX_WEIGHTS = 9_000_000  # bytes of all checkpoints in the page, which has 1 to 3 MB besides
+MAX_WEIGHTS = 10_000_000  # bytes of all checkpoints in the page, which has 1 to 2 MB besides
 LEVELS = 2**15 - 1
 
 

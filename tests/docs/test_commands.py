@@ -43,6 +43,7 @@ SHORT = {
     "scripts.compare": [],
     "scripts.compare_heads": [],
     "scripts.view": [],
+    "scripts.share": [],
     "scripts.plan": [],
     "scripts.runs": [],  # last, because it removes what the others read
 }

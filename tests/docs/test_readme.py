@@ -36,7 +36,7 @@ def test_files_that_pages_name_exist():
     names = re.findall(r"`([\w/]+(?:\.(?:py|js|css|html|toml)|/))`", text)
     assert len(names) > 50
     for name in names:
-        written_by_a_run = name == "run.html" or name.startswith("attention/")
+        written_by_a_run = name in ("run.html", "play.html") or name.startswith("attention/")
         assert written_by_a_run or (REPOSITORY / name).exists(), name
 
 

@@ -12,8 +12,11 @@ import numpy as np
 import torch
 
 from headlens import SnapshotData, capture, run_data
+from headlens.assemble import join_modules
+from headlens.page import CONSTANTS
 from headlens.prompts import Prompt
 from headlens.recording import predict, record, uniform_of
+from helpers import REPOSITORY
 
 START, END = '<script type="application/json" id="data">', "</script>"  # of the data of a page
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
@@ -421,3 +424,15 @@ CONTRASTS = """() => {
   }
   return found;
 }"""
+
+
+def module_page(opened, folder, module, *names):
+    """Returns an empty page in which these exports of a module of the page are variables."""
+    script = join_modules(REPOSITORY / "headlens/page" / module)
+    for name, value in CONSTANTS.items():
+        script = script.replace(name, value)
+    script += f"Object.assign(window, {{ {', '.join(names)} }});"
+    path = folder / f"{module}.html"
+    html = f'<!doctype html><meta charset="utf-8"><script type="module">{script}</script>'
+    path.write_text(html, encoding="utf-8")
+    return opened(path)

@@ -206,7 +206,7 @@ def test_without_wandb_the_same_files_are_written(watched, tmp_path):
     )
     assert theirs.keys() == mine.keys()
     differing = {Path(path).name for path in mine if mine[path] != theirs[path]}
-    with_settings = {"config.yaml", "run.json", "state.json", "SHA256SUMS", "run.html"}
+    with_settings = {"config.yaml", "run.json", "state.json", "SHA256SUMS", "run.html", "play.html"}
     assert differing <= {"metrics.jsonl", "starts.jsonl", "summary.json", *with_settings}
 
 

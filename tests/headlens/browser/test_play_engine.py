@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from helpers.modules import module_page
+from helpers.pages import module_page
 from helpers.runs import train_in
 
 from clearhead.models.pretrained import load_pretrained

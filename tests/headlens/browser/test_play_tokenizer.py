@@ -6,7 +6,7 @@ import random
 import unicodedata
 
 import pytest
-from helpers.modules import module_page
+from helpers.pages import module_page
 
 from clearhead.output.play import packed_tokenizer
 from clearhead.tokens.tokenizer import PATTERNS, Sample, Tokenizer, get_tokenizer, train_tokenizer
