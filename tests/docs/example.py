@@ -1,4 +1,4 @@
-"""Makes docs/example/run.html and the pictures of the page in README.md and headlens/docs.
+"""Makes docs/example/play.html and the pictures of the page in README.md and headlens/docs.
 
 python tests/docs/example.py    # trains runs/induction, unless it is there
 
@@ -19,12 +19,13 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 DOCS = REPOSITORY / "docs"
 RUNS = REPOSITORY / "runs"
-EXAMPLE = DOCS / "example" / "run.html"
+EXAMPLE = DOCS / "example" / "play.html"
 TRAIN = ["train.py", "experiment=induction", "seed=2", "wandb=off", "name=induction"]
 # Time of each picture of the animation, in milliseconds: the first step stands still, and most
 # changes are at the beginning.
 TIMES = [1500] + [150] * 42 + [650] * 6 + [3000]
 COLOURS = 40
+KEPT = (400, 600, 800, 2000)  # steps with weights in the example: before, while and after it learns
 TYPED, CONTINUED, SIZE = "JULIET: O Romeo, wh", 11, (820, 840)  # letters, pixels
 LEAST_CHANGE = 64  # of 255; smaller changes of the lines are drawn at the end
 
@@ -41,9 +42,11 @@ def write_example() -> None:
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text("utf-8").splitlines()]
     lines = [json.dumps(start | {"system": platform.system()}) + "\n" for start in starts]
     (run / "starts.jsonl").write_text("".join(lines), encoding="utf-8")
-    run_python("-m", "scripts.view", "write=runs/induction")
+    for folder in (run / "checkpoints").glob("step_*"):
+        if int(folder.name.removeprefix("step_")) not in KEPT:
+            shutil.rmtree(folder)
     EXAMPLE.parent.mkdir(exist_ok=True)
-    EXAMPLE.write_bytes((run / "run.html").read_bytes())
+    run_python("-m", "scripts.share", "run=runs/induction", f"out={EXAMPLE}")
 
 
 def opened(browser, path, width: int, height: int, link="", motion="reduce") -> Page:
