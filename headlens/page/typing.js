@@ -107,7 +107,8 @@ async function read(wanted, off = run.off ?? new Set()) {
   pause();
   asking?.abort();
   const { signal } = (asking = new AbortController());
-  const step = run.isTyped ? run.frames[state.frame].step : engine.steps.at(-1);
+  const shown = run.isTyped ? run.frames[state.frame].step : Infinity;
+  const step = engine.steps[nearestIndex(engine.steps, Math.min(shown, engine.steps.at(-1)))];
   try {
     const known = wanted.ids && wanted.ids === text?.ids ? text.whole : new Map(); // heads switched
     const whole = known.get(step) ?? await engine.read({ ...wanted, step, off: [], signal });
