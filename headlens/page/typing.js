@@ -39,7 +39,7 @@ export function buildTyping(of, build) {
   });
   line.addEventListener("keydown", (event) => {
     if (event.key === "Escape") line.blur();
-    if (event.key !== "Enter" || event.shiftKey) return;
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     toggleContinuing();
   });
