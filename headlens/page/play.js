@@ -12,7 +12,7 @@ import { inflate } from "./data.js";
 import { Gpt } from "./gpt.js";
 import { readTokenizer } from "./tokenizer.js";
 
-/** Returns the engine of a model: {steps, limit, read, parts}. index.html describes it. */
+/** Returns the engine of a model: see typing.js. */
 export function playEngine(model) {
   const { config, checkpoints } = model;
   const models = new Map(); // of the checkpoints that were used, by step: at most about 100 MB
