@@ -142,6 +142,15 @@ def test_a_run_ends_with_its_page(make_run, capsys):
     assert str(page) in capsys.readouterr().out
 
 
+def test_only_rank_0_writes_the_page(make_run):
+    run = make_run("name=ranks", *LENS)
+    fit(run)
+    (run.directory / "play.html").unlink()
+    run.log.console.is_rank_0 = False
+    run.log.write_play_page()
+    assert not (run.directory / "play.html").exists()
+
+
 def test_no_page_without_the_lens_and_of_large_models(make_run, monkeypatch, capsys):
     runs = [make_run("name=off")]
     fit(runs[0])
