@@ -16,7 +16,7 @@ needs transformers. All else may change. In reading order: capturing.py (weights
 statistics.py, whole_text.py and recording.py (what is measured of the heads at one step), heads.py
 (their names), history.py and snapshot_data.py (files), lens.py (snapshots during training),
 drawing.py, render.py and page/ (images and pages), dashboard.py (W&B), ablation.py (what the model
-loses without a head).
+loses without a head), parts.py (what wrote an attention score).
 """
 
 # ruff: noqa: F401
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from .lens import Lens, Snapshot
     from .live_snapshots import LiveSnapshots
     from .matching import matched_heads
-    from .page import live_page, page_html, run_data, trainer_curves
+    from .page import live_data, live_page, page_html, run_data, trainer_curves
+    from .parts import ScoreParts, score_parts
     from .passages import beginning, text_prompts
+    from .reading import Reader, Reading
     from .render import FRAMES, draw_run, folder_page, show, write_page
     from .rounding import formatted, rounded
     from .snapshot_data import SnapshotData, read_snapshot, snapshot_bytes, write_snapshot

@@ -99,14 +99,21 @@ def ablate(
     }
 
 
-def output_projections(model: nn.Module) -> list[nn.Module] | None:
-    """Returns the output projection of the attention of each layer: of our GPT, or of a decoder of
-    transformers. None if they are not found. Their inputs are the context vectors of all heads."""
+def attention_modules(model: nn.Module) -> list[nn.Module] | None:
+    """Returns the attention module of each layer: of our GPT, or of a decoder of transformers. None
+    if they are not found."""
     modules = [m for m in model.modules() if "attention" in type(m).__name__.lower()]
-    found = [projection for m in modules if (projection := output_projection(m))]
+    found = [m for m in modules if output_projection(m)]
     config = getattr(model, "config", None)
     known = (getattr(config, key, None) for key in ("num_layers", "num_hidden_layers"))
     return found if found and len(found) == next((n for n in known if n), 0) else None
+
+
+def output_projections(model: nn.Module) -> list[nn.Module] | None:
+    """Returns the output projection of the attention of each layer. None if they are not found.
+    Their inputs are the context vectors of all heads."""
+    found = [output_projection(module) for module in attention_modules(model) or ()]
+    return [projection for projection in found if projection] or None
 
 
 def removal(group: Sequence[Head], means: Sequence[Tensor]) -> Edit:

@@ -103,7 +103,7 @@ def capture(
             result.layers.append(attended)
         count += 1
 
-    with _unchanged(model, ids.device):
+    with unchanged(model, ids.device):
         if attention:
             found = _of_generator(attention(model, ids), receive)
         elif is_ours:
@@ -138,7 +138,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Runs the model in eval mode, without gradients and compilation; restores its modes and the
     random state."""
     modes = [(module, module.training) for module in model.modules()]
@@ -199,15 +199,13 @@ def _of_generator(layers: Yielded, receive: Receive) -> Tensor | None:
 
 CAPTURE = "clearhead_capture"
 OPTIONS = {"use_cache": False, "return_dict": True}
-_receiver: contextvars.ContextVar[Callable] = contextvars.ContextVar("receiver")
+RECEIVER: contextvars.ContextVar[Callable] = contextvars.ContextVar("receiver")
 
 
 def _of_transformers(
     model: Any, ids: Tensor, receive: Receive, logit_lens: bool, all_logits: bool
 ) -> Tensor | None:
     """Runs a model of transformers and passes its layers on. Returns its logits."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     name, config, count = type(model).__name__, model.config.get_text_config(), 0
     if getattr(model.config, "is_encoder_decoder", False):
         raise TypeError(f"{name} is not a decoder; {ADVICE}")
@@ -228,14 +226,7 @@ def _of_transformers(
         receive(LayerAttention(weights.float(), scores, norms, logits))
         count += 1
 
-    AttentionInterface.register(CAPTURE, _capturing)
-    AttentionMaskInterface.register(CAPTURE, AttentionMaskInterface()["eager"])
-    token = _receiver.set(receive_from)
-    configs = _configs(model)
-    before = [each._attn_implementation for each in configs]
-    try:
-        for each in configs:
-            each._attn_implementation = CAPTURE
+    with attention_function(model, CAPTURE, _capturing, receive_from):
         with lens or contextlib.nullcontext():
             output = model(input_ids=ids, **options)
         if not count:  # a model without AttentionInterface, such as GPT-Neo or BLOOM
@@ -243,10 +234,6 @@ def _of_transformers(
             for count, weights in enumerate(getattr(again, "attentions", None) or (), 1):
                 logits = lens.of_layer(count - 1) if lens else None
                 receive(LayerAttention(weights.float(), logits=logits))
-    finally:
-        for each, implementation in zip(configs, before, strict=True):
-            each._attn_implementation = implementation
-        _receiver.reset(token)
     if count != config.num_hidden_layers:
         found = f"attention weights of {count} of {config.num_hidden_layers} layers"
         raise ValueError(f"{name}: transformers gives {found}; {ADVICE}")
@@ -256,13 +243,36 @@ def _of_transformers(
     return logits
 
 
+@contextlib.contextmanager
+def attention_function(
+    model: nn.Module, name: str, function: Callable, receiver: Callable
+) -> Iterator[None]:
+    """Makes all attention modules of a model of transformers call a function, which is registered
+    under a name. receiver: what the function finds in RECEIVER."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, AttentionMaskInterface()["eager"])
+    token = RECEIVER.set(receiver)
+    configs = _configs(model)
+    before = [each._attn_implementation for each in configs]
+    try:
+        for each in configs:
+            each._attn_implementation = name
+        yield
+    finally:
+        for each, implementation in zip(configs, before, strict=True):
+            each._attn_implementation = implementation
+        RECEIVER.reset(token)
+
+
 def _capturing(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any):
     """An attention function of transformers: the model's own eager attention, captured."""
     for each in type(module).__mro__:
         if eager := getattr(sys.modules.get(each.__module__), "eager_attention_forward", None):
             with _SoftmaxInput() as softmax:
                 output, weights = eager(module, query, key, value, mask, **options)
-            _receiver.get()(module, weights, softmax.scores(weights), value)
+            RECEIVER.get()(module, weights, softmax.scores(weights), value)
             return output, weights
     raise ValueError(f"{type(module).__name__} has no eager attention; {ADVICE}")
 

@@ -91,9 +91,9 @@ def evenly_spaced(items: list, most: int) -> list:
     return [items[index] for index in indices]
 
 
-def json_values(values: np.ndarray) -> list:
-    """Returns values for JSON: rounded to four decimals, NaN and inf as None."""
-    numbers = values.astype(np.float64).round(4).astype(object)
+def json_values(values: np.ndarray, decimals: int = 4) -> list:
+    """Returns values for JSON: rounded, NaN and inf as None."""
+    numbers = values.astype(np.float64).round(decimals).astype(object)
     numbers[~np.isfinite(values)] = None
     return numbers.tolist()
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from . import finding
 from .heatmap import png_of_head
 from .history import read_history
-from .page import VERSION, frame_data, run_data
+from .page import frame_data, live_data, run_data
 from .render import most_frames
 from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
 
@@ -65,7 +65,7 @@ class LiveSnapshots:
         frames = [{"step": file.step, "address": file.address} for file in same]
         history = read_history(self.folder / "statistics.jsonl")
         run = run_data([_read(last)], history, frames=frames)
-        return json.dumps({"version": VERSION, "runs": [run], "snapshots": version}).encode()
+        return live_data(run, version)
 
     def frame(self, step: int) -> bytes:
         """Returns the JSON of a frame. Raises FileNotFoundError without a snapshot of this step,
@@ -74,6 +74,10 @@ class LiveSnapshots:
         if not file:
             raise FileNotFoundError(f"the run has no snapshot of step {step}")
         return _frame(file)
+
+    def token_ids(self) -> list[list[int]]:
+        """Returns the token ids of the prompts of the last snapshot. Raises as `frame`."""
+        return _read(_last(self._files())).token_ids
 
     def picture(self) -> bytes:
         """Returns the heatmap of the clearest head at the last step as a PNG. Raises as `frame`."""

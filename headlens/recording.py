@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from .ablation import Edit, Head, edited_contexts, output_projections, removal
-from .capturing import Captured, LayerAttention, Visit
+from .ablation import CaptureIds, Head, edited_contexts, mean_contexts, output_projections, removal
+from .capturing import LayerAttention
 from .heads import MAX_DRAWN, names_of
 from .history import Row, json_values
 from .prompts import Prompt, token_texts
@@ -42,7 +42,6 @@ MOST_LIKELY = 5  # next tokens recorded for each position
 MIN_COMPARED = 8  # tokens; `positional` ignores shorter prompts
 MAX_CELLS = 2**22  # of attention without heads, about 14 MB in a snapshot, see MAX_JSON_BYTES
 
-CaptureIds = Callable[[Tensor, Visit], Captured]
 Values = dict[str, np.ndarray]  # by statistic, (L, H)
 
 
@@ -56,28 +55,20 @@ class Predictions:
 
 
 @dataclass
-class _Recorder:
+class Recorder:
     """What is recorded of the layers on one prompt."""
 
     prompt: Prompt
-    statistics: HeadStatistics
     codes: list[Tensor] = field(default_factory=list)  # of each layer (H, t (t + 1) / 2)
-    sums: list[Tensor] = field(default_factory=list)  # (M, H), M = len(statistics.MEASURED)
     value_norms: list[Tensor] = field(default_factory=list)  # (H, t)
     predictions: list[Predictions] = field(default_factory=list)
 
     def add(self, attention: LayerAttention, row: int) -> None:
         """Records a layer. row: of the prompt in the batch, which may be padded at the end."""
-        num_tokens, shown = len(self.prompt.token_ids), self.prompt.shown
-        weights = attention.weights[row, None, :, :num_tokens, :num_tokens]
-        scores = attention.scores
-        if scores is not None:
-            scores = scores[row, None, :, :num_tokens, :num_tokens]
+        shown, weights = self.prompt.shown, attention.weights
         # The lower triangle, row by row: query 0 with key 0, query 1 with keys 0 and 1, ...
         q, k = torch.tril_indices(shown, shown, device=weights.device)
-        self.codes.append(to_codes(weights[0][:, q, k]))
-        self.statistics = self.statistics.to(weights.device)
-        self.sums.append(self.statistics.sums(weights, scores)[0])
+        self.codes.append(to_codes(weights[row][:, q, k]))
         if attention.value_norms is not None:
             self.value_norms.append(attention.value_norms[row, :, :shown].float())
         self.add_logits(attention.logits, row)
@@ -87,6 +78,25 @@ class _Recorder:
         if logits is not None:
             token_ids = self.prompt.token_ids
             self.predictions.append(predict(logits[row, : len(token_ids)], token_ids))
+
+
+class _Measured(Recorder):
+    """Also the statistics of the heads."""
+
+    def __init__(self, prompt: Prompt):
+        super().__init__(prompt)
+        self.statistics = _statistics_on(prompt)
+        self.sums: list[Tensor] = []  # of each layer (M, H), M = len(statistics.MEASURED)
+
+    def add(self, attention: LayerAttention, row: int) -> None:
+        super().add(attention, row)
+        num_tokens = len(self.prompt.token_ids)
+        weights = attention.weights[row, None, :, :num_tokens, :num_tokens]
+        scores = attention.scores
+        if scores is not None:
+            scores = scores[row, None, :, :num_tokens, :num_tokens]
+        self.statistics = self.statistics.to(weights.device)
+        self.sums.append(self.statistics.sums(weights, scores)[0])
 
     def means(self) -> np.ndarray:
         """Returns the statistics, (M, L, H)."""
@@ -109,7 +119,7 @@ def record(
     token_bytes(id): the bytes of a token, for predictions, which are omitted without it.
     before: the row of the snapshot before, whose names heads keep if they are still nearly clear.
     """
-    recorders = [_Recorder(prompt, _statistics_on(prompt)) for prompt in prompts]
+    recorders = [_Measured(prompt) for prompt in prompts]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     size = max(1, TOKENS_AT_ONCE // longest)
     for n in range(0, len(recorders), size):
@@ -153,7 +163,7 @@ def record(
         details["predictions"] = _predictions(prompts, found_on, token_bytes)
     norms = []
     if all(r.value_norms for r in recorders):
-        norms, largest = _scaled([torch.stack(r.value_norms).cpu().numpy() for r in recorders])
+        norms, largest = scaled([torch.stack(r.value_norms).cpu().numpy() for r in recorders])
         details["largest_norms"] = largest
     contexts = on_text.contexts if on_text else None
     return SnapshotData(run_name, list(prompts), row, details, codes, norms, uniform, contexts)
@@ -173,19 +183,20 @@ def uniform_of(prompts: Sequence[Prompt]) -> dict[str, float | None]:
     return mean
 
 
-def predict(logits: Tensor, token_ids: Sequence[int]) -> Predictions:
-    """Returns the predictions at all positions. logits: (T, V) or (1, T, V)."""
+def predict(logits: Tensor, token_ids: Sequence[int], likely: int = MOST_LIKELY) -> Predictions:
+    """Returns the predictions at all positions. logits: (T, V) or (1, T, V). likely: number of
+    tokens at each."""
     logits = logits.detach().reshape(len(token_ids), -1)
     log_probabilities = logits.float().log_softmax(-1)  # (T, V)
     following = torch.tensor(token_ids[1:], dtype=torch.int64, device=logits.device)
     losses = -log_probabilities[:-1].gather(-1, following[:, None])[:, 0]
-    most = log_probabilities.topk(min(MOST_LIKELY, logits.shape[-1]))
+    most = log_probabilities.topk(min(likely, logits.shape[-1]))
     return Predictions(
         losses.cpu().numpy(), most.indices.cpu().numpy(), most.values.exp().cpu().numpy()
     )
 
 
-def _run(capture: CaptureIds, recorders: Sequence[_Recorder]) -> None:
+def _run(capture: CaptureIds, recorders: Sequence[Recorder]) -> None:
     """Runs the model on some prompts at once. Shorter ones are padded at the end, which causal
     attention does not see."""
     token_ids = [torch.tensor(recorder.prompt.token_ids) for recorder in recorders]
@@ -219,7 +230,7 @@ def _compared(prompts: Sequence[Prompt]) -> list[int]:
     return [number for number, p in enumerate(prompts) if len(p.token_ids) >= MIN_COMPARED]
 
 
-def _scaled(norms: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list]:
+def scaled(norms: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list]:
     """Returns value norms, (L, H, t) for each prompt, as bytes: round(255 sqrt(norm / largest)),
     and the largest of each head, for JSON."""
     largest = [of_prompt.max(-1, keepdims=True) + 1e-9 for of_prompt in norms]  # (L, H, 1)
@@ -252,29 +263,15 @@ def record_without(
     projections = output_projections(model)
     if projections is None:
         return None
-    sums: list[Any] = [0] * len(projections)  # of each layer, (H, D)
-    tokens = [0] * len(projections)  # in these sums: some models run twice to get the weights
-
-    def run(edit: Edit) -> list[_Recorder]:
-        recorders = [_Recorder(prompt, _statistics_on(prompt)) for prompt in prompts]
-        for recorder in recorders:  # without padding, which would be in the mean
-            with edited_contexts(projections, edit, offsets.shape[1]):
-                _run(capture, [recorder])
-        return recorders
-
-    def add(layer: int, context: Tensor) -> Tensor:
-        sums[layer] = sums[layer] + context.float().sum((0, 2))
-        tokens[layer] += context.shape[0] * context.shape[2]
-        return context
-
-    if not all(recorder.predictions for recorder in run(add)):
-        return None
-    means = [of_layer / count for of_layer, count in zip(sums, tokens, strict=True)]
+    means = mean_contexts(capture, projections, [prompt.token_ids for prompt in prompts])
     cells = len(groups) ** 2 * sum(p.shown * (p.shown + 1) // 2 for p in prompts)
     drawn = groups if cells <= MAX_CELLS else {}
 
     def without(group: Sequence[Head]) -> dict[str, Any]:
-        recorders = run(removal(group, means))
+        recorders = [_Measured(prompt) for prompt in prompts]
+        with edited_contexts(projections, removal(group, means), offsets.shape[1]):
+            for recorder in recorders:
+                _run(capture, [recorder])
         found = _predictions(prompts, [r.predictions for r in recorders], token_bytes)
         shown = {n: _attention_of(recorders, n, heads, offsets) for n, heads in drawn.items()}
         return found | {"attention": shown}
@@ -283,7 +280,7 @@ def record_without(
 
 
 def _attention_of(
-    recorders: Sequence[_Recorder], name: str, heads: Sequence[Head], offsets: np.ndarray
+    recorders: Sequence[_Measured], name: str, heads: Sequence[Head], offsets: np.ndarray
 ) -> dict[str, list]:
     """Returns the attention of the heads of a name, as record_without describes it."""
     codes, values = [], []

@@ -180,6 +180,7 @@ class Prompts:
     config: LensConfig
     vocabulary: Sequence[int] | None  # token ids of the repeated sequence; None: the lens chooses
     tokenizer: Any  # of the vocabulary
+    window: int  # most tokens of a prompt of the model with this tokenizer
 
 
 def prompts_of(trained: "Model", settings: InspectConfig, loaded: "LoadedData | None") -> Prompts:
@@ -203,7 +204,7 @@ def prompts_of(trained: "Model", settings: InspectConfig, loaded: "LoadedData | 
     vocabulary = all_ids(trained)
     if loaded and trained.state:
         vocabulary = loaded.train.common_tokens().tolist()
-    return Prompts(config, vocabulary, trained.tokenizer)
+    return Prompts(config, vocabulary, trained.tokenizer, trained.window)
 
 
 def all_ids(trained: "Model") -> Sequence[int] | None:

@@ -2,25 +2,33 @@
 
     python -m scripts.view
     python -m scripts.view runs_dir=runs port=8000
+    python -m scripts.view model=hub:gpt2
     python -m scripts.view write=runs/NAME
 
 The first two serve a list of runs, and the page of each, on this machine only. The pages take up
-new snapshots, losses and samples by themselves, and nothing is written. The last one draws the
-images of a run and run.html again from its data, for example after a change of the page.
+new snapshots, losses and samples by themselves, and nothing is written. `model` is a run, a
+checkpoint, a Hugging Face directory or hub:NAME: it has a page of its own, for any text. The last
+command draws the images of a run and run.html again from its data, for example after a change of
+the page.
 """
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from clearhead.config.command_line import ScriptConfig, settings_command
-from clearhead.config.schema import Name
+from clearhead.config.schema import Checkpoint, Name
 from clearhead.errors import DataError, refuse, sanitize
+from clearhead.tokens import HUB
+
+if TYPE_CHECKING:
+    from clearhead.output.live_model import LiveModel
 
 
 class ViewConfig(ScriptConfig):
-    """python -m scripts.view [runs_dir=FOLDER] [port=NUMBER] [write=runs/NAME]
+    """python -m scripts.view [runs_dir=FOLDER] [port=NUMBER] [model=PATH] [write=runs/NAME]
 
     Shows the runs of a folder in a browser, also while they train; or writes the page of one run.
     """
@@ -28,6 +36,9 @@ class ViewConfig(ScriptConfig):
     runs_dir: Name = Field("runs", description="folder that contains the run directories")
     port: int = Field(
         8000, ge=1, le=65535, description="of the server on 127.0.0.1; in use: a free one"
+    )
+    model: Checkpoint | None = Field(
+        None, description="also show this model: checkpoint, Hugging Face directory or hub:NAME"
     )
     write: str | None = Field(
         None, description="a run directory: draw its images and run.html again, and serve nothing"
@@ -48,11 +59,26 @@ def serve(settings: ViewConfig) -> None:
     folder = Path(settings.runs_dir)
     if folder.exists() and not folder.is_dir():
         refuse([("runs_dir", settings.runs_dir, "not a folder", "give the folder of the runs")])
-    with LiveServer(folder, settings.port) as server:
-        if not folder.exists():
+    model = measured(settings.model) if settings.model else None
+    with LiveServer(folder, settings.port, model) as server:
+        if not folder.exists() and not model:
             print(sanitize(f"note: {folder} does not exist yet"), file=sys.stderr)
-        print(f"open {server.address} in a browser; Ctrl-C stops", flush=True)
+        address = server.address + ("model/" if model else "")
+        print(f"open {address} in a browser; Ctrl-C stops", flush=True)
         server.serve_forever()
+
+
+def measured(path: str) -> "LiveModel":
+    """Returns a model with what is measured of its heads on the default prompts or its run."""
+    from clearhead.output.live_model import LiveModel
+    from clearhead.parallel.device import prepare
+    from scripts._inspection import InspectConfig
+    from scripts.inspect_attention import inspect
+
+    name = path if path.startswith(HUB) else Path(path).resolve().name
+    settings, device = InspectConfig(checkpoint=path), prepare("cpu", seed=0, threads=None)
+    data, run, prompts = inspect("model", name, [(None, path)], settings, device, None)
+    return LiveModel(name, path, prompts.window, data, run)
 
 
 def write(folder: Path) -> None:

@@ -11,6 +11,7 @@ folder are runs, and none whose files are links. output/live_server.py sends the
 browser, to one request at a time.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -19,6 +20,8 @@ import stat
 from pathlib import Path
 from urllib.parse import quote
 
+from clearhead.checkpoint.format import MODEL
+from clearhead.checkpoint.listing import list_checkpoints, step_of
 from clearhead.checkpoint.run_directory import (
     CONFIG_YAML,
     LOCK,
@@ -32,8 +35,9 @@ from clearhead.config.yaml_files import flat
 from clearhead.errors import sanitize
 from clearhead.files import read_rows
 from clearhead.output.charts import curves, finite, points_of, smooth, thin
+from clearhead.output.live_typing import Checkpoint
 from clearhead.output.report import ROWS, progress, training_data, validation_loss
-from headlens import LiveSnapshots, rounded
+from headlens import LiveSnapshots, Reader, rounded
 
 MAX_RUNS = 200  # in the list
 POINTS = 80  # of a curve in the list
@@ -125,7 +129,29 @@ class LiveRun:
             **self.progress(),
             "snapshots": self.snapshots.version() if self.has_snapshots else "",
             "training": hashlib.sha256(self.training).hexdigest()[:16],
+            "typing": self.typing(),
         }
+
+    def typing(self) -> dict | None:
+        """Returns what a page needs to read texts with the checkpoints; None without one."""
+        steps, limit = list(self.checkpoints()), self.settings.get("data.max_length")
+        if not steps or not isinstance(limit, int):
+            return None
+        return {"steps": steps, "limit": min(limit, Reader.MOST)}
+
+    def checkpoints(self) -> dict[int, Checkpoint]:
+        """Returns the checkpoints by step, ascending."""
+        if (self.folder / "checkpoints").is_symlink():
+            return {}
+        found = [folder for folder in list_checkpoints(self.folder) if not folder.is_symlink()]
+        versions = {folder: signature(folder / MODEL) for folder in reversed(found)}
+        return {step_of(of): Checkpoint(str(of), v) for of, v in versions.items() if v}
+
+    def prompts(self) -> list[list[int]]:
+        """Returns the token ids of the prompts of the last snapshot; [] without one."""
+        with contextlib.suppress(OSError, ValueError):
+            return self.snapshots.token_ids() if self.has_snapshots else []
+        return []
 
     def date(self) -> str:
         """Returns the time of the first start, such as 2026-11-29 01:36; "" if it is not known."""

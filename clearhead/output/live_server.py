@@ -1,4 +1,4 @@
-"""Serves the runs of a folder to browsers on this machine, while they train.
+"""Serves the runs of a folder, and a model, to browsers on this machine.
 
     with LiveServer(Path("runs"), port=8000) as server:
         server.serve_forever()
@@ -7,20 +7,25 @@ These addresses exist; a name is one of a run, and never a path:
 
     /              the list of runs; /runs.json: its content
     /run/NAME/     the page of a run; state.json, training.json, data.json, frame/STEP.json: its
-                   content, see output/live.py and headlens/live_snapshots.py; head.png: a picture
+                   content, see output/live.py and headlens/live_snapshots.py; head.png: a picture;
+                   read, parts (POST): what a checkpoint does on a text, see
+                   output/live_typing.py
+    /model/        the page of a model without a run; state.json, data.json, read, parts (POST)
 
-The server only reads. It answers requests for a name of this machine only: a web page from
-elsewhere can resolve its own name to 127.0.0.1 (DNS rebinding). Each answer has an ETag, so that
-an answer that has not changed is not sent again.
+The server writes nothing. It answers requests for a name of this machine only: a web page from
+elsewhere can resolve its own name to 127.0.0.1 (DNS rebinding). Each answer to GET has an ETag, so
+that an answer that has not changed is not sent again.
 """
 
 import hashlib
 import json
 import os
 import re
+import secrets
 import socketserver
 import sys
 import threading
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,6 +34,8 @@ from urllib.parse import unquote_to_bytes
 
 from clearhead.errors import sanitize
 from clearhead.output.live import LiveRun, LiveRuns
+from clearhead.output.live_model import LiveModel
+from clearhead.output.live_typing import REQUESTS, Cancelled, Refused, Typing, checked_length
 from headlens import live_page
 
 IDLE = 60  # seconds after which a connection without requests is closed
@@ -44,22 +51,37 @@ STEP = re.compile(r"(\d{1,12})\.json", re.ASCII)
 
 class Answer(NamedTuple):
     body: bytes
-    kind: str = "application/json"
+    kind: str = "application/json; charset=utf-8"
     policy: str = "default-src 'none'"  # Content-Security-Policy
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves the runs of a folder on 127.0.0.1, at this port or, if it is in use, at a free one."""
+    """Serves runs and a model on 127.0.0.1, at this port or, if it is in use, at a free one."""
 
     daemon_threads = True
     allow_reuse_address = os.name != "nt"  # Windows would share a port that is in use
 
-    def __init__(self, folder: Path, port: int):
-        self.runs, self.lock = LiveRuns(folder), threading.Lock()
+    def __init__(self, folder: Path, port: int, model: LiveModel | None = None):
+        self.runs, self.model = LiveRuns(folder), model
+        self.lock, self.typing, self.token = threading.Lock(), Typing(), secrets.token_urlsafe()
         try:
             super().__init__(("127.0.0.1", port), Handler)
         except OSError:
             super().__init__(("127.0.0.1", 0), Handler)
+
+    def find(self, target: str) -> tuple[LiveRun | LiveModel | None, list[str]]:
+        """Returns the run or model that a request target names, and the parts of the path below
+        it; for another target None and all parts. Raises FileNotFoundError for an unknown run."""
+        # Decoded after the split: a name with an encoded slash is not the name of a run.
+        encoded = target.partition("?")[0].split("/")
+        match parts := [os.fsdecode(unquote_to_bytes(part)) for part in encoded]:
+            case ["", "run", name, *rest] if rest and (run := self.runs.find(name)):
+                return run, rest
+            case ["", "model", *rest] if rest and self.model:
+                return self.model, rest
+            case ["", "run", *_]:
+                raise FileNotFoundError("no such page or run")
+        return None, parts
 
     @property
     def address(self) -> str:
@@ -82,25 +104,59 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE
 
     def do_GET(self) -> None:
+        answer = self.answer(self.found)
+        if answer is None:
+            return
+        etag = f'"{hashlib.sha256(answer.body).hexdigest()[:32]}"'
+        headers = {"ETag": etag, "Cache-Control": "no-cache"}
+        if self.headers.get("If-None-Match") == etag:
+            self.send(HTTPStatus.NOT_MODIFIED, headers | policy(answer))
+        else:
+            headers |= policy(answer) | {"Content-Type": answer.kind}
+            self.send(HTTPStatus.OK, headers, answer.body)
+
+    def do_POST(self) -> None:
+        if answer := self.answer(self.computed):
+            headers = {"Cache-Control": "no-store", "Content-Type": answer.kind}
+            self.send(HTTPStatus.OK, headers | policy(answer), answer.body)
+
+    def answer(self, answer_to: Callable[[str], Answer]) -> Answer | None:
+        """Returns answer_to(host of the request). After an error, sends one line, returns None."""
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not HOST.fullmatch(hosts[0].strip()):
             reason = "use http://127.0.0.1 or http://localhost"
             return self.send_error(HTTPStatus.FORBIDDEN, reason)
         try:
-            with self.server.lock:  # the files are read by one thread at a time
-                answer = answer_to(self.server.runs, self.path)
+            return answer_to(hosts[0].strip())
+        except Refused as error:
+            return self.send_error(error.status, str(error))
+        except Cancelled:
+            self.close_connection = True
         except FileNotFoundError as error:
             return self.send_error(HTTPStatus.NOT_FOUND, str(error))
         except (OSError, ValueError) as error:  # another process has just replaced a file
             return self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-        etag = f'"{hashlib.sha256(answer.body).hexdigest()[:32]}"'
-        headers = {"ETag": etag, "Cache-Control": "no-cache"}
-        headers["Content-Security-Policy"] = f"{answer.policy}; frame-ancestors 'self'"
-        if self.headers.get("If-None-Match") == etag:
-            return self.send(HTTPStatus.NOT_MODIFIED, headers)
-        charset = "" if answer.kind == "image/png" else "; charset=utf-8"
-        headers["Content-Type"] = answer.kind + charset
-        self.send(HTTPStatus.OK, headers, answer.body)
+
+    def found(self, _: str) -> Answer:
+        """Returns what is at the path of the request."""
+        with self.server.lock:  # the files are read by one thread at a time
+            run, parts = self.server.find(self.path)
+            match run:
+                case LiveRun():
+                    return answer_of_run(run, self.server.token, *parts)
+                case LiveModel():
+                    return answer_of_model(run, self.server.token, *parts)
+            return answer_of_list(self.server.runs, *parts)
+
+    def computed(self, host: str) -> Answer:
+        """Returns what a checkpoint does on the text in the body of the request."""
+        length = checked_length(self.headers, host, self.server.token)
+        with self.server.lock:
+            run, parts = self.server.find(self.path)
+        if run is None or len(parts) != 1 or parts[0] not in REQUESTS:
+            raise FileNotFoundError("no such page")
+        body = self.rfile.read(length)
+        return Answer(*self.server.typing.answer(run, parts[0], body, self.connection))
 
     def send(self, status: int, headers: dict[str, str], body: bytes | None = None) -> None:
         self.send_response_only(status)
@@ -123,26 +179,27 @@ class Handler(BaseHTTPRequestHandler):
         """Prints nothing for a request."""
 
 
-def answer_to(runs: LiveRuns, target: str) -> Answer:
-    """Returns the answer to a request target. Raises FileNotFoundError."""
-    # Decoded after the split: a name with an encoded slash is not the name of a run.
-    parts = target.partition("?")[0].split("/")
-    match [os.fsdecode(unquote_to_bytes(part)) for part in parts]:
+def policy(answer: Answer) -> dict[str, str]:
+    return {"Content-Security-Policy": f"{answer.policy}; frame-ancestors 'self'"}
+
+
+def answer_of_list(runs: LiveRuns, *parts: str) -> Answer:
+    """Returns the answer to a path that is not of a run. Raises FileNotFoundError."""
+    match parts:
         case ["", ""]:
             return as_page("runs", ["runs"])
         case ["", "runs.json"]:
             return Answer(json.dumps(runs.rows()).encode())
-        case ["", "run", name, *rest] if rest and (run := runs.find(name)):
-            return answer_of_run(run, *rest)
     raise FileNotFoundError("no such page or run")
 
 
-def answer_of_run(run: LiveRun, *parts: str) -> Answer:
+def answer_of_run(run: LiveRun, token: str, *parts: str) -> Answer:
     """Returns the answer to a path below /run/NAME/. Raises FileNotFoundError."""
     match parts:
         case [""]:
             heads = ["heads"] * (run.has_snapshots or run.settings.get("lens.every") != 0)
-            return as_page(sanitize(run.folder.name), ["runs", *heads, "training", "settings"])
+            tabs = ["runs", *heads, "training", "settings"]
+            return as_page(sanitize(run.folder.name), tabs, token)
         case ["state.json"]:
             return Answer(json.dumps(run.state()).encode())
         case ["training.json"]:
@@ -156,7 +213,19 @@ def answer_of_run(run: LiveRun, *parts: str) -> Answer:
     raise FileNotFoundError("no such page")
 
 
-def as_page(title: str, tabs: list[str]) -> Answer:
+def answer_of_model(model: LiveModel, token: str, *parts: str) -> Answer:
+    """Returns the answer to a path below /model/. Raises FileNotFoundError."""
+    match parts:
+        case [""]:
+            return as_page(sanitize(model.name), ["heads"], token)
+        case ["state.json"]:
+            return Answer(json.dumps(model.state()).encode())
+        case ["data.json"]:
+            return Answer(model.data)
+    raise FileNotFoundError("no such page")
+
+
+def as_page(title: str, tabs: list[str], token: str = "") -> Answer:
     """Returns the page, which asks this server for its content and contains its own policy."""
-    page = live_page(title, tabs).encode("utf-8", "replace")
-    return Answer(page, "text/html", "base-uri 'none'")
+    page = live_page(title, tabs, token).encode("utf-8", "replace")
+    return Answer(page, "text/html; charset=utf-8", "base-uri 'none'")

@@ -221,11 +221,18 @@ def page_html(
     return _filled(content | ({"model": model} if model else {}), title)
 
 
-def live_page(title: str, tabs: Sequence[str]) -> str:
+def live_page(title: str, tabs: Sequence[str], token: str = "") -> str:
     """Returns the page for a server that sends its data (live_snapshots.py), also while the run
-    trains. tabs: "runs", "heads", "training", "settings"; the list of runs has the first only. Its
-    Content-Security-Policy allows requests to this server."""
-    return _filled({"version": VERSION, "live": True, "tabs": tabs}, title, is_live=True)
+    trains. tabs: "runs", "heads", "training", "settings"; the list of runs has the first only, a
+    model without a run the second. token: a page that sends a text proves with it that it is one of
+    this server. Its Content-Security-Policy allows requests to this server."""
+    content = {"version": VERSION, "live": True, "tabs": tabs, "token": token}
+    return _filled(content, title, is_live=True)
+
+
+def live_data(run: dict, snapshots: str) -> bytes:
+    """Returns the JSON that a live page loads. run: of run_data. snapshots: their version."""
+    return json.dumps({"version": VERSION, "runs": [run], "snapshots": snapshots}).encode()
 
 
 def _filled(content: dict, title: str, is_live: bool = False) -> str:

@@ -105,11 +105,12 @@ export function showControls() {
   $("play").textContent = isPlaying() ? "❚❚" : "▶";
   $("play").setAttribute("aria-label", isPlaying() ? "pause" : "play");
   $("prompt").value = state.prompt;
+  $("prompt").hidden = Boolean(run.isTyped);
   for (const [id, name, property] of SETTERS) $(id)[property] = state[name];
   $("map-kind").hidden = !A.norms;
   if (!A.valued) $("kind").value = "weights"; // B may have no norms
   $("sort").value = state.sort;
-  $("over-label").hidden = !hasOverall();
+  $("over-label").hidden = !hasOverall() || run.isTyped;
   $("direction").hidden = !state.sort;
   $("direction").textContent = state.descending ? "↓" : "↑";
   $("direction").title = state.descending ? "largest first" : "smallest first";

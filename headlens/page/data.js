@@ -95,7 +95,10 @@ export function decode(run, index) {
     const { weights, details, norms } = frame.address ? await load(frame.address) : frame;
     return Promise.all([inflate(weights), inflateJson(details), norms ? inflate(norms) : null]);
   };
-  frame.pending ??= parts().then(
+  frame.pending ??= frame.read ? frame.read().catch((error) => {
+    frame.pending = undefined; // it can be computed later
+    throw error;
+  }) : parts().then(
     ([bytes, details, norms]) => {
       if (bytes.length !== run.size || (norms && norms.length !== run.normSize)) throw 0;
       Object.assign(frame, { bytes, facts: details, normBytes: norms });

@@ -14,6 +14,8 @@ import { drawText } from "./words.js";
 import { drawLayers, drawNextToken } from "./predictions.js";
 import { toggleHead, withUniform } from "./grid.js";
 import { isPlaying } from "./player.js";
+import { switchHeads } from "./typing.js";
+import { clearWhy, explain } from "./why.js";
 
 export function buildDetail() {
   for (const plot of plots) {
@@ -40,8 +42,13 @@ export function buildDetail() {
       const { query, key } = cell(event);
       update({ query });
       hoverCell({ query, key });
+      askWhy(query, key);
     });
   }
+  $("why-ask").addEventListener("click", () =>
+    askWhy(selectedQuery(), strongestKey(selectedQuery())));
+  $("switch-head").addEventListener("click", () =>
+    switchHeads(selectedHeads(), run.off.has(selected())));
   const text = $("text");
   const onToken = (kind, act) => text.addEventListener(kind, ({ target }) => {
     const token = target.closest("[data-token]")?.dataset.token;
@@ -60,6 +67,10 @@ export function buildDetail() {
     event.target.value = "";
     if (!selectedHeads().includes(index)) toggleHead(index);
   });
+}
+
+function askWhy(query, key) {
+  if (!$("why").hidden) explain($("why-parts"), selected(), query, key);
 }
 
 /** Shows the names of the heads whose mean is shown. */
@@ -104,6 +115,11 @@ export function drawDetail() {
     plot.map.setAttribute("aria-label", `attention of ${indexName(index)}: ${title}`);
   }
   drawHeads();
+  $("why").hidden = !run.isTyped || meanIsShown();
+  clearWhy($("why-parts"), index);
+  $("switch-head").hidden = !run.isTyped;
+  $("switch-head").textContent = run.off?.has(selected()) ? "switch on" : "switch off";
+  $("detail").classList.toggle("off", Boolean(run.off?.has(selected())));
   $("detail").classList.toggle("mean", meanIsShown());
   if (!meanIsShown()) drawValues(index);
   drawReading();

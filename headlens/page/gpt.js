@@ -10,7 +10,7 @@
  * Shapes: T tokens, C emb_dim, H heads of each layer, D head_dim, V vocabulary, L layers. Matrices are
  * stored row by row. */
 
-const AT_ONCE = 4; // positions: each row of a weight matrix is read once for all of them
+const AT_ONCE = 4; // positions: `linear` reads each weight once for all four
 const PIECE = 15; // milliseconds of computing, then the page can react
 const NEXT_COUNT = 40; // most likely tokens after the last position
 const LIKELY_COUNT = 5; // at each position
@@ -83,7 +83,10 @@ function layerNorm({ weight, bias }, x, at, out) {
 /** Computes GELU with the tanh approximation, in place: (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)). */
 function gelu(x, n) {
   const factor = -Math.sqrt(8 / Math.PI);
-  for (let i = 0; i < n; i++) x[i] /= 1 + Math.exp(factor * (x[i] + 0.044715 * x[i] ** 3));
+  for (let i = 0; i < n; i++) {
+    const value = x[i];
+    x[i] = value / (1 + Math.exp(factor * (value + 0.044715 * value * value * value)));
+  }
 }
 
 /** Returns what the logits, V numbers from `at` on, predict: the most likely tokens, and the logarithm
@@ -243,14 +246,15 @@ export class Gpt {
   #attend(index, head, position, n) {
     const { C, H, D } = this.#config;
     const { queries, values, contexts, scores } = this.#buffers;
-    const layer = this.#layers[index];
+    const { keys, values: known, means, norms, output } = this.#layers[index];
     const codes = this.#codes[position];
+    const root = Math.sqrt(D);
     const column = head * D;
     const at = n * C + column;
     const number = index * H + head;
     let most = -Infinity, sum = 0, squares = 0;
     for (let key = 0; key <= position; key++) {
-      scores[key] = dotRow(layer.keys, key * C + column, queries, at, D) / Math.sqrt(D);
+      scores[key] = dotRow(keys, key * C + column, queries, at, D) / root;
       most = Math.max(most, scores[key]);
     }
     for (let key = 0; key <= position; key++) {
@@ -262,13 +266,13 @@ export class Gpt {
       const weight = scores[key] / sum;
       codes[number * (position + 1) + key] = Math.round(255 * Math.sqrt(weight));
       const from = key * C + column;
-      for (let i = 0; i < D; i++) contexts[at + i] += weight * layer.values[from + i];
+      for (let i = 0; i < D; i++) contexts[at + i] += weight * known[from + i];
     }
-    if (this.#off.has(number)) contexts.set(layer.means.subarray(column, column + D), at);
+    if (this.#off.has(number)) contexts.set(means.subarray(column, column + D), at);
     for (let row = column; row < C * C; row += C) {
-      squares += dotRow(layer.output.weight, row, values, at, D) ** 2;
+      squares += dotRow(output.weight, row, values, at, D) ** 2;
     }
-    layer.norms[position * H + head] = Math.sqrt(squares);
+    norms[position * H + head] = Math.sqrt(squares);
   }
 
   #reading() {
@@ -286,8 +290,8 @@ export class Gpt {
       const norm = (position) => of[position * H + (head % H)];
       let most = 0;
       for (let n = 0; n < T; n++) most = Math.max(most, norm(n));
-      largest.push(most + 1e-9);
-      for (let n = 0; n < T; n++) norms[head * T + n] = Math.round(255 * Math.sqrt(norm(n) / largest[head]));
+      largest.push(most);
+      for (let n = 0; n < T; n++) norms[head * T + n] = Math.round(255 * Math.sqrt(norm(n) / most));
     }
     const found = this.#predictions.slice(0, T);
     const losses = this.#ids.slice(1).map((id, n) =>

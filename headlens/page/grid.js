@@ -103,11 +103,13 @@ export function drawGrid() {
     const name = shownName(tile.index);
     fillTag(tile.tag, name);
     const text = [`layer ${tile.layer} head ${tile.head}`,
+      ...(run.off?.has(tile.index) ? ["switched off"] : []),
       ...(name ? [name.title + whereText(name)] : []),
       ...(key ? [`${title} ${value}`] : [])].join(", ");
     if (tile.text !== text) tile.button.setAttribute("aria-label", (tile.text = text));
     if (state.sort) tile.value.textContent = value;
     tile.button.setAttribute("aria-pressed", chosen.includes(tile.index));
+    tile.button.classList.toggle("off", Boolean(run.off?.has(tile.index)));
   }
 }
 

@@ -49,8 +49,8 @@ export function onKey(event) {
   if (shownTab() !== "heads" || target.matches("[role=tab]")) return;
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (document.querySelector("dialog[open]")) return;
-  const typing = target.matches("select, input:not([type=range], [type=checkbox], [type=radio])");
-  if (typing && key !== "Escape") return;
+  const typing = target.matches("select, textarea, input:not([type=range], [type=checkbox], [type=radio])");
+  if (typing && (key !== "Escape" || target.matches("textarea"))) return;
   // These elements handle the space key themselves. On the enlarged head it would do nothing.
   if (key === " " && target.matches('button:not([aria-pressed="true"]), input')) return;
   if (key in ARROWS) {

@@ -89,7 +89,7 @@ let linkTimer;
 /** Updates the address with a delay, because browsers limit the number of changes. */
 export function keepLink() {
   clearTimeout(linkTimer);
-  if (isPlaying()) return;
+  if (isPlaying() || run.isTyped) return;
   linkTimer = setTimeout(() => {
     if (shownTab() !== "heads") return;
     try {

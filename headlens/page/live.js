@@ -8,12 +8,15 @@ import { buildTimeline, drawTimeline } from "./losses.js";
 import { poll } from "./polling.js";
 import { shownTab } from "./tabs.js";
 import { showTraining } from "./training.js";
+import { showTyping } from "./typing.js";
 
 let shownSnapshots = ""; // the versions that the page shows
 let shownTraining = "";
 let curves = {}; // losses under the time line
 let first = null; // {done, fail}: the tab of the heads waits for the first snapshot
 let rebuild = null; // builds what depends on the data; null until the heads are drawn
+let model = null; // it computes at the checkpoints
+let checkpoints = { steps: [] }; // of the run, with the most tokens of a text
 let liveText, lostText; // elements
 
 /** Shows the state, the losses and the samples of the run from now on. */
@@ -33,13 +36,21 @@ export function followRun() {
 /** Returns the data of the run as soon as it has a snapshot. */
 export const firstRun = () => new Promise((done, fail) => (first = { done, fail }));
 
-/** Takes up new snapshots from now on. build: builds what depends on the data of the run. */
-export function followHeads(build) {
-  rebuild = build;
+/** Takes up new snapshots and checkpoints from now on. build: builds what depends on the data of the
+ * run. */
+export function followHeads(build, of) {
+  [rebuild, model] = [build, of];
+  takeCheckpoints();
+}
+
+function takeCheckpoints() {
+  Object.assign(model, checkpoints);
+  showTyping();
 }
 
 /** Takes up what is new. Returns false if something has to wait. */
 async function take(found) {
+  checkpoints = found.typing ?? { steps: [] };
   $("live").dataset.state = found.state;
   liveText.textContent = found.text;
   const isNew = found.training !== shownTraining;
@@ -87,7 +98,8 @@ async function loadData() {
 
 /** Takes up new snapshots, then new losses. Returns false if this has to wait. */
 async function takeHeads(found, hasLosses) {
-  if (isPlaying()) { // it shows the steps that it started with
+  takeCheckpoints();
+  if (isPlaying() || run.isTyped) { // it shows the steps that it started with
     waitingLosses ||= hasLosses;
     return false;
   }

@@ -30,6 +30,9 @@ import { firstRun, followHeads, followRun } from "./live.js";
 import { followRuns } from "./runs.js";
 import { showTraining } from "./training.js";
 import { buildTabs, shownTab, showTab, tabOfLink } from "./tabs.js";
+import { buildTyping } from "./typing.js";
+import { servedEngine } from "./served.js";
+import { playEngine } from "./play.js";
 
 function drawAll() {
   if (shownTab() !== "heads") return; // nothing has a size
@@ -98,7 +101,7 @@ function fail(error) {
 }
 
 /** Builds and draws the heads, when their tab is shown for the first time. */
-async function startHeads({ runs: found, live }) {
+async function startHeads({ runs: found, training, live, token, model }) {
   const runs = live ? [await firstRun()] : found;
   const [first, second = null] = await Promise.all(runs.slice(0, 2).map(prepare));
   setRuns(first, second);
@@ -112,6 +115,9 @@ async function startHeads({ runs: found, live }) {
   buildExport();
   buildStory();
   buildControls();
+  const engine = live ? servedEngine(token) : model ? playEngine(model) : null;
+  if (engine) buildTyping(engine, buildAgain);
+  $("typing-hint").hidden = Boolean(engine) || !training;
   Object.assign(state, readLink(location.hash));
   const plays = state.view === "story" && (!location.hash || tabOfLink(location.hash)) && openingStory();
   const needed = [state.frame, ...(plays ? [run.frames.length - 1] : [])].map((n) => decode(run, n));
@@ -132,7 +138,7 @@ async function startHeads({ runs: found, live }) {
   timing.ready = performance.now();
   document.documentElement.dataset.ready = "1";
   prefetch(run).then(() => other && prefetch(other)).then(() => update()); // charts of all steps
-  if (live) followHeads(buildAgain);
+  if (live) followHeads(buildAgain, engine);
 }
 
 async function start() {
@@ -155,8 +161,8 @@ async function start() {
     heads ??= startHeads(data).catch(fail);
     if (run) update();
   });
-  if (live) followRuns(tabs.length === 1);
-  if (live && tabs.length > 1) followRun();
+  if (tabs.includes("runs")) followRuns(tabs.length === 1);
+  if (live && String(tabs) !== "runs") followRun();
   addEventListener("hashchange", ({ newURL }) => showTab(tabOfLink(newURL) || usual));
   showTab(tabOfLink(location.hash) || usual);
   readTheme();

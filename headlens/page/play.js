@@ -12,10 +12,13 @@ import { inflate } from "./data.js";
 import { Gpt } from "./gpt.js";
 import { readTokenizer } from "./tokenizer.js";
 
+const MOST = 256; // tokens of a text, as the page shows
+
 /** Returns the engine of a model: see typing.js. */
 export function playEngine(model) {
   const { config, checkpoints } = model;
   const models = new Map(); // of the checkpoints that were used, by step: at most about 100 MB
+  const limit = Math.min(config.context_length, MOST);
   let tokenizer;
 
   /** Returns [tokenizer, Gpt of this step]. */
@@ -30,13 +33,13 @@ export function playEngine(model) {
 
   return {
     steps: checkpoints.map(({ step }) => step),
-    limit: config.context_length,
+    limit,
 
     async read({ text, ids, step, off = [], signal }) {
       const [tokens, gpt] = await load(step);
-      const all = ids ?? tokens.encode(text, config.context_length);
+      const all = ids ?? tokens.encode(text, limit);
       if (!all.length) throw new Error("The text has no tokens.");
-      const used = all.slice(0, config.context_length);
+      const used = all.slice(0, limit);
       const found = await gpt.read(used, off, signal);
       const { next, likely } = found;
       const labels = new Map([...next.ids, ...likely.ids.flat()].map((id) => [id, tokens.label(id)]));

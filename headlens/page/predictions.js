@@ -4,6 +4,7 @@
 import { format, formatLoss } from "./text.js";
 import { $, bold, make, quotedToken } from "./dom.js";
 import { A, B, sideName } from "./state.js";
+import { wasText } from "./typing.js";
 
 const predictionsOf = (of) => of?.facts.predictions?.of_prompts[of.prompt] ?? null;
 
@@ -14,14 +15,16 @@ export function drawNextToken(query) {
   $("next").replaceChildren(...sides.map((of) => nextToken(of, query)));
 }
 
-/** Returns a row of a list of predicted tokens. isTrue: it is the next token of the prompt. */
-function predictionRow(label, p, isTrue) {
+/** Returns a row of a list of predicted tokens. isTrue: it is the next token of the prompt. was: its
+ * probability with all heads, as text. */
+function predictionRow(label, p, isTrue, was = "") {
   const bar = make("i");
   bar.style.width = `${100 * p}%`;
   const sign = isTrue ? { title: "the next token of the prompt", textContent: "✓" } : {};
   return make("li", { className: isTrue ? "true" : "" }, quotedToken(label),
     make("span", { className: "track" }, bar),
     make("span", { className: "number", textContent: format(p, false, "chance") }),
+    ...(was ? [make("s", { textContent: was, title: "with all heads" })] : []),
     make("span", { className: "sign", ...sign }));
 }
 
@@ -33,8 +36,9 @@ const labelOf = (of, token, query, isTrue) =>
 function nextToken(of, query) {
   const { losses, tokens, probabilities, hits } = predictionsOf(of);
   const [label, loss, hit] = [A.labels[query + 1], losses[query] ?? null, hits[query]];
-  const rows = tokens[query].map((token, n) =>
-    predictionRow(labelOf(of, token, query, n === hit), probabilities[query][n], n === hit));
+  const { predictions, whole } = of.facts;
+  const rows = tokens[query].map((token, n) => predictionRow(labelOf(of, token, query, n === hit),
+    probabilities[query][n], n === hit, whole && wasText(whole, query, predictions.ids[token])));
   if (label !== undefined && loss !== null && hit < 0) {
     rows.push(predictionRow(label, Math.exp(-loss), true));
     rows.at(-1).classList.add("more");

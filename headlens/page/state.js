@@ -112,18 +112,18 @@ export function indexInB(index) {
 export const comparable = (index) => Boolean(B?.same) && indexInB(index) >= 0;
 
 /** Returns whether statistics can be those of the shown prompt or others. */
-export const hasOverall = () => run.prompts.length > 1 || run.windows !== null;
+export const hasOverall = () => run.isTyped || run.prompts.length > 1 || run.windows !== null;
 
 /** Returns whether the shown statistics are those on the text or, without one, means over all
  * prompts. */
-export const isMean = () => state.over === "mean" || !hasOverall();
+export const isMean = () => state.over === "mean" || run.isTyped || !hasOverall();
 
 /** Returns how the page calls the text on which heads were measured: "the validation text". */
 export const textName = () => run.text_name;
 
 /** Returns of what the shown statistics are. */
 export const overText = () => (!isMean() || !hasOverall() ? "this prompt" : run.windows
-  ? textName() : `all ${run.prompts.length} prompts (mean)`);
+  ? textName() : `all ${(run.recorded ?? run).prompts.length} recorded prompts (mean)`);
 const TEXTS = "positional"; // this statistic compares prompts, so it has no value for one prompt
 
 /** Returns a statistic of all heads at all known steps: {steps, rows, at: index of the step}. */

@@ -2,7 +2,7 @@
  * that says what happens, and cards of heads that can be switched off. headlens/story.py decides what
  * is shown and what it is called; this file draws it. */
 
-import { clamp, clip, format, stepText } from "./text.js";
+import { clamp, clip, stepText } from "./text.js";
 import { $, fillSelect, isPrinted, make, prepareCanvas } from "./dom.js";
 import { hasStory, nearestFrame, placeOfHead, run, state, update } from "./state.js";
 import { setColour } from "./names.js";
@@ -12,6 +12,8 @@ import {
   isPlaying, pause, playedPart, showFrame, shownPosition, still, togglePlay,
 } from "./player.js";
 import { placeOf } from "./losses.js";
+import { percentText, switchHeads, takeNext, wasText } from "./typing.js";
+import { clearWhy, explain } from "./why.js";
 
 const EASE = 0.16; // seconds in which most of a change is done
 const FAINT = 0.03; // weights that are not drawn
@@ -20,7 +22,8 @@ const JOINED = /[\u0600-\u08ff]|\p{M}/u; // Arabic, marks
 const WALK = 20; // query tokens over which a passage is read while it plays
 
 let story; // the shown story: of state.prompt
-let builtFor = ""; // what the tokens and cards were built for
+let builtFor = ""; // what the tokens were built for
+let cardsFor = ""; // what the cards and the time line were built for
 let tokenNodes = []; // the element of each token
 let tokenBoxes = []; // of each token, in the picture: {x, top, bottom, left, right}
 let storyCards = []; // {data, node, canvas, colour, lit}
@@ -35,7 +38,8 @@ let wasEarlier = false; // when heads were switched off, an earlier step was sho
 
 const frameCount = () => run.frames.length;
 const cardOff = () => story.cards.find(({ name }) => state.off && name === state.off) ?? null;
-const isOff = ({ data }) => state.off !== "" && data.name === state.off;
+const isOff = ({ data }) => (run.isTyped ? data.group.every((index) => run.off.has(index))
+  : state.off !== "" && data.name === state.off);
 
 // ------------------------------------------------------------------------------------------- building
 
@@ -44,7 +48,7 @@ export function buildStory() {
   $("show-story").hidden = !hasStory();
   $("show-story").onclick = showStory;
   if (!hasStory()) return;
-  builtFor = "";
+  builtFor = cardsFor = "";
   const choices = run.prompts.map((prompt, n) =>
     [n, `\u2068${prompt.title}\u2069`, !run.story.prompts[n]]);
   fillSelect($("story-prompt"), choices);
@@ -123,7 +127,7 @@ function shownQuery() {
   return Math.min(story.query, first + Math.floor((story.query - first + 1) * playedPart() * 1.15));
 }
 
-/** Writes the tokens and the cards of the shown prompt. */
+/** Writes the tokens of the shown prompt. */
 function buildTokens() {
   const prompt = run.prompts[state.prompt];
   const isLines = story.layout === "lines";
@@ -152,10 +156,14 @@ function buildTokens() {
   const isJoined = JOINED.test(box.textContent);
   box.classList.toggle("joined", isJoined);
   box.classList.toggle("spaced", story.unit === "letter" && !isJoined);
+  drawn = pointedToken = null;
+}
+
+function buildCards() {
   storyCards = story.cards.map(makeCard);
   $("story-cards").replaceChildren(...storyCards.map(({ node }) => node));
   buildTime();
-  drawn = pointedToken = pointedCard = keptCard = null;
+  pointedCard = keptCard = null;
 }
 
 function makeCard(data, number) {
@@ -171,11 +179,12 @@ function makeCard(data, number) {
     keptCard = keptCard === number ? null : number;
     drawStory();
   };
-  if (data.without) {
+  if (data.without || run.isTyped) {
     const turn = make("button", { className: "switch", ariaLabel: `${data.title}: switched on` });
     turn.setAttribute("role", "switch");
     turn.onclick = () => {
       pause();
+      if (run.isTyped) return switchHeads(data.group, isOff({ data }));
       const turnsOn = state.off === data.name;
       pointedCard = null;
       if (keptCard === number) keptCard = null; // it has no lines now; those of the others are shown
@@ -245,9 +254,12 @@ export function drawStory() {
     && story.cards.some(({ name, without }) => without && name === state.off);
   if (!canSwitch) state.off = "";
   const width = $("story-picture").clientWidth;
-  const key = [state.prompt, width, frameCount(), run.frames.at(-1).step].join();
-  if (key !== builtFor) buildTokens();
+  const ofCards = [state.prompt, run.isTyped, frameCount(), run.frames.at(-1).step].join();
+  if (ofCards !== cardsFor) buildCards();
+  cardsFor = ofCards;
+  const key = [ofCards, width, run.version].join();
   if (key !== builtFor) {
+    buildTokens();
     (story.layout === "lines" ? fitRows : fitPassage)(width);
     fitHead();
   }
@@ -264,10 +276,11 @@ function fitHead() {
   const head = $("story-head");
   const withouts = story.cards.flatMap(({ without }) =>
     (without ? [{ ...without, headline: without.from_earlier }] : []));
-  const sentences = [...story.frames, ...withouts];
+  const sentences = [...(run.isTyped ? [story.frames[state.frame]] : story.frames), ...withouts];
   const lines = story.layout === "lines" ? story.cards.map((card) => ` · ${card.lines}`) : [""];
   const longest = lines.reduce((a, b) => (a.length < b.length ? b : a));
-  head.style.setProperty("--head", 0);
+  // A typed text has sentences that come later: the room grows with them.
+  if (!run.isTyped) head.style.setProperty("--head", 0);
   const heights = sentences.map((sentence) => {
     showHeadline(sentence);
     $("story-line").textContent = sentence.line + longest;
@@ -279,8 +292,9 @@ function fitHead() {
 
 /** Gives the passage letters that are as large as there is room. */
 function fitPassage(width) {
-  const length = Math.max(1, $("story-tokens").textContent.length);
-  const room = Math.sqrt((width * Math.min(250, innerHeight * 0.25)) / (1.15 * length));
+  let { length } = $("story-tokens").textContent;
+  if (run.isTyped) length = 50 * Math.ceil(length / 50); // the letters do not shrink with each key
+  const room = Math.sqrt((width * Math.min(250, innerHeight * (run.isTyped ? 0.2 : 0.25))) / (1.15 * Math.max(1, length)));
   const letter = clamp(room, 18, clamp(width / 22, 22, 46));
   $("story-tokens").style.setProperty("--letter", `${letter}px`);
 }
@@ -313,7 +327,20 @@ function showHeadline({ headline, marked, about }) {
   $("story-headline").replaceChildren(headline.slice(0, at), clause, headline.slice(at + marked.length));
 }
 
+/** Marks the tokens whose probability heads change that are switched off. */
+function markChanged() {
+  const { facts } = run.frames[state.frame];
+  const losses = facts?.whole?.of_prompts[0].losses;
+  const now = facts?.predictions?.of_prompts[0].losses;
+  tokenNodes.forEach((node, n) => {
+    const [p, was] = [now, losses].map((of) => (of && n ? Math.exp(-of[n - 1]) : 0));
+    node.classList.toggle("changed", Boolean(losses) && Math.abs(p - was) > 0.1);
+    if (run.isTyped) node.title = losses && n ? `${percentText(p)}, with all heads ${percentText(was)}` : "";
+  });
+}
+
 function showTexts() {
+  if (run.isTyped) markChanged();
   const frame = story.frames[state.frame];
   const off = cardOff();
   const isLast = off || state.frame === frameCount() - 1;
@@ -358,22 +385,24 @@ function showTexts() {
 const chosenCard = () => pointedCard ?? keptCard;
 const activeCard = () => chosenCard() ?? 0;
 
-/** Returns a probability or a weight for people. */
-const percentText = (p) => `${format(p === null ? NaN : 100 * p, false, "percent")}\u00a0%`;
-
 /** Returns what the model predicts, at the shown step or without the heads of a card. */
 function shownPredictions() {
   const { facts } = run.frames[cardOff() ? frameCount() - 1 : state.frame];
   const found = cardOff() ? facts?.without?.[state.off] : facts?.predictions;
-  return found ? { texts: found.labels, ...found.of_prompts[state.prompt] } : null;
+  return found ? { texts: found.labels, ids: found.ids, whole: facts.whole,
+    ...found.of_prompts[state.prompt] } : null;
 }
 
 const token = (label) => make("bdi", { textContent: `“${clip(label, 16)}”` });
 
-/** Returns a list item of a token that the model expects. */
-function expected(label, p, isRight) {
-  const item = make("li", { className: isRight ? "right" : "" }, token(label),
-    make("span", { textContent: percentText(p) }));
+/** Returns a list item of a token that the model expects. was: its probability with all heads, as text.
+ * take: writes it into the text. */
+function expected(label, p, isRight, was = "", take = null) {
+  const title = "writes it here, instead of what follows";
+  const item = make("li", { className: isRight ? "right" : "" },
+    take ? make("button", { title, onclick: take }, token(label)) : token(label),
+    make("span", { textContent: percentText(p) }),
+    ...(was ? [make("s", { textContent: was, title: "with all heads" })] : []));
   item.style.setProperty("--p", p ?? 0);
   return item;
 }
@@ -385,15 +414,20 @@ function showReading() {
   const found = shownPredictions();
   const labels = prompt.labels.with(0, prompt.period ? "○" : prompt.labels[0]);
   const parts = [];
-  if (chosenToken() !== null) {
-    parts.push(token(labels[query]), " attends to ");
+  clearWhy($("story-why"), query);
+  if (chosenToken() !== null || run.isTyped) {
     const seenBy = storyCards.filter((card) => !isOff(card)).map(({ data }) => {
       const row = Array.from({ length: query + 1 }, (_, key) => cardWeight(data, state.frame, query, key));
       const key = row.indexOf(Math.max(...row));
       const at = make("b", {}, token(labels[key]), ` ${percentText(row[key])}`);
       setColour(at, data.name);
-      return at;
+      if (!run.isTyped) return at;
+      const why = make("button", { className: "quiet", textContent: "why?",
+        onclick: () => explain($("story-why"), data.heads[0], query, key) });
+      why.ariaLabel = `why does ${data.places} attend there?`;
+      return make("span", {}, at, why);
     });
+    if (seenBy.length) parts.push(token(labels[query]), " attends to ");
     parts.push(...seenBy.flatMap((node, n) => (n ? [" · ", node] : [node])));
     if (prompt.period && query <= prompt.period) {
       parts.push(`. Nothing can predict the next ${story.unit} here`);
@@ -402,7 +436,8 @@ function showReading() {
       parts.push(". Next it expects ", make("b", {}, token(found.texts[best]),
         ` ${percentText(found.probabilities[query][0])}`));
     }
-    parts.push(state.query === null ? "." : ". Click it again to let it go.");
+    parts.push(run.isTyped ? ` ${story.key_to_picture}`
+      : state.query === null ? "." : ". Click it again to let it go.");
   } else if (cardOff()) {
     parts.push(cardOff().without.others);
   } else {
@@ -422,7 +457,9 @@ function showReading() {
     make("ol", {}, ...found.tokens[query].map((of, n) => {
       const p = found.probabilities[query][n];
       const isRight = n === found.hits[query];
-      return expected(isRight ? prompt.labels[query + 1] : found.texts[of], p, isRight);
+      return expected(isRight ? prompt.labels[query + 1] : found.texts[of], p, isRight,
+        found.whole && wasText(found.whole, query, found.ids[of]),
+        run.isTyped && (() => takeNext(query, found.ids[of])));
     })));
   const chance = tokenChances(cardOff() ? frameCount() - 1 : state.frame)[query + 1] ?? null;
   if (found.hits[query] === -1 && chance !== null) {
@@ -615,7 +652,7 @@ function attentionLine(context, a, b, isSelf) {
 /** Draws the mean heatmap of a card in its colour. */
 function paintThumbnail({ canvas, colour, data }, value) {
   const T = run.prompts[state.prompt].length;
-  const key = `${data.name} ${drawn.at.toFixed(2)} ${colour} ${state.off}`;
+  const key = `${data.name} ${drawn.at.toFixed(2)} ${colour} ${state.off} ${run.version}`;
   if (canvas.dataset.drawn === key) return;
   canvas.dataset.drawn = key;
   if (canvas.width !== T) canvas.width = canvas.height = T;

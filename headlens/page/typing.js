@@ -1,0 +1,355 @@
+/* The line to type in. A typed text is shown as a run with one prompt: its frames are the checkpoints that
+ * the run has kept, and an engine computes them when they are needed: served.js or play.js. An engine:
+ *
+ *   steps, limit   steps of the checkpoints, ascending; most tokens of a text
+ *   read({text | ids, step, off, signal})   what the model does on a text, with these heads off
+ *   parts({ids, step, off, layer, head, query, key, signal})   see why.js
+ *
+ * A reading: {ids, tokens, texts, labels, signs, truncated, codes, norms, largest_norms, losses, likely:
+ * {ids, labels, probabilities}: five per position, next: the same, 40 after the last position}. tokens to
+ * signs, codes and norms are as those of a prompt and a frame, see index.html. */
+
+import { clamp, format, stepText } from "./text.js";
+import { $, showMessage } from "./dom.js";
+import { decode } from "./data.js";
+import { DEFAULTS, nearestIndex, placeOfHead, run, setRuns, state, update } from "./state.js";
+import { isPlaying, pause } from "./player.js";
+
+const MOST_NEW = 100; // tokens of one continuation
+const END = "<|endoftext|>";
+
+let engine = null;
+let buildSteps; // builds what depends on the steps of the run
+let before = null; // {run, state} of the recorded prompts
+let text = null; // the typed text: {ids, whole: Map of readings with all heads by step}
+let asking = null; // AbortController of the newest request
+let continuing = null; // AbortController of a continuation
+let isGenerated = false; // whether the model wrote the end of the text
+
+/** Offers the line. build: builds what depends on the steps of the run. */
+export function buildTyping(of, build) {
+  [engine, buildSteps] = [of, build];
+  const line = $("typed");
+  line.addEventListener("input", () => {
+    stopContinuing();
+    isGenerated = false;
+    fitLine();
+    if (line.value) read({ text: line.value });
+    else leaveTyped();
+  });
+  line.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") line.blur();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    toggleContinuing();
+  });
+  $("continue").addEventListener("click", toggleContinuing);
+  $("all-on").addEventListener("click", () => switchHeads([...run.off], true));
+  $("leave").addEventListener("click", () => {
+    line.value = "";
+    leaveTyped();
+    line.focus();
+  });
+  $("take-prompt").addEventListener("click", () => {
+    const { tokens, period } = run.prompts[state.prompt];
+    line.value = plainText(tokens.slice(period ? 1 : 0)); // without the token of the start
+    line.dispatchEvent(new Event("input"));
+  });
+  $("temperature").addEventListener("input", showSampling);
+  showSampling();
+  showTyping();
+}
+
+/** Shows the line as soon as there is a checkpoint. */
+export function showTyping() {
+  $("typing").hidden = !engine?.steps.length;
+  if ($("typing").hidden) return;
+  $("continue").textContent = continuing ? "❚❚ stop" : "continue ›";
+  $("continue").disabled = !run.isTyped;
+  $("leave").hidden = !run.isTyped;
+  $("take-prompt").hidden = run.isTyped;
+  $("all-on").hidden = !run.off?.size;
+  const { length } = text?.ids ?? [];
+  $("typing-note").textContent = length >= engine.limit
+    ? `The model reads ${engine.limit} tokens at most: these are all.` : "";
+}
+
+const showSampling = () => {
+  $("temperature-value").textContent = Number($("temperature").value).toFixed(1);
+};
+
+/** Gives the line the height of its text. */
+function fitLine() {
+  const line = $("typed");
+  line.style.height = "auto";
+  line.style.height = `${line.scrollHeight + 2}px`;
+}
+
+/** Returns the text of tokens. */
+function plainText(tokens) {
+  const bytes = tokens.flatMap((token) => (/^(<0x[0-9A-F]{2}>)+$/.test(token)
+    ? token.match(/[0-9A-F]{2}(?=>)/g).map((hex) => Number.parseInt(hex, 16))
+    : [...new TextEncoder().encode(token)]));
+  return new TextDecoder().decode(new Uint8Array(bytes));
+}
+
+function writeLine() {
+  $("typed").value = plainText(run.isTyped ? run.prompts[0].tokens : []);
+  fitLine();
+  $("typed").scrollTop = $("typed").scrollHeight;
+}
+
+// ------------------------------------------------------------------------------------ the typed text
+
+/** Reads a text at the shown checkpoint, without these heads, and shows it. wanted: {text} or {ids}.
+ * Returns whether it is shown: a newer text replaces an older one. */
+async function read(wanted, off = run.off ?? new Set()) {
+  pause();
+  asking?.abort();
+  const { signal } = (asking = new AbortController());
+  const shown = run.isTyped ? run.frames[state.frame].step : Infinity;
+  const step = engine.steps[nearestIndex(engine.steps, Math.min(shown, engine.steps.at(-1)))];
+  try {
+    const known = wanted.ids && wanted.ids === text?.ids ? text.whole : new Map(); // heads switched
+    const whole = known.get(step) ?? await engine.read({ ...wanted, step, off: [], signal });
+    const ids = wanted.ids ?? whole.ids;
+    const reading = off.size ? await engine.read({ ids, step, off: [...off], signal }) : whole;
+    await decode(before?.run ?? run, knownFrame(before?.run ?? run, step));
+    if (signal.aborted) return false;
+    const isSame = wanted.ids === text?.ids;
+    text = { ids, whole: known.set(step, whole) };
+    await showReadingOf(reading, off, isSame ? state.query : null);
+    return true;
+  } catch (error) {
+    if (!signal.aborted) showMessage(error.message);
+    return false;
+  }
+}
+
+/** Shows the reading of the text. query: the selected query token, or null. */
+async function showReadingOf(reading, off, query) {
+  const isStale = run.frames.map(({ step }) => step).join() !== engine.steps.join() || !run.isTyped;
+  const typed = isStale ? typedRun(before?.run ?? run) : run;
+  Object.assign(typed, { size: typed.count * cells(reading), normSize: typed.count * reading.ids.length,
+    version: (typed.version ?? 0) + 1, off, prompts: [promptOf(reading)] });
+  typed.frames = typed.frames.map((frame, n) => frameOf(typed, frame, n));
+  const shown = nearestIndex(engine.steps, reading.step);
+  typed.frames[shown].take(reading);
+  if (typed.story) {
+    const story = typed.story.prompts[0];
+    [story.shown, story.query] = [reading.ids.length, reading.ids.length - 1];
+  }
+  const changes = { frame: shown, query };
+  if (isStale) {
+    before ??= { run, state: { ...state } };
+    setRuns(typed, null);
+    buildSteps();
+    Object.assign(changes, { prompt: 0, off: "", compare: "off", over: DEFAULTS.over });
+  }
+  await update(changes);
+  showTyping();
+}
+
+const cells = ({ ids: { length } }) => (length * (length + 1)) / 2;
+
+const promptOf = (reading) => ({ name: "typed", title: "your text", period: 0, uniform: null, start: 0,
+  normStart: 0, length: reading.ids.length, triangle: cells(reading), text: plainText(reading.tokens),
+  ids: reading.ids, tokens: reading.tokens, texts: reading.texts, labels: reading.labels,
+  signs: reading.signs, truncated: reading.truncated });
+
+/** Returns the index of the last recorded frame until a step. */
+const knownFrame = ({ frames }, step) => Math.max(0, frames.findLastIndex((one) => one.step <= step));
+
+/** Returns the run of a typed text. recorded: the run of the page. */
+function typedRun(recorded) {
+  const frames = engine.steps.map((step) => {
+    const known = knownFrame(recorded, step);
+    return { step, known, heads: recorded.frames[known].heads };
+  });
+  const told = recorded.story?.prompts[recorded.story.opening];
+  const groupOf = (name) => { // all heads with a name at the end; a card draws some
+    const { names } = recorded.frames.at(-1).heads;
+    return names.flatMap((n, index) => (recorded.names[n].key === name ? [index] : []));
+  };
+  const last = Math.max(1, frames.length - 1);
+  const isKept = (step) => step >= frames[0].step; // else it is before the time line
+  const story = told && { ...told, layout: "text", note: "", arc: "", predicted_from: 1,
+    curve: { title: "loss in training", points: told.curve.points.filter(([step]) => isKept(step)) },
+    births: told.births.filter(({ step }) => isKept(step)),
+    pace: frames.map((_, n) => n / last), frames: frames.map(({ known }) => told.frames[known]),
+    key_to_picture: `Click a ${told.unit} to see what follows it, and to write something else there.`,
+    cards: told.cards.map((card) => ({ ...card, from: 1, effect: "",
+      which: card.without?.marked, group: card.name ? groupOf(card.name) : card.heads })) };
+  const curves = Object.entries(recorded.curves).map(([name, points]) =>
+    [name, points.filter(([step]) => isKept(step))]);
+  return { ...recorded, isTyped: true, recorded, frames, opening: null,
+    curves: Object.fromEntries(curves), events: recorded.events.filter(({ step }) => isKept(step)),
+    stage: isKept(recorded.stage) ? recorded.stage : null,
+    story: told ? { opening: 0, prompts: [story] } : null };
+}
+
+/** Returns a frame that the engine computes when it is shown. */
+function frameOf(typed, { step, known, heads }, index) {
+  const of = text;
+  const frame = { step, known, heads };
+  frame.read = async () => {
+    const wanted = { ids: of.ids, step, signal: new AbortController().signal };
+    const whole = of.whole.get(step) ?? await engine.read({ ...wanted, off: [] });
+    of.whole.set(step, whole);
+    const reading = typed.off.size ? await engine.read({ ...wanted, off: [...typed.off] }) : whole;
+    await decode(typed.recorded, known);
+    return frame.take(reading);
+  };
+  frame.take = (reading) => {
+    const { facts } = typed.recorded.frames[known];
+    const whole = of.whole.get(step);
+    if (typed.story) {
+      const { frames } = typed.story.prompts[0];
+      frames[index] = { ...frames[index], ...headlineOf(typed, reading, whole) };
+    }
+    const nowhere = facts.heads.findings.map(() => -1);
+    const clearest = Object.entries(facts.heads.clearest).map(([name, [head]]) => [name, [head, 0]]);
+    Object.assign(frame, { reading, bytes: reading.codes, normBytes: reading.norms,
+      pending: Promise.resolve(reading.codes), facts: { ...facts, statistics: [{}], without: undefined,
+        largest_norms: [reading.largest_norms], predictions: asPredictions(reading),
+        whole: whole === reading ? null : asPredictions(whole), heads: { findings: nowhere.map(() => []),
+          rows: [nowhere], prompts: nowhere, clearest: Object.fromEntries(clearest) } } });
+    return reading.codes;
+  };
+  return frame;
+}
+
+/** Returns the predictions of a reading as those of a frame, with the ids of the tokens. */
+function asPredictions({ ids, losses, likely }) {
+  const perPosition = likely.ids[0].length;
+  return { labels: likely.labels.flat(), ids: likely.ids.flat(), of_prompts: [{ losses, layers: [],
+    tokens: likely.ids.map((of, n) => of.map((_, place) => n * perPosition + place)),
+    probabilities: likely.probabilities,
+    hits: likely.ids.map((of, n) => of.indexOf(ids[n + 1])) }] };
+}
+
+// ------------------------------------------------------------------------------------------ sentences
+
+export const percentText = (p) => `${format(p === null ? NaN : 100 * p, false, "percent")}\u00a0%`;
+
+/** Returns the probability that a token had with all heads, as text; it is known for five tokens. */
+export function wasText({ ids, of_prompts: [{ tokens, probabilities }] }, query, id) {
+  const at = tokens[query].findIndex((of) => ids[of] === id);
+  const text = percentText(probabilities[query].at(at));
+  return at < 0 ? `<${text.replace("<", "")}` : text;
+}
+
+const meanRight = ({ losses }) => losses.reduce((sum, loss) => sum + Math.exp(-loss), 0) / losses.length;
+
+/** Returns what the heads that are switched off are called. */
+function offText({ off, story, heads }) {
+  const card = story.prompts[0].cards.find(({ group }) =>
+    group.length === off.size && group.every((index) => off.has(index)));
+  if (card?.which) return `the ${card.which}`;
+  const places = [...off].sort((a, b) => a - b).map((index) =>
+    Object.values(placeOfHead(index, { heads })).map((n, at) => "LH"[at] + n).join("\u00a0"));
+  const more = places.length > 3 ? ` and ${places.length - 2} more heads` : "";
+  return (more ? places.slice(0, 2) : places).join(", ") + more;
+}
+
+/** Returns the sentences about a reading: what the model expects after the text. whole: the reading with
+ * all heads. */
+function headlineOf(typed, reading, whole) {
+  const { story: { prompts: [{ unit, cards }] }, off } = typed;
+  const best = ({ next }, id = next.ids[0]) => {
+    const at = next.ids.indexOf(id);
+    return { id, label: next.labels[at], p: at < 0 ? 0 : next.probabilities[at] };
+  };
+  const [now, full] = [best(reading), best(whole)];
+  const right = (of) => (of.losses.length ? percentText(meanRight(of)) : "");
+  const gets = right(reading) && ` · the right ${unit} gets ${right(reading)} (mean probability in your text)`;
+  const step = stepText(reading.step);
+  if (reading === whole) {
+    const headline = now.p >= 0.1 ? `After your text it expects “${now.label}”: ${percentText(now.p)}.`
+      : `Many ${unit}s can follow: “${now.label}” first, with ${percentText(now.p)}.`;
+    return { headline, marked: `“${now.label}”`, about: "", line: step + gets };
+  }
+  const without = offText(typed);
+  const about = cards.find(({ group }) => group.every((index) => off.has(index)))?.name ?? "";
+  const isSame = now.id === full.id;
+  const gives = `${percentText(best(reading, full.id).p)}, not ${percentText(full.p)}`;
+  const result = isSame ? `“${now.label}” gets ${gives}` : `it expects “${now.label}”, not “${full.label}”`;
+  const change = isSame ? "" : ` · “${full.label}” gets ${gives}`;
+  return { headline: `Without ${without}, ${result}.`, marked: without, about,
+    line: step + change + gets + (gets && ` · with all heads ${right(whole)}`) };
+}
+
+// --------------------------------------------------------------------------------------- what one does
+
+/** Switches heads of the typed text off or on. */
+export function switchHeads(heads, isOn) {
+  stopContinuing();
+  const others = [...run.off].filter((index) => !heads.includes(index));
+  return read({ ids: text.ids }, new Set(isOn ? others : [...others, ...heads]));
+}
+
+/** Replaces what follows a token of the text by another token. */
+export async function takeNext(query, id) {
+  stopContinuing();
+  const continues = isGenerated;
+  if (!await read({ ids: [...text.ids.slice(0, query + 1), id] })) return;
+  writeLine();
+  if (continues) toggleContinuing();
+}
+
+/** Shows the recorded prompts again. */
+function leaveTyped() {
+  stopContinuing();
+  asking?.abort();
+  if (!run.isTyped) return;
+  setRuns(before.run, null);
+  const { frame, prompt, query } = before.state;
+  [before, text] = [null, null];
+  buildSteps();
+  update({ frame, prompt, query, off: "", compare: "off" }).then(showTyping);
+}
+
+function stopContinuing() {
+  continuing?.abort();
+  continuing = null;
+  showTyping();
+}
+
+function toggleContinuing() {
+  if (continuing) stopContinuing();
+  else if (run.isTyped) continueText();
+}
+
+/** Appends tokens until the text is full, the model ends it, or it is stopped. */
+async function continueText() {
+  if (isPlaying()) pause();
+  const { signal } = (continuing = new AbortController());
+  showTyping();
+  for (let count = 0; count < MOST_NEW && text.ids.length < engine.limit; count++) {
+    await decode(run, state.frame);
+    const { next } = run.frames[state.frame].reading;
+    const at = sampled(next);
+    if (next.labels[at] === END) break;
+    const isShown = await read({ ids: [...text.ids, next.ids[at]] });
+    if (!isShown || signal.aborted) break;
+    isGenerated = true;
+    writeLine();
+    await new Promise(requestAnimationFrame);
+  }
+  if (!signal.aborted) stopContinuing();
+}
+
+/** Returns the place of a token, drawn from the most likely ones. */
+function sampled({ probabilities }) {
+  const temperature = Number($("temperature").value);
+  if (temperature === 0) return 0;
+  const most = clamp(Math.round(Number($("top-k").value)) || 1, 1, probabilities.length);
+  const parts = probabilities.slice(0, most).map((p) => (p / probabilities[0]) ** (1 / temperature));
+  let left = Math.random() * parts.reduce((sum, part) => sum + part, 0);
+  return Math.max(0, parts.findIndex((part) => (left -= part) < 0));
+}
+
+/** Returns the exact parts of an attention score in the typed text. */
+export const partsOf = (layer, head, query, key) => engine.parts({ ids: text.ids,
+  step: run.frames[state.frame].step, off: [...run.off], layer, head, query, key,
+  signal: new AbortController().signal });

@@ -1,0 +1,201 @@
+"""A text typed into a page of a server, in Chromium: all that the page shows is what the model of a
+checkpoint does on it."""
+
+import contextlib
+import itertools
+import shutil
+
+import numpy as np
+import pytest
+from helpers import pages
+from helpers.live import RUN, serving
+from helpers.runs import train_in
+from playwright.sync_api import expect
+
+from clearhead.models.pretrained import load_pretrained
+from headlens import Reader, read_snapshot
+
+ports = itertools.count(9200, 30)
+WORDS = "the dog jumps"
+
+
+@pytest.fixture(scope="session")
+def typed_run(tmp_path_factory):
+    """A run with checkpoints of the steps 1 to 4."""
+    kept = ("trainer.save_every=1", "trainer.keep=4", "optimizer.lr=0.03")
+    return train_in(tmp_path_factory.mktemp("typed"), "name=typed", *RUN, *kept)
+
+
+@pytest.fixture(scope="session")
+def reader(typed_run):
+    """reader(step) -> what the server should compute."""
+    snapshot = read_snapshot(max(typed_run.glob("attention/step_*.npz")))
+    prompts = [prompt.token_ids for prompt in snapshot.prompts]
+
+    def at(step):
+        found = load_pretrained(str(typed_run / "checkpoints" / f"step_{step:08d}"))
+        return Reader(found.model, found.tokenizer, prompts, 32)
+
+    return at
+
+
+@pytest.fixture
+def page(window, typed_run):
+    """The page of the run with the line to type in."""
+    wrong = []
+    with serving(typed_run.parent, next(ports)) as server:
+        lens = window(reduced_motion="reduce").new_page()
+        lens.on("pageerror", lambda error: wrong.append(str(error)))
+        lens.on("console", lambda message: wrong.append(message.text))
+        lens.goto(f"{server.address}run/typed/")
+        pages.ready(lens)
+        yield lens
+        lens.close()
+    assert [text for text in wrong if "Failed to load resource" not in text] == []
+
+
+def type_in(lens, text):
+    lens.locator("#typed").fill(text)
+    expect(lens.locator("#story-tokens [data-token]")).to_have_count(len(text.encode()))
+
+
+def expects(lens, reading, place=-1):
+    """Checks the list of next tokens after a token."""
+    items = lens.locator("#story-next li")  # maybe one more: the right token
+    for n, label in enumerate(reading.likely.labels[place]):
+        expect(items.nth(n).locator("bdi")).to_have_text(f"“{label}”")
+        percent = float(items.nth(n).locator("span").inner_text().strip("<\xa0%"))
+        assert abs(percent - 100 * reading.likely.probabilities[place][n]) <= 0.6
+
+
+def weights(lens, layer, head, size):
+    places = [[layer, head, query, key] for query in range(size) for key in range(query + 1)]
+    frame = pages.state(lens, "frame")
+    read = "([frame, places]) => places.map((place) => lens.weight(0, frame, 0, ...place))"
+    return np.array(lens.evaluate(read, [frame, places]))
+
+
+def go_to(lens, frame):
+    slider = lens.locator("#story-step")
+    slider.evaluate("(node, n) => { node.value = n; node.dispatchEvent(new Event('input')); }", frame)
+
+
+def test_what_the_model_does_on_a_typed_text(page, reader):
+    type_in(page, WORDS)
+    reading = reader(4).read(WORDS)
+    expects(page, reading)
+    expect(page.locator("#story-headline")).to_contain_text(f"“{reading.next.labels[0]}”")
+    codes = reading.codes.reshape(2, 2, -1) / 255.0
+    for layer, head in np.ndindex(2, 2):
+        found = weights(page, layer, head, len(WORDS))
+        assert np.allclose(found, codes[layer, head] ** 2, atol=1e-6)
+    page.locator("#story-tokens [data-token='4']").click()
+    expects(page, reading, 4)
+    page.locator("#show-all").click()
+    pages.tile(page, 1, 0).click()
+    expect(page.locator("#text #prose")).to_have_text(WORDS)
+    next_tokens = page.locator("#next li bdi").all_inner_texts()
+    assert next_tokens[:5] == [f'"{label}"' for label in reading.likely.labels[4]]
+
+
+def test_each_kept_checkpoint(page, reader):
+    type_in(page, WORDS)
+    for frame, step in enumerate((1, 2, 3, 4)):
+        go_to(page, frame)
+        expect(page.locator("#story-now b")).to_have_text(f"step {step}")
+        expects(page, reader(step).read(WORDS))
+    go_to(page, 1)
+    expect(page.locator("#story-now b")).to_have_text("step 2")
+    type_in(page, "a dog")  # the step stays
+    expects(page, reader(2).read("a dog"))
+
+
+def test_heads_that_are_switched_off(page, reader):
+    type_in(page, WORDS)
+    page.locator("#show-all").click()
+    for layer, head, off in ((0, 1, [1]), (1, 0, [1, 2])):
+        pages.tile(page, layer, head).click()
+        page.locator("#switch-head").click()
+        expect(page.locator("#switch-head")).to_have_text("switch on")
+        without = reader(4).read(WORDS, off=off)
+        found = weights(page, 1, 1, len(WORDS))
+        assert np.allclose(found, (without.codes.reshape(4, -1)[3] / 255) ** 2, atol=1e-6)
+    expect(page.locator(".head.off")).to_have_count(2)
+    page.locator("#show-story").click()
+    expects(page, without)
+    was = page.locator("#story-next li s").first.inner_text()
+    whole = reader(4).read(WORDS)
+    likely = dict(zip(whole.likely.ids[-1], whole.likely.probabilities[-1], strict=True))
+    known = likely.get(without.likely.ids[-1][0], min(likely.values()))
+    assert abs(float(was.strip("<\xa0%")) - 100 * known) <= 0.6
+    type_in(page, "a dog")  # they stay off
+    expects(page, reader(4).read("a dog", off=[1, 2]))
+    page.locator("#all-on").click()
+    expects(page, reader(4).read("a dog"))
+
+
+def greedy(reader, ids, count):
+    for _ in range(count):
+        ids = [*ids, reader.read(ids=ids).next.ids[0]]
+    return ids
+
+
+def test_continue_until_the_text_is_full_and_take_another_token(page, reader):
+    type_in(page, WORDS)
+    page.locator("#sampling summary").click()
+    page.locator("#temperature").fill("0")
+    page.locator("#continue").click()
+    expect(page.locator("#story-tokens [data-token]")).to_have_count(32)  # the context length
+    expect(page.locator("#continue")).to_contain_text("continue")
+    ids = greedy(reader(4), [*WORDS.encode()], 32 - len(WORDS))
+    assert page.locator("#typed").input_value() == bytes(ids).decode("utf-8", "replace")
+    page.locator("#story-tokens [data-token='9']").click()
+    second = reader(4).read(ids=ids[:10]).next.ids[1]
+    page.locator("#story-next li button").nth(1).click()  # the text continues from there
+    expect(page.locator("#continue")).to_contain_text("continue")
+    expect(page.locator("#story-tokens [data-token]")).to_have_count(32)
+    ids = greedy(reader(4), [*ids[:10], second], 21)
+    expect(page.locator("#typed")).to_have_value(bytes(ids).decode("utf-8", "replace"))
+
+
+def test_a_score_is_the_sum_of_its_parts(page):
+    type_in(page, WORDS)
+    page.locator("#show-all").click()
+    pages.tile(page, 1, 1).click()
+    page.mouse.click(*pages.cell(page, 9, 3, size=len(WORDS)))
+    rows = page.locator("#why-parts tbody tr")
+    expect(rows).to_have_count(7)  # five pairs, the others, the sum
+    number = "nodes => nodes.map((node) => Number(node.textContent.replace('−', '-')))"
+    *parts, total = page.locator("#why-parts tbody td.number").evaluate_all(number)
+    assert abs(sum(parts) - total) < 0.05
+    page.locator("#why-parts button").first.click()  # a head that wrote a part
+    expect(page.locator("#detail-title")).to_contain_text("L0 H")
+
+
+def test_the_recorded_prompts_come_back(page):
+    before = page.locator("#story-tokens").inner_text()
+    page.locator("#take-prompt").click()
+    expect(page.locator("#take-prompt")).to_be_hidden()
+    expect(page.locator("#typed")).not_to_have_value("")
+    page.locator("#typed").fill("")
+    expect(page.locator("#take-prompt")).to_be_visible()
+    expect(page.locator("#story-tokens")).to_have_text(before)
+
+
+def test_a_removed_run_is_named_and_the_page_stays(tmp_path, typed_run, window):
+    copy = shutil.copytree(typed_run, tmp_path / "runs" / "typed", symlinks=True)
+    lens = window(reduced_motion="reduce").new_page()
+    with contextlib.closing(lens), serving(copy.parent, next(ports)) as server:
+        lens.goto(f"{server.address}run/typed/")
+        pages.ready(lens)
+        type_in(lens, WORDS)
+        shutil.rmtree(copy)
+        lens.locator("#typed").fill("another text")
+        expect(lens.locator("#message")).to_be_visible()
+        expect(lens.locator("#story-tokens [data-token]")).to_have_count(len(WORDS))
+
+
+def test_a_hostile_text_is_text(page):
+    text = "<img src=x onerror=alert(1)>"
+    type_in(page, text)
+    expect(page.locator("#story-tokens")).to_have_text(text)
