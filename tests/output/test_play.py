@@ -16,6 +16,7 @@ from helpers.runs import train_in
 
 from attention import SCORES, causal_attn_scores
 from clearhead.checkpoint.listing import list_checkpoints, step_of
+from clearhead.config import compose
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output.play import packed_model, why_not
 from clearhead.tokens.tokenizer_json import read_tokenizer
@@ -109,6 +110,13 @@ def test_checkpoints_are_evenly_spaced_and_fit(saved, monkeypatch):
     for most, kept in ((4.9, [1, 4, 8, 11]), (2.9, [1, 11]), (1.9, [11]), (0.5, [11])):
         monkeypatch.setattr("clearhead.output.play.MAX_WEIGHTS", int(most * size))
         assert steps(packed_model(saved)) == kept
+
+
+def test_the_induction_experiment_keeps_the_steps_at_which_its_heads_form():
+    trainer = compose(["experiment=induction"]).trainer
+    assert trainer.save_every <= 300
+    assert trainer.keep * trainer.save_every >= trainer.max_steps
+    assert trainer.eval_every % trainer.save_every == 0  # the best ones are not additional
 
 
 def test_a_run_with_one_checkpoint(run):

@@ -25,6 +25,7 @@ def characters(*ranges):
     return [c for c in codes if KNOWN.category(c) != "Cn"]
 
 
+CONTRACTIONS = ["'s", "'S", "'ſ", "'t", "'RE", "'Ve", "'lL", "'d"]
 ALPHABETS = [
     characters((0x20, 0x7E)),
     characters((0x61, 0x7A)),
@@ -43,7 +44,7 @@ ALPHABETS = [
     ["\ud800", "\udbff", "\udc00", "\udfff", "\ud83d", "\ude00"],
     ["\ue000", "\uf8ff", "\U0010fffd", "\ufffe", "\ufdd0", "\U0001ffff", "\ufffd"],
     [*"😀👩👩🏽🇩🇪❤", "👩\u200d👩\u200d👧", "❤\ufe0f", "\u200d", "\u200c", "\U0001f3fd"],
-    ["'s", "'S", "'ſ", "'t", "'RE", "'Ve", "'lL", "'d", "'K", "\u2019s", "'", "ſ", "\u212a"],
+    [*CONTRACTIONS, "'K", "\u2019s", "'", "ſ", "\u212a"],
     ["<0x41>", "<0xE3>", "<|endoftext|>", "<0x", "¹", "²", "␣", "⏎", "∅", "…"],
     [" the", " and", "the ", "ing", "  ", "\r\n", "\n\n", "11", "...", "aaaa"],
 ]
@@ -53,6 +54,7 @@ def random_texts(count):
     draw = random.Random(0)
     every = [c for alphabet in ALPHABETS for c in alphabet]
     texts = ["".join(every[at : at + 40]) for at in range(0, len(every), 40)]
+    texts += [f"it{contraction}{letter}bc" for contraction in CONTRACTIONS for letter in "aegkz"]
     while len(texts) < count:
         kinds = draw.choices(ALPHABETS, k=draw.randint(1, 3))
         texts.append("".join(draw.choice(draw.choice(kinds)) for _ in range(draw.randint(1, 30))))
@@ -72,6 +74,7 @@ def pairs_tokenizer(pattern):
     words = [bytes([byte]) for byte in range(256)]
     pairs = [left + right for left in words for right in words]
     random.Random(3).shuffle(pairs)
+    pairs.sort(key=lambda pair: min(pair) > 127)  # the pairs inside a character come last
     ranks = {word: number for number, word in enumerate(words + pairs)}
     special = ["ing", "<0x41>", END_OF_TEXT]
     return Tokenizer(ranks, pattern, {name: len(ranks) + n for n, name in enumerate(special)})
