@@ -16,7 +16,7 @@ needs transformers. All else may change. In reading order: capturing.py (weights
 statistics.py, whole_text.py and recording.py (what is measured of the heads at one step), heads.py
 (their names), history.py and snapshot_data.py (files), lens.py (snapshots during training),
 drawing.py, render.py and page/ (images and pages), dashboard.py (W&B), ablation.py (what the model
-loses without a head).
+loses without a head), parts.py (what wrote an attention score).
 """
 
 # ruff: noqa: F401

@@ -100,18 +100,24 @@ def score_parts(
         raise ValueError(f"query {query}: the text has the positions 0 to {len(ids) - 1}")
     if not 0 <= key <= query:
         raise ValueError(f"key {key}: query {query} attends to the keys 0 to {query}")
-    if off and means is None:
-        raise ValueError("off: heads that are switched off need means")
     run = _Run(model, modules, layer)
     edited = contextlib.nullcontext()
-    if off and means is not None:
+    if off:
+        if means is None:
+            raise ValueError("off: heads that are switched off need means")
+        if not all(0 <= n < len(modules) and 0 <= m < len(means[n]) for n, m in off):
+            raise ValueError(f"off: {name} does not have all of the heads {list(off)}")
         edited = edited_contexts(run.projections, removal(off, means), len(means[0]))
     device = next(model.parameters()).device
     with torch.autocast(device.type, enabled=False):
-        with edited, run.recorded():
+        with edited, run.recorded(), contextlib.suppress(_Stop):
             capture(model, ids, run.visit, logits=False)
         with unchanged(model, device):
             return run.parts(head, query, key)
+
+
+class _Stop(Exception):
+    """Ends a run of the model after the layer whose scores are asked for."""
 
 
 class _Run:
@@ -131,8 +137,9 @@ class _Run:
 
     def visit(self, layer: int, attention: LayerAttention) -> None:
         self.num_heads.append(attention.weights.shape[1])
-        if layer == self.layer and attention.scores is not None:
-            self.scores = attention.scores[0]
+        if layer == self.layer:
+            self.scores = None if attention.scores is None else attention.scores[0]
+            raise _Stop
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -171,26 +178,31 @@ class _Run:
             if output is hidden and "norm" in type(of).__name__.lower()
         ]
         if not norms:
-            raise ValueError(f"{self.name}: no norm directly before the attention")
+            raise self._refused("no norm is directly before the attention")
         self.norm, given = norms[-1]
         self.dtype = given.dtype
         x = given[0].float()
         if layer:
-            before, size = self.inputs[-1], 8 * torch.finfo(given.dtype).eps
-            mlp = x - before - self.wrote
-            limit = size * float(x.norm() + before.norm())
+            mlp = x - self.inputs[-1] - self.wrote
             same_size = [output for _, _, output in self.called if output.numel() == x.numel()]
-            if not any((mlp - output.reshape(x.shape)).norm() <= limit for output in same_size):
-                raise ValueError(f"{self.name}: its layers are not x + attention + MLP")
+            if not any(self._is_rounding(mlp - output.reshape(x.shape), x) for output in same_size):
+                raise self._refused("a layer is not x + attention + MLP")
         self.inputs.append(x)
         self.attention, self.arguments, self.options = module, arguments, options
         self.called.clear()
+
+    def _refused(self, reason: str) -> ValueError:
+        return ValueError(f"{self.name}: its attention scores have no exact parts: {reason}")
+
+    def _is_rounding(self, difference: Tensor, x: Tensor) -> bool:
+        """Returns whether two sums of the size of x differ only by the rounding of the model."""
+        return bool(difference.norm() <= 8 * torch.finfo(self.dtype).eps * x.norm())
 
     def written(self) -> Iterator[tuple[dict, Tensor]]:
         """Yields the sources and what they wrote, (T, C); the sum is the input of the norm."""
         token, *positions = self.embedded
         rest = self.inputs[0]
-        if positions and torch.allclose(token + sum(positions), rest, 1e-3, 1e-4):
+        if positions and self._is_rounding(token + sum(positions) - rest, rest):
             yield {"kind": "token"}, token
             yield {"kind": "position"}, rest - token
         else:  # an embedding may be scaled
@@ -215,13 +227,13 @@ class _Run:
     def parts(self, head: int, query: int, key: int) -> ScoreParts:
         """Returns the parts of a score, after `recorded`."""
         if self.scores is None:
-            raise ValueError(f"{self.name}: its attention scores are not known")
+            raise self._refused("they are not known")
         if not 0 <= head < len(self.scores):
             raise ValueError(f"head {head}: a layer has the heads 0 to {len(self.scores) - 1}")
         row = self.scores[head, query]
         seen = row.isfinite()  # the keys that the query attends to, (T,)
         if not seen[key]:
-            raise ValueError(f"key {key}: query {query} does not attend to it (sliding window)")
+            raise ValueError(f"key {key}: query {query} has no score for it (sliding window, NaN)")
         x = self.inputs[-1]
         linear, bias = self._frozen(functools.partial(_fp32, self.norm), x)
         sources: list[dict] = []
@@ -244,13 +256,14 @@ class _Run:
         values = queries @ relative.T * scale
         scores = (keys[0, seen] @ whole[0]) * scale
         score, mean = float(keys[0, key] @ whole[0] * scale), float(scores.mean())
-        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
-        tolerance *= 1 + float(row[seen].abs().max())
-        if (scores - row[seen]).abs().max() > tolerance:
-            raise ValueError(f"{self.name}: its scores are not q . k times a constant (soft cap?)")
-        if abs(float(values.sum()) - (score - mean)) > tolerance:
-            raise ValueError(f"{self.name}: its queries and keys are not linear in their input")
-        return ScoreParts(score, mean, sources, values.double().cpu().numpy())
+        largest = 1 + float(row[seen].abs().max())
+        rounding = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
+        if (scores - row[seen]).abs().max() > rounding * largest:
+            raise self._refused("they are not q . k times a constant (soft cap, position biases)")
+        largest = max(largest, float(values.abs().max()))
+        if abs(float(values.sum()) - (score - mean)) > 1e-3 * largest:
+            raise self._refused("queries or keys are not linear in their input")
+        return ScoreParts(score, mean, sources, values.cpu().double().numpy())
 
     def _frozen(
         self, norm: Callable[[Tensor], Tensor], x: Tensor
@@ -270,7 +283,7 @@ class _Run:
         normed, unscaled = norm(x) - bias, without_scale(x)
         scale = (normed * unscaled).sum(-1, keepdim=True) / unscaled.square().sum(-1, keepdim=True)
         if not torch.allclose(unscaled * scale, normed, 1e-3, 1e-3):
-            raise ValueError(f"{self.name}: a norm is not linear with a fixed scale")
+            raise self._refused("a norm is not linear with a fixed scale")
         return lambda part: without_scale(part) * scale, bias
 
     @contextlib.contextmanager

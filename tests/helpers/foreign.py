@@ -53,7 +53,7 @@ def foreign_model(family: str, attention: str | None = None, **changes: object):
 
     logging.disable_progress_bar()  # of save_pretrained
     attention = attention or ("eager" if family in NO_SDPA else "sdpa")
-    config = AutoConfig.for_model(family, **(FAMILIES | OTHERS)[family] | changes)
+    config = AutoConfig.for_model(family, **(FAMILIES | OTHERS).get(family, COMMON) | changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
