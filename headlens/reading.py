@@ -161,8 +161,10 @@ class Reader:
     def _heads(self, off: Collection[int]) -> list[Head]:
         """Returns (layer, head) of each head that is off."""
         heads = len(self._means[0])
-        if not 0 <= min(off) <= max(off) < (count := heads * len(self._means)):
-            raise ValueError(f"head {max(off)}; the model has heads 0 to {count - 1}")
+        count = heads * len(self._means)
+        for index in off:
+            if not 0 <= index < count:
+                raise ValueError(f"head {index}; the model has heads 0 to {count - 1}")
         return [divmod(index, heads) for index in off]
 
     @functools.cached_property

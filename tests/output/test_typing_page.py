@@ -78,7 +78,9 @@ def codes(lens, layer, head, size):
 
 def go_to(lens, frame):
     slider = lens.locator("#story-step")
-    slider.evaluate("(node, n) => { node.value = n; node.dispatchEvent(new Event('input')); }", frame)
+    slider.evaluate(
+        "(node, n) => { node.value = n; node.dispatchEvent(new Event('input')); }", frame
+    )
 
 
 def test_what_the_model_does_on_a_typed_text(page, reader):
