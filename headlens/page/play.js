@@ -47,6 +47,7 @@ export function playEngine(model) {
       return {
         ...found,
         ids: used,
+        prefix: 0,
         ...tokens.describe(used),
         truncated: all.length > used.length,
         next: { ...next, labels: labelsOf(next.ids) },

@@ -47,6 +47,7 @@ def test_a_reading_is_what_the_model_does(kind):
     assert (reading.ids, reading.tokens) == (prompt.token_ids, prompt.tokens)
     assert (reading.texts, reading.labels) == (texts_of(prompt.tokens), prompt.labels)
     assert (reading.signs, reading.truncated) == (signs_of(prompt.tokens), False)
+    assert reading.prefix == len(lens_tokenizer(tokenizer).prefix)
     ids = torch.tensor(reading.ids)
     captured = capture(model, ids)
     logits = captured.logits[0].float()
