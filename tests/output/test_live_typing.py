@@ -323,6 +323,15 @@ def test_a_request_whose_connection_is_closed_lets_the_next_one_in(server, monke
     assert ended == [Cancelled]
 
 
+def test_a_computation_ends_with_its_time(server, monkeypatch):
+    ends = iter([0.0, 0.0, 0.0, 0.0, 100.0])
+    monkeypatch.setattr("clearhead.output.live_typing.time.monotonic", lambda: next(ends, 100.0))
+    status, _, line = post(server, "/run/first/read", READ)
+    assert (status, line.count(b"\n")) == (503, 1)
+    monkeypatch.undo()
+    assert read(server, READ)[0]["step"] == 4
+
+
 def test_a_request_that_waits_ends_with_its_connection_or_its_time(home, monkeypatch):
     run, typing, body = LiveRuns(home / "runs").find("first"), Typing(), json.dumps(READ).encode()
     ours, theirs = socket.socketpair()
@@ -335,15 +344,6 @@ def test_a_request_that_waits_ends_with_its_connection_or_its_time(home, monkeyp
         with pytest.raises(Cancelled):
             typing.answer(run, "read", body, ours, 1)
     assert typing.readers == {}
-
-
-def test_a_computation_ends_with_its_time(server, monkeypatch):
-    ends = iter([0.0, 0.0, 0.0, 0.0, 100.0])
-    monkeypatch.setattr("clearhead.output.live_typing.time.monotonic", lambda: next(ends, 100.0))
-    status, _, line = post(server, "/run/first/read", READ)
-    assert (status, line.count(b"\n")) == (503, 1)
-    monkeypatch.undo()
-    assert read(server, READ)[0]["step"] == 4
 
 
 def test_a_run_or_a_checkpoint_may_be_removed_or_damaged_meanwhile(home, server):
