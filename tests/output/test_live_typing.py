@@ -143,7 +143,11 @@ PATHS = """/run/first/read/ /run/first%2fread /run/../first/read /run/read /read
 # the server.
 HOSTILE = {
     "another host": (403, {"Host": "evil.example"}, BODY),
-    "another host at this port": (403, {"Host": "evil.example:{port}"}, BODY),
+    "a name that resolves to this machine": (
+        403,
+        {"Host": "evil.example:{port}", "Origin": "http://evil.example:{port}"},
+        BODY,
+    ),
     "a host that ends in a line break": (403, {"Host": "127.0.0.1:{port}\r\n evil.example"}, BODY),
     "no host": (403, {"Host": None}, BODY),
     "a second host": (403, {"hOst": "localhost"}, BODY),
