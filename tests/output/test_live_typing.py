@@ -143,7 +143,11 @@ PATHS = """/run/first/read/ /run/first%2fread /run/../first/read /run/read /read
 # the server.
 HOSTILE = {
     "another host": (403, {"Host": "evil.example"}, BODY),
-    "another host at this port": (403, {"Host": "evil.example:{port}"}, BODY),
+    "a name that resolves to this machine": (
+        403,
+        {"Host": "evil.example:{port}", "Origin": "http://evil.example:{port}"},
+        BODY,
+    ),
     "a host that ends in a line break": (403, {"Host": "127.0.0.1:{port}\r\n evil.example"}, BODY),
     "no host": (403, {"Host": None}, BODY),
     "a second host": (403, {"hOst": "localhost"}, BODY),
@@ -323,6 +327,15 @@ def test_a_request_whose_connection_is_closed_lets_the_next_one_in(server, monke
     assert ended == [Cancelled]
 
 
+def test_a_computation_ends_with_its_time(server, monkeypatch):
+    ends = iter([0.0, 0.0, 0.0, 0.0, 100.0])
+    monkeypatch.setattr("clearhead.output.live_typing.time.monotonic", lambda: next(ends, 100.0))
+    status, _, line = post(server, "/run/first/read", READ)
+    assert (status, line.count(b"\n")) == (503, 1)
+    monkeypatch.undo()
+    assert read(server, READ)[0]["step"] == 4
+
+
 def test_a_request_that_waits_ends_with_its_connection_or_its_time(home, monkeypatch):
     run, typing, body = LiveRuns(home / "runs").find("first"), Typing(), json.dumps(READ).encode()
     ours, theirs = socket.socketpair()
@@ -335,15 +348,6 @@ def test_a_request_that_waits_ends_with_its_connection_or_its_time(home, monkeyp
         with pytest.raises(Cancelled):
             typing.answer(run, "read", body, ours, 1)
     assert typing.readers == {}
-
-
-def test_a_computation_ends_with_its_time(server, monkeypatch):
-    ends = iter([0.0, 0.0, 0.0, 0.0, 100.0])
-    monkeypatch.setattr("clearhead.output.live_typing.time.monotonic", lambda: next(ends, 100.0))
-    status, _, line = post(server, "/run/first/read", READ)
-    assert (status, line.count(b"\n")) == (503, 1)
-    monkeypatch.undo()
-    assert read(server, READ)[0]["step"] == 4
 
 
 def test_a_run_or_a_checkpoint_may_be_removed_or_damaged_meanwhile(home, server):
