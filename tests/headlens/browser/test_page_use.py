@@ -116,9 +116,6 @@ def test_sources_run_without_being_assembled(window):
     pages.go_to(tab, "head=0.1")
     tab.locator("#show-help").click()
     tab.keyboard.press("Escape")
-    pages.option(tab, "save-image").click()
-    with tab.expect_download():
-        tab.locator("[data-figure='head.svg']").click()
     tab.close()
     assert wrong == []
 
@@ -297,12 +294,6 @@ def test_page_works_in_a_sandboxed_frame(tmp_path, write, opened):
     lens.locator("#show-all").click()
     lens.locator(".head").nth(4).click()
     pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0][1, 1]), "#map")
-    lens.locator("#options").click()
-    pages.option(lens, "save-image").click()  # it may not download files
-    lens.locator("[data-figure='grid.png']").click()
-    lens.locator("#saved img").wait_for()
-    width = "async (image) => (await image.decode(), image.naturalWidth)"
-    assert lens.locator("#saved img").evaluate(width) > 500
 
 
 def test_print_of_the_dark_theme(shown):
