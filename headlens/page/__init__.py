@@ -175,8 +175,7 @@ def _predictions(found: dict, prompts: Sequence[Prompt]) -> dict:
         ]
         # Never 0: it has four decimals in the snapshot.
         chances = [[p or 1e-5 for p in likely] for likely in of_prompt["probabilities"]]
-        layers = [with_hits(layer, tokens) for layer in of_prompt.get("layers", ())]
-        return of_prompt | {"hits": hits, "probabilities": chances, "layers": layers}
+        return of_prompt | {"hits": hits, "probabilities": chances}
 
     of_prompts = zip(found["of_prompts"], prompts, strict=True)
     return {

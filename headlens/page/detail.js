@@ -11,7 +11,7 @@ import { firstKey, paint } from "./maps.js";
 import { cellOf } from "./cells.js";
 import { drawMarks, placePlots, plots } from "./plots.js";
 import { drawText } from "./words.js";
-import { drawLayers, drawNextToken } from "./predictions.js";
+import { drawNextToken } from "./predictions.js";
 import { toggleHead, withUniform } from "./grid.js";
 import { isPlaying } from "./player.js";
 import { switchHeads } from "./typing.js";
@@ -131,7 +131,6 @@ function drawReading() {
   const query = hovered.query ?? selectedQuery();
   drawText(query);
   drawNextToken(query);
-  drawLayers(query);
   const key = hovered.key ?? strongestKey(query);
   for (const plot of plots) if (plot.what) drawMarks(plot, query, key, hovered.key !== null);
   drawReadout(query, key, hovered.key === null);

@@ -74,10 +74,6 @@ export function buildHelp() {
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +
       "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half."),
-    text("The logit lens shows what the output layer would predict from the input of each layer, " +
-      "with the final layer norm: at which layer the prediction forms. It is an approximation, " +
-      "because early layers were not trained for this. Source: nostalgebraist 2020, interpreting " +
-      "GPT: the logit lens."),
     heading("Removed heads"),
     text("The context vector of a removed head is replaced at every position by its mean over all " +
       "windows (mean ablation). If the loss then increases, the model needs the head. In a run, " +

@@ -87,7 +87,7 @@ def assert_predicts(lens, predictions, query, words, side=0):
 
 def test_most_likely_next_tokens_of_the_query_token(shown):
     lens, run = shown(fragment=f"#head=1.1&query={len(WORDS) - 1}"), a_run()
-    found = run.predictions[120][0][-1]
+    found = run.predictions[120][0]
     assert_predicts(lens, found, len(WORDS) - 1, WORDS)
     lens.locator("#text [data-token]").nth(4).hover()
     assert_predicts(lens, found, 4, WORDS)
@@ -101,12 +101,12 @@ def test_most_likely_next_tokens_of_the_query_token(shown):
     lens.mouse.move(*pages.cell(lens, 8, 3))
     assert_predicts(lens, found, 8, WORDS)
     compare.select_option("step:40")
-    assert_predicts(lens, run.predictions[40][0][-1], 8, WORDS)
+    assert_predicts(lens, run.predictions[40][0], 8, WORDS)
     assert_predicts(lens, found, 8, WORDS, side=1)
 
     words = [f"<{n}>" for n in range(200)]  # the true token may be among the most likely ones
     run = a_run("ids", 1, 1, (pages.prompt("ids", words),), (0,), (0,))
-    found = run.predictions[0][0][-1]
+    found = run.predictions[0][0]
     among = [n for n in range(199) if n + 1 in found.token_ids[n]]
     lens = shown(run, fragment="#head=0.0")
     for query in (among[0], next(n for n in range(199) if n not in among)):
