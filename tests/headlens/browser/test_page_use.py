@@ -1,7 +1,6 @@
 """The interactive page in Chromium: links, keys, small windows, invalid data and security."""
 
 import html
-import json
 import mimetypes
 import re
 
@@ -12,9 +11,7 @@ from helpers.pages import END, HOSTILE, PROMPTS, START, a_run
 from playwright.sync_api import expect
 
 from clearhead.output.report import write_run_page
-from headlens.heatmap import VIRIDIS
-from headlens.page import page_html
-from headlens.rounding import DIGITS
+from headlens.page import CONSTANTS, page_html
 
 SOURCES = REPOSITORY / "headlens" / "page"
 
@@ -105,7 +102,8 @@ def test_sources_run_without_being_assembled(window):
     def serve(route):
         path = SOURCES / route.request.url.split("/")[-1].split("#")[0]
         body = path.read_text(encoding="utf-8").replace("__DATA__", data)
-        body = body.replace("__VIRIDIS__", VIRIDIS).replace("__DIGITS__", json.dumps(DIGITS))
+        for constant, value in CONSTANTS.items():
+            body = body.replace(constant, value)
         route.fulfill(body=body, content_type=mimetypes.guess_type(path)[0])
 
     tab.route("http://lens.test/**", serve)
