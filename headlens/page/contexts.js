@@ -78,7 +78,7 @@ export function drawContexts() {
   const [most, some] = contexts?.[index]?.map((list) => list.filter(isCell)) ?? [];
   $("contexts").hidden = !some;
   if (!some) return;
-  const depends = [of.facts, index, B && sideName(of), state.scale, colours.isDark];
+  const depends = [of.facts, index, B && sideName(of), colours.isDark];
   if (depends.every((value, n) => value === shownContexts[n])) return; // selected text stays
   shownContexts = depends;
   $("contexts").replaceChildren(

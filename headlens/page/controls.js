@@ -13,12 +13,8 @@ import { isPlaying, pause, togglePlay } from "./player.js";
 import { newsText } from "./losses.js";
 import { openHelp } from "./help.js";
 
-// Controls that only set the state: [id, name in the state, property of the element].
-const SETTERS = [
-  ["scale", "scale", "value"], ["kind", "map", "value"], ["over", "over", "value"],
-  ["compare", "compare", "value"], ["first-column", "hideFirst", "checked"],
-  ["stretch", "stretch", "checked"],
-];
+// Controls that only set the state: [id, name in the state].
+const SETTERS = [["kind", "map"], ["over", "over"], ["compare", "compare"]];
 
 export function buildControls() {
   fillSelect($("prompt"), run.prompts.map(({ title }, n) =>
@@ -46,8 +42,8 @@ function listenToControls() {
   });
   on("play", "click", togglePlay);
   on("prompt", "change", (event) => choosePrompt(Number(event.target.value)));
-  for (const [id, name, property] of SETTERS) {
-    on(id, "change", (event) => update({ [name]: event.target[property] }));
+  for (const [id, name] of SETTERS) {
+    on(id, "change", (event) => update({ [name]: event.target.value }));
   }
   on("sort", "change", (event) => sortBy(event.target.value));
   on("direction", "click", () => update({ descending: !state.descending }));
@@ -106,7 +102,7 @@ export function showControls() {
   $("play").setAttribute("aria-label", isPlaying() ? "pause" : "play");
   $("prompt").value = state.prompt;
   $("prompt").hidden = Boolean(run.isTyped);
-  for (const [id, name, property] of SETTERS) $(id)[property] = state[name];
+  for (const [id, name] of SETTERS) $(id).value = state[name];
   $("map-kind").hidden = !A.norms;
   if (!A.valued) $("kind").value = "weights"; // B may have no norms
   $("sort").value = state.sort;

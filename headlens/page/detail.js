@@ -7,7 +7,7 @@ import {
   overText, run, selected, selectedHeads, selectedQuery, sideName, state, uniformOf, update, valueAt,
 } from "./state.js";
 import { nameAt } from "./names.js";
-import { firstKey, paint } from "./maps.js";
+import { paint } from "./maps.js";
 import { cellOf } from "./cells.js";
 import { drawMarks, placePlots, plots } from "./plots.js";
 import { drawText } from "./words.js";
@@ -139,8 +139,8 @@ function drawReading() {
 /** Returns the key token to which a query token attends most. */
 function strongestKey(query) {
   const value = (key) => cellOf(here, enlarged(), query, key).value;
-  let best = Math.min(firstKey(), query);
-  for (let key = best; key <= query; key++) if (value(key) > value(best)) best = key;
+  let best = 0;
+  for (let key = 1; key <= query; key++) if (value(key) > value(best)) best = key;
   return best;
 }
 

@@ -11,9 +11,6 @@ const KEYS = [
   ["Space", "anywhere else: play or pause"],
   ["p", "next prompt"],
   ["Shift ← → ↑ ↓", "move to a neighbouring cell of the enlarged heatmap"],
-  ["s", "colour scale: square root or linear"],
-  ["h", "hide or show the first column"],
-  ["c", "stretch the colours of each head, or use the same colours for all heads"],
   ["v", "map: weights, or weights times value norms"],
   ["Shift and click", "select several heads: their mean"],
   ["d", "compare with the first step or the other run; stop the comparison"],
@@ -89,12 +86,9 @@ export function buildHelp() {
       "first token. The colour scale of each head ends at its largest product. Source: Kobayashi " +
       "et al. 2020, Attention is Not Only a Weight: Analyzing Transformers with Vector Norms."),
     heading("Colours"),
-    text("On the square-root scale, a weight of 0.04 is a fifth as bright as a weight of 1. " +
-      "“Hide first column” hides the weights on the first token, the attention sink of many " +
-      "heads. “Stretch colours per head” ends the colour scale of each head at its largest " +
-      "weight, so that the colours of two heads cannot be compared. A comparison shows B − A: " +
-      "orange where B has more weight, blue where B has less. If A and B are two steps of one " +
-      "run, A is the earlier step."),
+    text("The colour scale is that of the square root: a weight of 0.04 is a fifth as bright as a " +
+      "weight of 1. A comparison shows B − A: orange where B has more weight, blue where B has " +
+      "less. If A and B are two steps of one run, A is the earlier step."),
     heading("Keyboard shortcuts"), list(keys),
   );
   $("help").addEventListener("click", (event) => {

@@ -16,9 +16,6 @@ const CHOICES = [
   ["theme", "theme", same("light", "dark")],
   ["map", "map", same("valued")],
   ["statistics", "over", same("mean", "prompt")],
-  ["scale", "scale", same("linear")],
-  ["first", "hideFirst", { hidden: true }],
-  ["colours", "stretch", { stretched: true }],
   ["show", "show", same("a", "b")],
 ];
 

@@ -16,9 +16,6 @@ export const DEFAULTS = {
   descending: true,
   name: "", // only heads with this name
   over: "prompt", // statistics of the shown prompt, or "mean": on the text or over all prompts
-  scale: "sqrt", // or "linear"
-  hideFirst: false,
-  stretch: false, // the colours of each head end at its largest weight
   compare: "off", // "run": the other run at this step, "run:40", "step:40"
   show: "difference", // shown in the grid during a comparison: "a", "b" or "difference"
   theme: "auto", // "light", "dark"

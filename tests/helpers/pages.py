@@ -274,11 +274,10 @@ def colours(lens, canvases, shape):
     return np.stack(pixels(lens.locator(canvases)))[..., :3].reshape(*shape, 3)
 
 
-def assert_drawn(lens, part, of=".head canvas", within=3, first=0):
+def assert_drawn(lens, part, of=".head canvas", within=3):
     """Checks that canvases show `part` (..., T, T), 0 to 1; other cells have the masked colour."""
     found = colours(lens, of, part.shape)
     below = np.tril(np.ones(part.shape[-2:], bool))
-    below[:, :first] = False
     wanted = VIRIDIS[np.rint(255 * part).astype(int)]
     assert np.abs(found - wanted)[..., below, :].max() <= within
     assert (found[..., ~below, :] == tint(lens)).all()

@@ -1,6 +1,5 @@
 """The interactive page in Chromium: heatmaps, charts, statistics and comparisons."""
 
-import itertools
 import re
 
 import numpy as np
@@ -30,22 +29,6 @@ def test_heatmaps_show_the_weights_of_every_prompt_and_step(shown):
         value = formatted(run.rows[step].values["induction"][0, 2])
         assert pages.tile(lens, 0, 2).get_attribute("aria-label").endswith(f" {value}")
         assert pages.statistics_of(lens)[STATISTICS["induction"].title] == value
-
-
-def test_colour_scale_hidden_first_column_and_stretched_colours(shown):
-    lens = shown(fragment="#head=1.0")
-    weights = a_run().weights[120][0]
-    for scale, hide, stretch in itertools.product(("sqrt", "linear"), *2 * [(False, True)]):
-        pages.option(lens, "scale").select_option(scale)
-        pages.option(lens, "first-column").set_checked(hide)
-        pages.option(lens, "stretch").set_checked(stretch)
-        most = weights[..., 1:, int(hide) :].max((-1, -2), keepdims=True) if stretch else 1
-        part = (weights / most).clip(0, 1)
-        part = part if scale == "linear" else np.sqrt(part)
-        within = 3 if (scale, stretch) == ("sqrt", False) else 9
-        pages.assert_drawn(lens, part, within=within, first=int(hide))
-    at = lens.evaluate("window.lens.weight(0, 3, 0, 1, 0, 5, 0)")  # the weights do not change
-    assert at == pytest.approx(weights[1, 0, 5, 0], abs=1 / 255)
 
 
 def test_theme_of_the_system_and_chosen_theme(shown):

@@ -141,12 +141,12 @@ def test_value_weighted_maps(shown):
 
 
 def test_value_weighted_maps_are_compared_on_one_scale(shown):
-    lens = shown(fragment="#head=1.1&map=valued&compare=step:40&scale=linear")
+    lens = shown(fragment="#head=1.1&map=valued&compare=step:40")
     a, b = products_at(40), products_at(120)
     most = np.maximum(a.max((-1, -2)), b.max((-1, -2)))[..., None, None]
     pages.assert_difference(lens, (b - a) / most)
     for canvas, side in (("#map-2", a), ("#map-3", b)):
-        pages.assert_drawn(lens, (side / most)[1, 1], canvas, within=9)
+        pages.assert_drawn(lens, np.sqrt((side / most)[1, 1]), canvas, within=9)
 
 
 def test_data_with_neither_predictions_nor_norms(shown):

@@ -24,9 +24,6 @@ def test_link_restores_the_view(shown):
     lens.locator("#text [data-token='5']").click()
     pages.option(lens, "sort").select_option("distance")
     pages.option(lens, "direction").click()
-    pages.option(lens, "scale").select_option("linear")
-    pages.option(lens, "first-column").check()
-    pages.option(lens, "stretch").check()
     pages.option(lens, "kind").select_option("valued")
     pages.tile(lens, 0, 1).click(modifiers=["Shift"])
     pages.option(lens, "compare").select_option("step:80")
@@ -46,8 +43,8 @@ def test_link_restores_the_view(shown):
 # Invalid values for each part of a link, and texts that are not links.
 BAD_LINKS = """prompt=3 prompt=-1 prompt=1.5 prompt=x step=41 step= step=constructor head=2.0
 head=0.3 head=1 head=-1.0 head=. query=12 query=NaN sort=nothing sort=-__proto__
-scale=cubic first=1 compare=run
-compare=step:41 compare=constructor show=c theme=%00 colours=1 more=0.1 more=9.9,x
+compare=run statistics=x
+compare=step:41 compare=constructor show=c theme=%00 more=0.1 more=9.9,x
 map=x % &&==&"""
 
 
@@ -56,8 +53,8 @@ def test_changed_address_is_followed(shown):
     usual = lens.evaluate("({ ...window.lens.state })")
     for bad in [*BAD_LINKS.split(), HOSTILE]:
         assert pages.go_to(lens, bad) == usual, bad
-    found = pages.go_to(lens, "prompt=99&step=zz&scale=linear&head=1.1")
-    assert found == usual | {"scale": "linear", "layer": 1, "head": 1}  # valid parts are used
+    found = pages.go_to(lens, "prompt=99&step=zz&map=valued&head=1.1")
+    assert found == usual | {"map": "valued", "layer": 1, "head": 1}  # valid parts are used
     pages.go_to(lens, "head=1.0&prompt=1&step=40")
     expect(lens.locator("#detail-title")).to_have_text("L1 H0")
     expect(lens.locator("#step-number")).to_contain_text("40")
@@ -75,9 +72,6 @@ PRESSED = [  # view, key, what it changes, new value
     ("prompt=2", "p", "prompt", 0),
     ("head=0.1", "Shift+ArrowUp", "query", 10),
     ("head=0.1&query=5", "Shift+ArrowDown", "query", 6),
-    ("scale=sqrt", "s", "scale", "linear"),
-    ("first=shown", "h", "hideFirst", True),
-    ("colours=equal", "c", "stretch", True),
     ("compare=off", "d", "compare", "step:0"),
     ("theme=light", "t", "theme", "dark"),
     ("map=weights", "v", "map", "valued"),
@@ -151,8 +145,8 @@ def test_keyboard_reaches_heads_tokens_and_steps(shown):
     lens.keyboard.press("Enter")
     assert lens.locator("#detail-title").inner_text() == "L1 H1"
     lens.locator("#prompt").focus()  # keys that a field needs are not shortcuts
-    lens.keyboard.press("s")
-    assert pages.state(lens, "scale") == "sqrt"
+    lens.keyboard.press("v")
+    assert pages.state(lens, "map") == "weights"
 
 
 ACTIVE = """() => {
@@ -165,7 +159,7 @@ ACTIVE = """() => {
 
 def test_every_control_is_reached_by_tab(shown):
     lens = shown(a_run(), pages.second_run(), fragment="#head=0.1&sort=-entropy")
-    pages.option(lens, "scale")  # opens the options
+    pages.option(lens, "compare")  # opens the options
     controls = lens.locator("main button:not(.head, .chart button), main select, main input")
     ids = set(controls.evaluate_all("all => all.map((node) => node.id)")) - {""}
     wanted = {id for id in ids if lens.locator(f"#{id}").is_visible()}
@@ -268,9 +262,9 @@ def test_panel_of_a_dashboard_shows_the_grid_and_an_enlarged_head(shown):
     lens.page.keyboard.press("Escape")
     assert lens.evaluate("document.documentElement.scrollWidth") == 460
     lens.locator("#options").click()
-    expect(lens.locator("#scale")).to_be_in_viewport(ratio=1)
-    pages.option(lens, "scale").select_option("linear")
-    assert pages.state(lens, "scale") == "linear"
+    expect(lens.locator("#kind")).to_be_in_viewport(ratio=1)
+    pages.option(lens, "kind").select_option("valued")
+    assert pages.state(lens, "map") == "valued"
     assert lens.locator(".head canvas").first.evaluate("canvas => canvas.width") == size
     # The enlarged head is also on top of sorted heads.
     lens.page.locator("iframe").evaluate("node => { node.width = 800; node.height = 450; }")
