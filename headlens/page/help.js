@@ -12,7 +12,6 @@ const KEYS = [
   ["p", "next prompt"],
   ["Shift ← → ↑ ↓", "move to a neighbouring cell of the enlarged heatmap"],
   ["v", "map: weights, or weights times value norms"],
-  ["Shift and click", "select several heads: their mean"],
   ["d", "compare with the first step or the other run; stop the comparison"],
   ["t", "light or dark theme"],
   ["← →", "on the first screen, in the prompt: another query token"],
@@ -76,9 +75,6 @@ export function buildHelp() {
       "windows (mean ablation). If the loss then increases, the model needs the head. In a run, " +
       "the loss is measured on the validation data at the last step. The first-order estimate " +
       "can be wrong for large changes."),
-    heading("Several heads"),
-    text("Select more heads with a Shift-click or with “+ head”: the enlarged heatmap shows the mean " +
-      "of their weights."),
     heading("Value-weighted attention"),
     text("The output of a head is a sum of vectors, one for each key token: its weight times its " +
       "value vector after the output projection. “weights × value norm” shows the lengths of these " +

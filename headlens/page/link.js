@@ -2,7 +2,7 @@
 
 import { $ } from "./dom.js";
 import {
-  DEFAULTS, hasStory, other, hovered, placeOfHead, run, selected, state, statisticOf, update,
+  DEFAULTS, hasStory, other, hovered, run, selected, state, statisticOf, update,
 } from "./state.js";
 import { kindOf } from "./names.js";
 import { readTheme } from "./colours.js";
@@ -35,10 +35,8 @@ function linkText() {
   if (state.view === "story" && state.off) parts.set("off", state.off);
   if (state.view === "story") return parts.size ? `#${parts}` : "#view=story";
   // A link to a head or to no head opens all heads.
-  const place = (index) => Object.values(placeOfHead(index)).join(".");
-  parts.set("head", selected() === null ? "none" : place(selected()));
+  parts.set("head", selected() === null ? "none" : `${state.layer}.${state.head}`);
   if (state.name) parts.set("name", state.name);
-  if (state.more.length) parts.set("more", state.more.map(place).join());
   if (state.query !== null) parts.set("query", state.query);
   if (state.sort) parts.set("sort", (state.descending ? "-" : "+") + state.sort);
   if (other || state.compare !== "off") parts.set("compare", state.compare);
@@ -62,14 +60,8 @@ export function readLink(text) {
   found.query = whole("query", run.prompts[found.prompt].length);
   const step = run.frames.findIndex((frame) => String(frame.step) === parts.get("step"));
   if (step >= 0) found.frame = step;
-  const places = (name) => (parts.get(name) ?? "").split(",").map((place) => {
-    const [layer, head] = place.split(".").map((n) => (n ? Number(n) : NaN));
-    return { layer, head };
-  }).filter(({ layer, head }) => fits(layer, run.layers) && fits(head, run.heads));
-  Object.assign(found, places("head")[0]);
-  if (found.layer !== null) {
-    found.more = places("more").map(({ layer, head }) => layer * run.heads + head);
-  }
+  const [layer, head] = (parts.get("head") ?? "").split(".").map((n) => (n ? Number(n) : NaN));
+  if (fits(layer, run.layers) && fits(head, run.heads)) Object.assign(found, { layer, head });
   const [, sign, key] = (parts.get("sort") ?? "").match(/^([-+ ]?)(.*)$/s);
   const known = statisticOf(run, key);
   if (known && !known.empty) Object.assign(found, { sort: key, descending: !/[+ ]/.test(sign) });

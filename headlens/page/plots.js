@@ -2,7 +2,7 @@
 
 import { clamp, clip } from "./text.js";
 import { $, line, prepareCanvas } from "./dom.js";
-import { A, comparable, enlarged } from "./state.js";
+import { A, comparable, selected } from "./state.js";
 import { colours, height, viridis } from "./colours.js";
 import { scaleEnd } from "./maps.js";
 import { sideWidth } from "./grid.js";
@@ -169,7 +169,7 @@ function colourTicks(difference, most) {
 function drawColourBar(context, plot) {
   const { left, barTop, what } = plot;
   const width = Math.max(plot.size, 60);
-  const index = enlarged();
+  const index = selected();
   const difference = what === "difference";
   if (what !== "a" && !comparable(index)) return;
   const most = scaleEnd(index, what);

@@ -9,7 +9,6 @@ export const DEFAULTS = {
   frame: 0, // index into the frames of runs[0]
   layer: null, // the enlarged head
   head: null,
-  more: [], // indices of more selected heads; the enlarged heatmap is the mean of all
   map: "weights", // or "valued": weights times norms of values
   query: null, // position of the query token; null: the last
   sort: "", // "" is layer order, else a statistic's key or "significance"
@@ -41,11 +40,6 @@ export const statisticOf = (of, key) => (key === SIGNIFICANCE.key
 /** Returns the position of the selected query token. */
 export const selectedQuery = () => Math.min(state.query ?? Infinity, A.T - 1);
 export const selected = () => (state.layer === null ? null : state.layer * run.heads + state.head);
-export const selectedHeads = () =>
-  (selected() === null ? [] : [...new Set([selected(), ...state.more])]);
-export const meanIsShown = () => selectedHeads().length > 1;
-/** Returns the index of the enlarged head; of the mean of heads, the index after the last head. */
-export const enlarged = () => (meanIsShown() ? run.count : selected());
 
 /** Returns {layer, head} of the index of a head. */
 export const placeOfHead = (index, of = run) =>
@@ -56,9 +50,6 @@ export function headName(index, of = run) {
   const { layer, head } = placeOfHead(index, of);
   return `L${layer} H${head}`;
 }
-
-export const indexName = (index) =>
-  (index === run.count ? `mean of ${selectedHeads().length} heads` : headName(index));
 
 /** Returns the data of one step of a run on one prompt. It has `bytes` if its frame is decoded. */
 export function side(of, frame, prompt) {
@@ -97,9 +88,6 @@ export const gridShows = () => (B && (B.same || state.show === "b") ? state.show
 
 /** Returns the index in B of a head of A, or -1. */
 export function indexInB(index) {
-  if (index === run.count) { // the mean of the selected heads
-    return selectedHeads().every((head) => indexInB(head) >= 0) ? B.run.count : -1;
-  }
   const { layer, head } = placeOfHead(index);
   const fits = B && layer < B.run.layers && head < B.run.heads;
   return fits ? layer * B.run.heads + head : -1;

@@ -5,7 +5,7 @@
 
 import { formatCell, formatChange } from "./text.js";
 import { $, make } from "./dom.js";
-import { A, B, comparable, enlarged, hovered, state } from "./state.js";
+import { A, B, comparable, hovered, selected, state } from "./state.js";
 import { ATTENTION, LESS, MORE, colours, height, shade } from "./colours.js";
 import { scaleEnd } from "./maps.js";
 import { cellOf } from "./cells.js";
@@ -107,7 +107,7 @@ function scrollToToken(node) {
 /** Draws the prompt as text, with the weights of a query token of the enlarged head. */
 export function drawText(query) {
   if (textTokens !== A.tokens) writeTokens();
-  const index = enlarged();
+  const index = selected();
   const what = comparable(index) ? state.show : "a";
   const most = scaleEnd(index, what);
   const strongest = STRONGEST[colours.isDark ? "dark" : "light"];

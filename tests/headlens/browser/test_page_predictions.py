@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from helpers import pages
 from helpers.pages import STEPS, VOCABULARY, WORDS, a_run
-from playwright.sync_api import expect
 
 from headlens.page import frame_data
 from headlens.rounding import formatted_loss
@@ -159,45 +158,6 @@ def test_data_with_neither_predictions_nor_norms(shown):
     assert lens.locator("#text").is_visible()
     assert lens.locator("#next").is_hidden()
     assert alphas(lens).any()
-
-
-def chips(lens):
-    return lens.locator(".chip").evaluate_all("all => all.map((c) => Number(c.dataset.head))")
-
-
-def test_mean_of_several_heads(shown):
-    lens, weights = shown(fragment="#head=none"), a_run().weights[120][0]
-    flat = weights.reshape(6, 12, 12)
-    pages.tile(lens, 1, 1).click(modifiers=["Shift"])
-    assert (pages.state(lens, "layer"), chips(lens)) == (1, [4])
-    assert lens.locator("#chips").is_hidden()
-    pages.assert_drawn(lens, np.sqrt(flat[4]), "#map")
-    pages.tile(lens, 0, 2).click(modifiers=["ControlOrMeta"])
-    lens.locator("#add-head").select_option("0")
-    assert chips(lens) == [4, 2, 0]
-    assert lens.locator(".head[aria-pressed='true']").count() == 3
-    pages.go_to(lens, "head=1.1&more=0.2,0.0&query=11")
-    mean = flat[[4, 2, 0]].mean(0)
-    pages.assert_drawn(lens, np.sqrt(mean), "#map", within=9)
-    assert "3" in lens.locator("#detail-title").inner_text()
-    lens.mouse.move(*pages.cell(lens, 8, 3))
-    assert pages.readout(lens)[2] == [pytest.approx(mean[8, 3], abs=0.012)]
-    pages.option(lens, "compare").select_option("step:40")
-    earlier = a_run().weights[40][0].reshape(6, 12, 12)[[4, 2, 0]].mean(0)
-    pages.assert_drawn(lens, np.sqrt(earlier), "#map-2", within=9)
-    pages.option(lens, "compare").select_option("off")
-    pages.option(lens, "kind").select_option("valued")
-    valued = products_at(120).reshape(6, 12, 12)[[4, 2, 0]].mean(0)
-    pages.assert_drawn(lens, np.sqrt(valued / valued.max()), "#map", within=9)
-    pages.option(lens, "kind").select_option("weights")
-
-    lens.locator(".chip button").first.click()  # the enlarged head; the next takes its place
-    assert chips(lens) == [2, 0]
-    pages.assert_drawn(lens, np.sqrt(flat[[2, 0]].mean(0)), "#map", within=9)
-    pages.tile(lens, 0, 0).click(modifiers=["Shift"])
-    expect(lens.locator("#detail-title")).to_have_text("L0 H2")
-    pages.tile(lens, 1, 0).click()
-    assert (chips(lens), pages.state(lens, "more")) == ([3], [])
 
 
 assert VOCABULARY > 200  # so that the most likely tokens are seldom the words of the prompts

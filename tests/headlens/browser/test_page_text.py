@@ -238,8 +238,6 @@ def test_contexts_of_the_shown_side_and_of_one_head(shown):
     assert_cells(shown_contexts(lens)[0], planted)
     pages.go_to(lens, "head=1.0&step=40&show=a")
     assert_cells(shown_contexts(lens)[0], planted)
-    pages.go_to(lens, "head=1.0&step=40&show=a&more=0.0")
-    assert lens.locator("#contexts").is_hidden()
     pages.go_to(lens, "head=none")
     assert lens.locator("#contexts").is_hidden()
 
