@@ -86,8 +86,8 @@ class InspectConfig(ScriptConfig):
         description="number of random tokens that an extra prompt repeats; 0: none; null: as in "
         "the run, or 24",
     )
-    ablation: Literal["exact", "estimate"] | None = Field(
-        None, description="measure the loss without each head: exact | estimate; null: do not"
+    ablation: Literal["exact"] | None = Field(
+        None, description="exact: measure the loss without each head; null: do not"
     )
     data: MeasuredText = Field(default_factory=MeasuredText)
     device: Device = Field("auto", description="auto | cpu | cuda | mps")

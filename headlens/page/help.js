@@ -73,8 +73,7 @@ export function buildHelp() {
     heading("Removed heads"),
     text("The context vector of a removed head is replaced at every position by its mean over all " +
       "windows (mean ablation). If the loss then increases, the model needs the head. In a run, " +
-      "the loss is measured on the validation data at the last step. The first-order estimate " +
-      "can be wrong for large changes."),
+      "the loss is measured on the validation data at the last step."),
     heading("Value-weighted attention"),
     text("The output of a head is a sum of vectors, one for each key token: its weight times its " +
       "value vector after the output projection. “weights × value norm” shows the lengths of these " +

@@ -176,18 +176,16 @@ def removal(change, accuracy=None, **more):
     }
 
 
-def removals(method="exact", groups=(), changes=CHANGES):
+def removals(groups=(), changes=CHANGES):
     """Returns the results of removed heads at step 120, in two layers of three heads."""
-    accuracies = [(n + 1) / 10 if method == "exact" else None for n in range(6)]
-    heads = zip(np.ndindex(2, 3), changes, accuracies, strict=True)
+    heads = zip(np.ndindex(2, 3), changes, strict=True)
     return {
         "step": 120,
-        "method": method,
         "windows": 8,
         "targets": 512,
         "loss": 0.5,
-        "accuracy": 0.75 if method == "exact" else None,
-        "heads": [removal(c, a, layer=at[0], head=at[1]) for at, c, a in heads],
+        "accuracy": 0.75,
+        "heads": [removal(c, (n + 1) / 10, layer=i, head=j) for n, ((i, j), c) in enumerate(heads)],
         "groups": list(groups),
     }
 
