@@ -82,7 +82,6 @@ def run_data(
                 "signs": signs_of(prompt.tokens[: prompt.shown]),
                 "truncated": prompt.truncated,
                 "period": prompt.period,
-                "uniform": prompt.uniform,
             }
             for prompt in last.prompts
         ],
@@ -128,12 +127,8 @@ def run_data(
 
 def frame_data(snapshot: SnapshotData) -> dict:
     """Returns the attention and predictions of one step."""
-    found = snapshot.details["statistics"], snapshot.of_prompts, snapshot.prompts
-    statistics = [
-        known | {"significance": _significance(values, prompt.uniform)}
-        for known, values, prompt in zip(*found, strict=True)
-    ]
-    details = snapshot.details | {"statistics": statistics, "heads": findings(snapshot)}
+    details = snapshot.details | {"heads": findings(snapshot)}
+    del details["statistics"]  # of each prompt
     if predictions := details.get("predictions"):
         details["predictions"] = _predictions(predictions, snapshot.prompts)
     if without := details.get("without"):

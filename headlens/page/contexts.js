@@ -61,7 +61,7 @@ function pairTable({ queries, texts, of_heads: ofHeads }, index) {
 
 /** Returns how much of the attention of a head is on tokens that no line shows. */
 function restText(of, index) {
-  const [first, self] = ["first_token", "diagonal"].map((key) => valueAt(of, key, index, true) ?? 0);
+  const [first, self] = ["first_token", "diagonal"].map((key) => valueAt(of, key, index) ?? 0);
   const percent = Math.round(100 * (first + self));
   return `Not shown: attention to the first token and to the token itself, ${percent} % of all. `;
 }

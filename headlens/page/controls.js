@@ -3,7 +3,7 @@
 import { clip, format, plural, stepText } from "./text.js";
 import { $, bold, checkRadio, fillSelect, make, showMessage } from "./dom.js";
 import {
-  A, B, REMOVED, SIGNIFICANCE, gridShows, hasOverall, here, isMean, nearestFrame,
+  A, B, REMOVED, SIGNIFICANCE, gridShows, here, nearestFrame,
   other, otherRunSide, overText, run, sideName, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
@@ -14,7 +14,7 @@ import { newsText } from "./losses.js";
 import { openHelp } from "./help.js";
 
 // Controls that only set the state: [id, name in the state].
-const SETTERS = [["kind", "map"], ["over", "over"], ["compare", "compare"]];
+const SETTERS = [["kind", "map"], ["compare", "compare"]];
 
 export function buildControls() {
   fillSelect($("prompt"), run.prompts.map(({ title }, n) =>
@@ -28,7 +28,6 @@ export function buildChoices() {
   const choices = run.statistics.map(({ key, title, empty }) => [key, title, empty]);
   const more = [SIGNIFICANCE, ...(run.removed ? [REMOVED] : [])];
   fillSelect($("sort"), [["", "layer"], ...more.map(({ key, title }) => [key, title]), ...choices]);
-  $("over").lastElementChild.textContent = run.windows ? "whole text" : "all prompts (mean)";
   buildCompare();
   $("step").max = run.frames.length - 1;
   $("time").hidden = run.frames.length === 1;
@@ -72,23 +71,10 @@ function buildCompare() {
   if (other) group(other.name, [["run", "same step"], ...steps(other, "run")]);
 }
 
-/** Returns the change to a prompt on which a statistic is defined, {} if the shown prompt is one. */
-function definedPrompt(key) {
-  const defined = ({ uniform }) => (uniform?.[key] ?? null) !== null;
-  const prompt = run.prompts.findIndex(defined);
-  const isOnText = run.windows && isMean();
-  if (prompt < 0 || isOnText || defined(run.prompts[state.prompt])) return {};
-  showMessage(`${statisticOf(run, key).title}: defined on prompt ${prompt + 1}, which is now shown.`);
-  return { prompt, query: null };
-}
-
-/** Sorts the heads, on a prompt and at a step with values. */
+/** Sorts the heads, at a step with values. */
 function sortBy(sort) {
-  const changes = { sort, ...definedPrompt(sort) };
-  if (sort === REMOVED.key) {
-    Object.assign(changes, { descending: true, frame: nearestFrame(run, run.removed.step) });
-  }
-  return update(changes);
+  update(sort === REMOVED.key
+    ? { sort, descending: true, frame: nearestFrame(run, run.removed.step) } : { sort });
 }
 
 /** Updates all controls and notes from the state. */
@@ -106,7 +92,6 @@ export function showControls() {
   $("map-kind").hidden = !A.norms;
   if (!A.valued) $("kind").value = "weights"; // B may have no norms
   $("sort").value = state.sort;
-  $("over-label").hidden = !hasOverall() || run.isTyped;
   $("direction").hidden = !state.sort;
   $("direction").textContent = state.descending ? "↓" : "↑";
   $("direction").title = state.descending ? "largest first" : "smallest first";
@@ -145,7 +130,7 @@ function showNotes() {
       notes.push("Heads with the same number in two runs need not correspond: " +
         "scripts.compare_heads matches them.");
     }
-    if (isMean() && !B.run.windows !== !run.windows) {
+    if (!B.run.windows !== !run.windows) {
       notes.push(`The statistics of ${run.windows ? "A" : "B"} are those of a text, the others means ` +
         "over prompts.");
     }

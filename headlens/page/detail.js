@@ -3,7 +3,7 @@
 import { clamp, format, formatCell, formatChange } from "./text.js";
 import { $, bold, make, quotedToken } from "./dom.js";
 import {
-  A, B, errorOf, headName, here, hovered, indexInB, isMean, overText, run, selected, selectedQuery,
+  A, B, errorOf, headName, here, hovered, indexInB, overText, run, selected, selectedQuery,
   sideName, state, uniformOf, update, valueAt,
 } from "./state.js";
 import { nameAt } from "./names.js";
@@ -147,7 +147,7 @@ function drawValues(index) {
       make("div", { title: description }, make("dt", { textContent: title }),
         make("dd", { className: "number" }))));
   }
-  const hasErrors = isMean() && run.windows !== null;
+  const hasErrors = run.windows !== null;
   list.classList.toggle("two", B !== null || hasErrors);
   $("values-of").textContent = `statistics: ${overText()}${hasErrors ? " (mean ± standard error)" : ""}`;
   shown.forEach(({ key }, n) => {

@@ -9,24 +9,16 @@ import { readTheme } from "./colours.js";
 import { shownTab } from "./tabs.js";
 import { isPlaying, pause } from "./player.js";
 
-const same = (...values) => Object.fromEntries(values.map((value) => [value, value]));
-// Parts of a link with few values: [part, name in the state, {text in the link: value}]. A part
-// without a text has the default.
-const CHOICES = [
-  ["theme", "theme", same("light", "dark")],
-  ["map", "map", same("valued")],
-  ["statistics", "over", same("mean", "prompt")],
-  ["show", "show", same("a", "b")],
-];
+// Parts of a link with few values, besides the default.
+const CHOICES = { theme: ["light", "dark"], map: ["valued"], show: ["a", "b"] };
 
 // A link with other parts opens all heads.
 const STORY = ["tab", "view", "theme", "prompt", "step", "query", "off"];
 
 function linkText() {
   const parts = new URLSearchParams();
-  for (const [part, name, values] of CHOICES) {
-    const text = Object.keys(values).find((one) => values[one] === state[name]);
-    if (text && state[name] !== DEFAULTS[name]) parts.set(part, text);
+  for (const part of Object.keys(CHOICES)) {
+    if (state[part] !== DEFAULTS[part]) parts.set(part, state[part]);
   }
   if (state.prompt) parts.set("prompt", state.prompt);
   const { step } = run.frames[state.frame];
@@ -47,8 +39,8 @@ function linkText() {
 export function readLink(text) {
   const parts = new URLSearchParams(text.replace(/^.*#/, ""));
   const found = { ...DEFAULTS, frame: run.frames.length - 1 };
-  for (const [part, name, values] of CHOICES) {
-    if (Object.hasOwn(values, parts.get(part))) found[name] = values[parts.get(part)];
+  for (const [part, values] of Object.entries(CHOICES)) {
+    if (values.includes(parts.get(part))) found[part] = parts.get(part);
   }
   if (kindOf(parts.get("name"))) found.name = parts.get("name");
   const fits = (n, below) => Number.isInteger(n) && n >= 0 && n < below;

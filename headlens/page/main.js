@@ -135,7 +135,7 @@ async function startHeads({ runs: found, training, live, token, model }) {
   listen();
   timing.ready = performance.now();
   document.documentElement.dataset.ready = "1";
-  prefetch(run).then(() => other && prefetch(other)).then(() => update()); // charts of all steps
+  prefetch(run).then(() => other && prefetch(other));
   if (live) followHeads(buildAgain, engine);
 }
 

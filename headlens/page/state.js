@@ -1,6 +1,6 @@
 /* The state of the page, which the controls change, and A and B, which the page shows. */
 
-import { stepText } from "./text.js";
+import { plural, stepText } from "./text.js";
 import { showMessage } from "./dom.js";
 import { decode } from "./data.js";
 
@@ -14,7 +14,6 @@ export const DEFAULTS = {
   sort: "", // "" is layer order, else a statistic's key or "significance"
   descending: true,
   name: "", // only heads with this name
-  over: "prompt", // statistics of the shown prompt, or "mean": on the text or over all prompts
   compare: "off", // "run": the other run at this step, "run:40", "step:40"
   show: "difference", // shown in the grid during a comparison: "a", "b" or "difference"
   theme: "auto", // "light", "dark"
@@ -96,29 +95,16 @@ export function indexInB(index) {
 /** Returns whether A and B both have this head, on the same tokens. */
 export const comparable = (index) => Boolean(B?.same) && indexInB(index) >= 0;
 
-/** Returns whether statistics can be those of the shown prompt or others. */
-export const hasOverall = () => run.isTyped || run.prompts.length > 1 || run.windows !== null;
-
-/** Returns whether the shown statistics are those on the text or, without one, means over all
- * prompts. */
-export const isMean = () => state.over === "mean" || run.isTyped || !hasOverall();
-
 /** Returns how the page calls the text on which heads were measured: "the validation text". */
 export const textName = () => run.text_name;
 
-/** Returns of what the shown statistics are. */
-export const overText = () => (!isMean() || !hasOverall() ? "this prompt" : run.windows
-  ? textName() : `all ${(run.recorded ?? run).prompts.length} recorded prompts (mean)`);
-const TEXTS = "positional"; // this statistic compares prompts, so it has no value for one prompt
+/** Returns of what the statistics are: of the text or, without one, of the recorded prompts. */
+export const overText = () => (run.windows ? textName()
+  : `${plural((run.recorded ?? run).prompts.length, "recorded prompt")} (mean)`);
 
 /** Returns a statistic of all heads at all known steps: {steps, rows, at: index of the step}. */
 export function seriesOf(of, key) {
-  const { frames, steps } = of.run;
-  if (isMean() || key === TEXTS) {
-    return { steps, rows: statisticOf(of.run, key)?.values ?? [], at: of.at };
-  }
-  const rows = frames.map(({ facts }) => facts?.statistics[of.prompt][key] ?? []);
-  return { steps: frames.map(({ step }) => step), rows, at: of.frame };
+  return { steps: of.run.steps, rows: statisticOf(of.run, key)?.values ?? [], at: of.at };
 }
 
 /** Returns [low, high] of a statistic over all heads and known steps, [] without values. */
@@ -132,18 +118,13 @@ export function rangeOf(of, key) {
 export const isMeasured = (of) => of.run.removed?.step === of.step;
 
 /** Returns a statistic, the significance or the change of the loss of a head, or null. */
-export function valueAt(of, key, index, mean = isMean()) {
+export function valueAt(of, key, index) {
   if (key === REMOVED.key) return isMeasured(of) ? of.run.removed.changes[index] : null;
-  const row = mean || key === TEXTS ? statisticOf(of.run, key)?.values[of.at]
-    : of.run.frames[of.frame].facts.statistics[of.prompt][key];
-  return row?.[index] ?? null;
+  return statisticOf(of.run, key)?.values[of.at]?.[index] ?? null;
 }
 
 /** Returns the value of a statistic for uniform attention, or null. */
-export function uniformOf(of, key, mean = isMean()) {
-  const prompt = mean || key === TEXTS ? null : of.run.prompts[of.prompt];
-  return (prompt ? prompt.uniform?.[key] : statisticOf(of.run, key)?.uniform) ?? null;
-}
+export const uniformOf = (of, key) => statisticOf(of.run, key)?.uniform ?? null;
 
 /** Returns the standard error of a statistic on the text, null if it is unknown. */
 export const errorOf = (of, key, index) => of.run.errors[of.at]?.[key]?.[index] ?? null;
@@ -172,7 +153,6 @@ export const hasStory = () => Boolean(run.story) && !other;
 
 export function setRuns(first, second) {
   [run, other] = [first, second];
-  DEFAULTS.over = run.windows ? "mean" : "prompt";
 }
 
 let tickets = 0;

@@ -42,7 +42,7 @@ def test_link_restores_the_view(shown):
 # Invalid values for each part of a link, and texts that are not links.
 BAD_LINKS = """prompt=3 prompt=-1 prompt=1.5 prompt=x step=41 step= step=constructor head=2.0
 head=0.3 head=1 head=-1.0 head=. query=12 query=NaN sort=nothing sort=-__proto__
-compare=run statistics=x
+compare=run
 compare=step:41 compare=constructor show=c theme=%00
 map=x % &&==&"""
 
@@ -115,7 +115,7 @@ def test_keyboard_reaches_heads_tokens_and_steps(shown):
     lens = shown()
     assert_keys_work(lens)
     order = pages.ranked(a_run().rows[120].values["entropy"], descending=True)
-    pages.go_to(lens, "sort=-entropy&statistics=mean")  # when sorted, arrows follow the order
+    pages.go_to(lens, "sort=-entropy")  # when sorted, arrows follow the order
     pages.tile(lens, *order[0]).click()
     lens.keyboard.press("ArrowRight")
     assert (pages.state(lens, "layer"), pages.state(lens, "head")) == order[1]
