@@ -50,6 +50,7 @@ class Reading:
     texts: list[str]
     labels: list[str]
     signs: str
+    prefix: int  # number of leading tokens that the tokenizer puts in front of a text
     truncated: bool  # whether the text has more tokens
     # uint8 (L, H, T (T + 1) / 2): round(255 sqrt(w)), the lower triangle of the weights row by row
     codes: np.ndarray
@@ -92,7 +93,7 @@ class Reader:
         off: heads that are off, layer * H + head. Raises ValueError for a text without tokens, too
         many ids, ids or heads that the model does not have, and for heads that cannot be off.
         """
-        prompt = self._prompt(text, ids)
+        prompt, before = self._prompt(text, ids), self.tokenizer.prefix
         recorder = Recorder(prompt)
         self.check()
         with self._without(off):
@@ -110,6 +111,7 @@ class Reader:
             texts_of(prompt.tokens),
             prompt.labels,
             signs_of(prompt.tokens),
+            len(before) if (*prompt.token_ids[: len(before)],) == before else 0,
             prompt.truncated,
             torch.stack(recorder.codes).cpu().numpy(),
             norms,
@@ -161,8 +163,10 @@ class Reader:
     def _heads(self, off: Collection[int]) -> list[Head]:
         """Returns (layer, head) of each head that is off."""
         heads = len(self._means[0])
-        if not 0 <= min(off) <= max(off) < (count := heads * len(self._means)):
-            raise ValueError(f"head {max(off)}; the model has heads 0 to {count - 1}")
+        count = heads * len(self._means)
+        for index in off:
+            if not 0 <= index < count:
+                raise ValueError(f"head {index}; the model has heads 0 to {count - 1}")
         return [divmod(index, heads) for index in off]
 
     @functools.cached_property

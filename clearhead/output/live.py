@@ -190,6 +190,10 @@ class LiveRuns:
         """Returns all runs, the newest last."""
         return sorted(self._update().values(), key=lambda run: (run.date(), run.folder.name))
 
+    def are_running(self) -> bool:
+        """Returns whether a run trains."""
+        return any(run.is_running() for run in self._update().values())
+
     def rows(self) -> dict:
         """Returns {"folder", "runs": the rows of the newest runs, "more": number of other runs}."""
         runs = self.runs()[::-1]

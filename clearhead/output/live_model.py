@@ -31,6 +31,3 @@ class LiveModel:
 
     def prompts(self) -> list[list[int]]:
         return self.snapshot.token_ids
-
-    def is_running(self) -> bool:
-        return False

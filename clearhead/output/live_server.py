@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
+import torch
+
 from clearhead.errors import sanitize
 from clearhead.output.live import LiveRun, LiveRuns
 from clearhead.output.live_model import LiveModel
@@ -63,6 +65,7 @@ class LiveServer(ThreadingHTTPServer):
 
     def __init__(self, folder: Path, port: int, model: LiveModel | None = None):
         self.runs, self.model = LiveRuns(folder), model
+        self.threads = torch.get_num_threads()  # a training needs the cores more
         self.lock, self.typing, self.token = threading.Lock(), Typing(), secrets.token_urlsafe()
         try:
             super().__init__(("127.0.0.1", port), Handler)
@@ -153,10 +156,11 @@ class Handler(BaseHTTPRequestHandler):
         length = checked_length(self.headers, host, self.server.token)
         with self.server.lock:
             run, parts = self.server.find(self.path)
+            threads = 1 if self.server.runs.are_running() else self.server.threads
         if run is None or len(parts) != 1 or parts[0] not in REQUESTS:
             raise FileNotFoundError("no such page")
         body = self.rfile.read(length)
-        return Answer(*self.server.typing.answer(run, parts[0], body, self.connection))
+        return Answer(*self.server.typing.answer(run, parts[0], body, self.connection, threads))
 
     def send(self, status: int, headers: dict[str, str], body: bytes | None = None) -> None:
         self.send_response_only(status)

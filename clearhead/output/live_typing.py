@@ -1,7 +1,7 @@
 """Reads texts that a user types into a page, with the models of checkpoints.
 
     typing = Typing()
-    typing.answer(run, "read", b'{"text": "The ferry bell", "step": 100}', connection)
+    typing.answer(run, "read", b'{"text": "The ferry bell", "step": 100}', connection, threads=2)
 
 `read` is Reader.read of headlens with a checkpoint of a run. Its answer is a uint32, little endian,
 the length of the JSON that follows: a Reading without its bytes, with `step` and `has_norms`. Then
@@ -42,7 +42,7 @@ MAX_BODY = 2**16  # bytes
 SECONDS = 30
 PAUSE = 0.1  # seconds between two looks at a connection that waits
 KEPT = 2  # models in memory
-LENGTH = re.compile(r"\d{1,9}", re.ASCII)
+LENGTH = re.compile(r"\d{1,18}", re.ASCII)
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[Number], Field(min_length=1, max_length=Reader.MOST)]
 
@@ -72,9 +72,6 @@ class Source(Protocol):
 
     def prompts(self) -> list[list[int]]:
         """Token ids of the prompts, over which a head that is off has its mean context."""
-
-    def is_running(self) -> bool:
-        """Whether a training needs the CPU."""
 
 
 class Request(Settings):
@@ -157,11 +154,10 @@ class Typing:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.readers: dict[Checkpoint, Reader] = {}  # the one that was used last is last
-        self.threads = torch.get_num_threads()
         self.check: Callable[[], None] = lambda: None  # of the request that is computed
 
     def answer(
-        self, source: Source, what: str, body: bytes, connection: socket.socket
+        self, source: Source, what: str, body: bytes, connection: socket.socket, threads: int
     ) -> tuple[bytes, str]:
         """Returns (body, content type) of the answer to a request. Raises Refused, Cancelled, and
         FileNotFoundError without a checkpoint of its step."""
@@ -171,8 +167,7 @@ class Typing:
         try:
             self.check = check
             check()
-            # This number is one of the thread that calls it, which is new for each connection.
-            torch.set_num_threads(1 if source.is_running() else self.threads)
+            torch.set_num_threads(threads)  # of this thread, which is new for each connection
             return request.answer(self._reader(source, request.step))
         except (TypeError, ValueError) as error:  # the model does not have it
             raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from error

@@ -15,6 +15,7 @@ const KEYS = [
   ["d", "compare with the first step or the other run; stop the comparison"],
   ["t", "light or dark theme"],
   ["← →", "on the first screen, in the prompt: another query token"],
+  ["Enter", "in the line to type in: let the model continue, or stop it; Shift Enter: a new line"],
   ["?", "show this help"],
 ];
 
@@ -72,6 +73,13 @@ export function buildHelp() {
     text("The context vector of a removed head is replaced at every position by its mean over all " +
       "windows (mean ablation). If the loss then increases, the model needs the head. In a run, " +
       "the loss is measured on the validation data at the last step."),
+    heading("Parts of an attention score"),
+    text("“Why?” shows where the score of a query token and a key token comes from. The input of a " +
+      "layer is a sum of what the token, its position and the earlier heads and MLPs wrote, so the " +
+      "score is a sum over pairs: what wrote the query, what wrote the key. The parts are exact, " +
+      "with the scale of the layer norm as it is at these tokens. Only differences to the mean of " +
+      "the row count, because a softmax follows. Source: Elhage et al. 2021, A Mathematical " +
+      "Framework for Transformer Circuits."),
     heading("Value-weighted attention"),
     text("The output of a head is a sum of vectors, one for each key token: its weight times its " +
       "value vector after the output projection. “weights × value norm” shows the lengths of these " +

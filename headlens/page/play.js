@@ -14,7 +14,7 @@ import { readTokenizer } from "./tokenizer.js";
 
 const MOST = 256; // tokens of a text, as the page shows
 
-/** Returns the engine of a model: {steps, limit, read, parts}. index.html describes it. */
+/** Returns the engine of a model: see typing.js. */
 export function playEngine(model) {
   const { config, checkpoints } = model;
   const models = new Map(); // of the checkpoints that were used, by step: at most about 100 MB
@@ -47,6 +47,7 @@ export function playEngine(model) {
       return {
         ...found,
         ids: used,
+        prefix: 0,
         ...tokens.describe(used),
         truncated: all.length > used.length,
         next: { ...next, labels: labelsOf(next.ids) },

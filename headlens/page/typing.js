@@ -5,9 +5,10 @@
  *   read({text | ids, step, off, signal})   what the model does on a text, with these heads off
  *   parts({ids, step, off, layer, head, query, key, signal})   see why.js
  *
- * A reading: {ids, tokens, texts, labels, signs, truncated, codes, norms, largest_norms, losses, likely:
- * {ids, labels, probabilities}: five per position, next: the same, 40 after the last position}. tokens to
- * signs, codes and norms are as those of a prompt and a frame, see index.html. */
+ * A reading: {ids, prefix: how many of them are put in front of a text, tokens, texts, labels, signs,
+ * truncated, codes, norms, largest_norms, losses, likely: {ids, labels, probabilities}: five per position,
+ * next: the same, 40 after the last position}. tokens to signs, codes and norms are as those of a prompt
+ * and a frame, see index.html. */
 
 import { clamp, format, stepText } from "./text.js";
 import { $, showMessage } from "./dom.js";
@@ -39,7 +40,7 @@ export function buildTyping(of, build) {
   });
   line.addEventListener("keydown", (event) => {
     if (event.key === "Escape") line.blur();
-    if (event.key !== "Enter" || event.shiftKey) return;
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     toggleContinuing();
   });
@@ -94,7 +95,8 @@ function plainText(tokens) {
 }
 
 function writeLine() {
-  $("typed").value = plainText(run.isTyped ? run.prompts[0].tokens : []);
+  const [{ tokens, prefix }] = run.prompts;
+  $("typed").value = plainText(tokens.slice(prefix));
   fitLine();
   $("typed").scrollTop = $("typed").scrollHeight;
 }
@@ -107,7 +109,8 @@ async function read(wanted, off = run.off ?? new Set()) {
   pause();
   asking?.abort();
   const { signal } = (asking = new AbortController());
-  const step = run.isTyped ? run.frames[state.frame].step : engine.steps.at(-1);
+  const shown = run.isTyped ? run.frames[state.frame].step : Infinity;
+  const step = engine.steps[nearestIndex(engine.steps, Math.min(shown, engine.steps.at(-1)))];
   try {
     const known = wanted.ids && wanted.ids === text?.ids ? text.whole : new Map(); // heads switched
     const whole = known.get(step) ?? await engine.read({ ...wanted, step, off: [], signal });
@@ -153,7 +156,7 @@ const cells = ({ ids: { length } }) => (length * (length + 1)) / 2;
 
 const promptOf = (reading) => ({ name: "typed", title: "your text", period: 0, uniform: null, start: 0,
   normStart: 0, length: reading.ids.length, triangle: cells(reading), text: plainText(reading.tokens),
-  ids: reading.ids, tokens: reading.tokens, texts: reading.texts, labels: reading.labels,
+  ids: reading.ids, prefix: reading.prefix, tokens: reading.tokens, texts: reading.texts, labels: reading.labels,
   signs: reading.signs, truncated: reading.truncated });
 
 /** Returns the index of the last recorded frame until a step. */

@@ -1,6 +1,7 @@
 """A server of runs, and a run directory that grows step by step as that of a training does."""
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -9,8 +10,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 
+from clearhead.output.live_model import LiveModel
 from clearhead.output.live_server import LiveServer
 from helpers import REPOSITORY, TIMEOUT
 
@@ -20,9 +23,9 @@ RUN = ("lens=default", "lens.every=1", "lens.prompts=[the fox,a dog]", "lens.rep
 
 
 @contextlib.contextmanager
-def serving(folder: Path, port: int = 8123) -> Iterator[LiveServer]:
-    """Serves the runs of a folder, at this port or a free one."""
-    with LiveServer(folder, port) as server:
+def serving(folder: Path, port: int = 8123, model: LiveModel | None = None) -> Iterator[LiveServer]:
+    """Serves the runs of a folder and a model, at this port or a free one."""
+    with LiveServer(folder, port, model) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -44,6 +47,21 @@ def live_command(folder: Path, port: int) -> Iterator[str]:
         finally:
             started.terminate()
             started.wait(TIMEOUT)
+
+
+def get(server: LiveServer, path: str, **headers: str) -> tuple[int, Message, bytes]:
+    """Returns (status, headers, content) of a request."""
+    return ask(server, "GET", path, None, headers)
+
+
+def ask(
+    server: LiveServer, method: str, path: str, body: bytes | None, headers: dict[str, str]
+) -> tuple[int, Message, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=TIMEOUT)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
 
 
 class GrowingRun:

@@ -1,6 +1,5 @@
 """scripts/view.py: what its server answers, what it refuses, and the page that it writes."""
 
-import contextlib
 import http.client
 import json
 import os
@@ -11,7 +10,7 @@ import socket
 import numpy as np
 import pytest
 from helpers import TIMEOUT, pages
-from helpers.live import GrowingRun, live_command, serving
+from helpers.live import GrowingRun, get, live_command, serving
 from helpers.refusals import printed_keys
 from helpers.runs import contents
 
@@ -37,15 +36,6 @@ def home(tmp_path, finished):
 def server(home):
     with serving(home / "runs") as started:
         yield started
-
-
-def get(server, path, **headers):
-    """Returns (status, headers, content) of a request."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=TIMEOUT)
-    with contextlib.closing(connection):
-        connection.request("GET", path, headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.headers, answer.read()
 
 
 def send(server, request: bytes):

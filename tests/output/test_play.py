@@ -16,6 +16,7 @@ from helpers.runs import train_in
 
 from attention import SCORES, causal_attn_scores
 from clearhead.checkpoint.listing import list_checkpoints, step_of
+from clearhead.config import compose
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output.play import packed_model, why_not
 from clearhead.tokens.tokenizer_json import read_tokenizer
@@ -111,6 +112,13 @@ def test_checkpoints_are_evenly_spaced_and_fit(saved, monkeypatch):
         assert steps(packed_model(saved)) == kept
 
 
+def test_the_induction_experiment_keeps_the_steps_at_which_its_heads_form():
+    trainer = compose(["experiment=induction"]).trainer
+    assert trainer.save_every <= 300
+    assert trainer.keep * trainer.save_every >= trainer.max_steps
+    assert trainer.eval_every % trainer.save_every == 0  # the best ones are not additional
+
+
 def test_a_run_with_one_checkpoint(run):
     for folder in list_checkpoints(run)[1:]:
         shutil.rmtree(folder)
@@ -140,6 +148,15 @@ def test_a_run_ends_with_its_page(make_run, capsys):
     assert steps(model_in(page)) == [2, 4]
     assert model_in(run.directory / "run.html") is None
     assert str(page) in capsys.readouterr().out
+
+
+def test_only_rank_0_writes_the_page(make_run):
+    run = make_run("name=ranks", *LENS)
+    fit(run)
+    (run.directory / "play.html").unlink()
+    run.log.console.is_rank_0 = False
+    run.log.write_play_page()
+    assert not (run.directory / "play.html").exists()
 
 
 def test_no_page_without_the_lens_and_of_large_models(make_run, monkeypatch, capsys):
