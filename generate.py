@@ -3,14 +3,12 @@
     python generate.py checkpoint=runs/NAME prompt="The ferry bell"
     python generate.py checkpoint=DIR 'prompt=["Once","The bell"]' num_samples=3 top_p=0.9
     python generate.py checkpoint=DIR prompts=prompts.txt out=texts.jsonl
-    python generate.py checkpoint=DIR interactive=true
 
 `checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory, or hub:NAME. The
 decoding is in clearhead/models/decoding.py.
 """
 
 import codecs
-import itertools
 import json
 import math
 import os
@@ -58,7 +56,6 @@ class GenerateConfig(ScriptConfig):
     free_text = ("prompt",)
 
     checkpoint: Checkpoint
-    interactive: bool = Field(False, description="true: ask for prompts")
     prompt: Text | Annotated[list[Text], Field(min_length=1)] = Field(
         "The",
         description="the text to continue, or @FILE, a UTF-8 file (@@ is a literal @); several: "
@@ -91,16 +88,12 @@ class GenerateConfig(ScriptConfig):
 def main(settings: GenerateConfig) -> None:
     from clearhead.parallel import device
 
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")  # replaces bytes that the encoding does not have
     refuse(device.check(settings.device, settings.precision))
     check_combinations(settings)
     texts = [prompt for prompt in read_prompts(settings) for _ in range(settings.num_samples)]
     generator = load_generator(settings, len(texts))
     try:
-        if settings.interactive:
-            run_interactive(generator, settings.num_samples)
-        elif settings.out:
+        if settings.out:
             write_rows(generator, texts, settings)
         else:
             write_texts(generator, texts)
@@ -111,9 +104,6 @@ def main(settings: GenerateConfig) -> None:
 
 def check_combinations(settings: GenerateConfig) -> None:
     """Raises ConfigError for settings that exclude each other, and if `out` must not be written."""
-    if settings.interactive and (settings.prompts or settings.out):
-        reason = "cannot be combined with prompts or out"
-        refuse([("interactive", "true", reason, "use one of them")])
     if settings.prompts and "prompt" in settings.model_fields_set:
         refuse([("prompts", settings.prompts, "cannot be combined with prompt", "use one of them")])
     if settings.out and os.path.lexists(settings.out):
@@ -188,20 +178,18 @@ class TextGenerator:
     def completions(
         self,
         prompts: list[str],
-        first_row: int = 0,
         show: Callable[[str], None] = lambda piece: None,
     ) -> Iterator[str]:
         """Yields the generated text of each prompt, without the prompt.
 
-        first_row: the row number of the first text, which selects its random numbers. show: called
-        with the pieces of the first text of each batch, token by token.
+        show: called with the pieces of the first text of each batch, token by token.
         """
         for start in range(0, len(prompts), self.batch_size):
             batch = prompts[start : start + self.batch_size]
             # A character that consists of several tokens is shown after its last token.
             decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in batch]
             texts = [""] * len(batch)
-            for tokens in self._generate(batch, first_row + start):
+            for tokens in self._generate(batch, start):
                 for row, (token, decoder) in enumerate(zip(tokens, decoders, strict=False)):
                     if token not in (None, self.end_token):
                         raw = self.pretrained.tokenizer.decode_single_token_bytes(token)
@@ -249,8 +237,6 @@ def load_generator(settings: GenerateConfig, num_texts: int) -> TextGenerator:
     pretrained = load_pretrained(settings.checkpoint)
     batch_size = min(settings.batch_size, num_texts)
     steps = settings.max_new_tokens * math.ceil(num_texts / batch_size)
-    if settings.interactive:
-        steps = MAX_COUNT
     compiler = device.compiled_step(settings.compile, torch_device, steps)
     is_auto = settings.precision == "auto"
     dtype = device.best_dtype(torch_device) if is_auto else device.DTYPES[settings.precision]
@@ -266,7 +252,7 @@ def load_generator(settings: GenerateConfig, num_texts: int) -> TextGenerator:
     )
 
 
-def write_texts(generator: TextGenerator, prompts: list[str], first_row: int = 0) -> None:
+def write_texts(generator: TextGenerator, prompts: list[str]) -> None:
     """Prints each prompt with its generated text; the first text of a batch token by token."""
     shown: list[str] = []  # the pieces of the current text that are printed already
 
@@ -274,7 +260,7 @@ def write_texts(generator: TextGenerator, prompts: list[str], first_row: int = 0
         shown.append(piece)
         print_piece(piece)
 
-    texts = generator.completions(prompts, first_row, show)
+    texts = generator.completions(prompts, show)
     for number, prompt in enumerate(prompts):
         print_piece((SEPARATOR if number else "") + prompt)
         shown.clear()
@@ -303,23 +289,6 @@ def write_rows(generator: TextGenerator, prompts: list[str], settings: GenerateC
 
         write_out(settings.out, lines())
     print(sanitize(f"wrote {len(prompts):,} texts to {settings.out}"))
-
-
-def run_interactive(generator: TextGenerator, num_samples: int) -> None:
-    """Reads prompts from stdin, one per line, until end of file. Ctrl-C stops the current text; at
-    the prompt, it ends the program."""
-    if is_terminal := sys.stdin.isatty():
-        print("One prompt per line; Ctrl-C stops a text, Ctrl-D exits.", file=sys.stderr)
-    for number in itertools.count():
-        if is_terminal:
-            print("> ", end="", file=sys.stderr, flush=True)
-        if not (line := sys.stdin.readline()):
-            return
-        try:
-            if prompt := line.rstrip("\r\n"):
-                write_texts(generator, [prompt] * num_samples, number * num_samples)
-        except KeyboardInterrupt:
-            print_piece("\n")
 
 
 def print_piece(text: str) -> None:

@@ -32,7 +32,7 @@ from attention import KERNELS, NO_DROPOUT, AttentionKernel, MultiHeadAttention
 LayerKernel = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 # callback(layer, attn_weights, attn_scores, value_norms, logits) receives the attention of one
 # layer: (B, H, T, T), (B, H, T, T), (B, H, T) and (B, T, V) or None.
-AttentionCallback = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], None]
+AttentionCallback = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 @dataclass
@@ -226,42 +226,31 @@ class GPT(nn.Module):
         self,
         input_ids: Tensor,
         callback: AttentionCallback,
-        logit_lens: bool = False,
         logits_at: Tensor | None = None,
     ) -> Tensor:
         """Runs the model on input_ids (B, T), passes the attention of each layer to a callback, and
         returns the logits (B, T, V).
 
-        callback(layer, attn_weights, attn_scores, value_norms, logits) is called for layer 0, 1,
-        ... The tensors, (B, H, T, T) twice and (B, H, T), are fp32 and are freed before the next
-        layer unless the callback stores them. With logit_lens=True, `logits` (B, T, V) are what the
-        output layer predicts from the input of the layer (nostalgebraist 2020, Interpreting GPT:
-        the logit lens); otherwise they are None. logits_at: see `forward`. The model is in eval
-        mode during the call. With FSDP, the hooks of self(...) gather the sharded parameters.
+        callback(layer, attn_weights, attn_scores, value_norms) is called for layer 0, 1, ... The
+        tensors, (B, H, T, T) twice and (B, H, T), are fp32 and are freed before the next layer
+        unless the callback stores them. logits_at: see `forward`. The model is in eval mode during
+        the call. With FSDP, the hooks of self(...) gather the sharded parameters.
         """
-        inputs: list[Tensor] = []  # of each layer, (B, T, C)
 
         def capturing(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _) -> Tensor:
             attn = cast(MultiHeadAttention, self.blocks[layer].attn)
             attn_scores = attn.attn_scores(queries, keys)  # (B, H, T, T)
             attn_weights = attn_scores.softmax(dim=-1)  # (B, H, T, T)
             value_norms = attn.value_norms(values)  # (B, H, T)
-            logits = self.logits(self.final_norm(inputs[layer])) if logit_lens else None
-            callback(layer, attn_weights, attn_scores, value_norms, logits)
+            callback(layer, attn_weights, attn_scores, value_norms)
             return attn_weights.to(values.dtype) @ values  # (B, H, T, D)
 
         was_training = self.training
         self.eval()
-        hooks = [
-            block.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-            for block in (self.blocks if logit_lens else [])
-        ]
         try:
             logits, _ = self(input_ids, layer_kernel=capturing, logits_at=logits_at)
             return logits
         finally:
-            for hook in hooks:
-                hook.remove()
             self.train(was_training)
 
     def attn_weights(self, input_ids: Tensor) -> list[Tensor]:

@@ -13,9 +13,6 @@ of the target (N,), or None if accuracy is of no interest. The first call has fi
 changes nothing. In a later call, the context vectors of the layers before first_layer do not
 change: the function may reuse the output of these layers.
 
-The estimate is the first-order term of a Taylor series at the unchanged model: the gradient of the
-loss times the change of the context vector (Nanda 2023, Attribution Patching; Syed et al. 2023).
-
 Shapes: B windows, H heads, T positions, D head_dim, N targets, L layers.
 """
 
@@ -23,7 +20,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,53 +37,46 @@ def ablate(
     run: RunModel,
     windows: Tensor,
     groups: Mapping[str, Sequence[Head]],
-    exact: bool,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict:
     """Removes each head alone, and all heads of each group together. Returns a dict for JSON.
 
-    windows (N,): the window, 0 to B - 1, of each target. groups: heads by name. exact: whether to
-    run the model without these heads, otherwise the estimate. report: called after each of these
-    passes with their number until then and in all. Keys of the result:
+    windows (N,): the window, 0 to B - 1, of each target. groups: heads by name. report: called
+    after each pass without heads with their number until then and in all. Keys of the result:
 
-        method              "exact" or "estimate"
         windows, targets    B and N
         loss, accuracy      of all targets, nothing removed; the accuracy may be None
-        correlation         exact: Pearson correlation of the estimates with the exact changes
         heads               for each head: layer, head and COLUMNS
         groups              for each group: name, the number of heads and COLUMNS
 
     loss_change is the change of the mean loss, in nats; loss_change_error is its standard error
-    over windows. accuracy_without is the accuracy without these heads; None for an estimate.
+    over windows. accuracy_without is the accuracy without these heads.
     """
-    losses, correct, means, first_order = _clean_pass(run)
+    contexts = []
+
+    def unchanged(_: int, context: Tensor) -> Tensor:
+        contexts.append(context)
+        return context
+
+    with torch.no_grad():
+        losses, correct = run(unchanged, 0)
+    means = [context.mean((0, 2)) for context in contexts]
     heads = [(layer, head) for layer, mean in enumerate(means) for head in range(len(mean))]
     removed = [[head] for head in heads] + [list(group) for group in groups.values()]
     windows = windows.cpu()
     targets = torch.bincount(windows).double()  # (B,)
-    # For each group the change of the sum of the losses of each window, (B,), and the accuracy.
-    estimates = [
-        (torch.stack([first_order[layer][head] for layer, head in group]).sum(0), None)
-        for group in removed
-    ]
-    changes = estimates
-    if exact:
-        changes = []
-        for number, group in enumerate(removed, start=1):
-            with torch.no_grad():
-                without, found = run(removal(group, means), min(layer for layer, _ in group))
-            difference = (without - losses).cpu().double()  # (N,)
-            changes.append((torch.bincount(windows, difference), _mean(found)))
-            report(number, len(removed))
-    results = [_result(change, targets, accuracy) for change, accuracy in changes]
-    singles = [[float(x.sum()) for x, _ in xs[: len(heads)]] for xs in (estimates, changes)]
+    results = []
+    for number, group in enumerate(removed, start=1):
+        with torch.no_grad():
+            without, found = run(removal(group, means), min(layer for layer, _ in group))
+        difference = (without - losses).cpu().double()  # (N,)
+        results.append(_result(torch.bincount(windows, difference), targets, _mean(found)))
+        report(number, len(removed))
     return {
-        "method": "exact" if exact else "estimate",
         "windows": len(targets),
         "targets": len(losses),
         "loss": float(losses.mean()),
         "accuracy": _mean(correct),
-        "correlation": _pearson(*singles) if exact else None,
         "heads": [
             {"layer": layer, "head": head} | result
             for (layer, head), result in zip(heads, results, strict=False)
@@ -188,28 +177,6 @@ def within_noise(result: dict) -> bool:
     return error is not None and abs(result["loss_change"]) <= 2 * error
 
 
-def _clean_pass(run: RunModel) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor]]:
-    """Runs the unchanged model. Returns losses, correct, and for each layer the mean context vector
-    of each head, (H, D), and the estimates: for each head the change of the sum of the losses of
-    each window, (H, B), float64 on the CPU."""
-    contexts, zeros = [], []
-
-    def edit(layer: int, context: Tensor) -> Tensor:
-        contexts.append(context.detach())
-        zeros.append(torch.zeros_like(context, requires_grad=True))
-        return context + zeros[-1]  # also has a gradient if the parameters have none
-
-    with torch.enable_grad():
-        losses, correct = run(edit, 0)
-        gradients = torch.autograd.grad(losses.sum(), zeros)  # changes no .grad of a parameter
-    means = [context.mean((0, 2)) for context in contexts]
-    first_order = [
-        torch.einsum("bhtd,bhtd->hb", gradient, mean[:, None] - context).cpu().double()
-        for gradient, mean, context in zip(gradients, means, contexts, strict=True)
-    ]
-    return losses.detach(), correct, means, first_order
-
-
 def _result(change: Tensor, targets: Tensor, accuracy: float | None) -> dict:
     """change (B,): of the sum of the losses of each window. targets (B,): their number.
 
@@ -226,9 +193,3 @@ def _result(change: Tensor, targets: Tensor, accuracy: float | None) -> dict:
 
 def _mean(correct: Tensor | None) -> float | None:
     return None if correct is None else round(float(correct.float().mean()), 4)
-
-
-def _pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
-    if min(np.std(x), np.std(y)) == 0:
-        return None
-    return round(float(np.corrcoef(x, y)[0, 1]), 3)

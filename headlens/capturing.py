@@ -35,8 +35,6 @@ class LayerAttention:
     # fp32 (B, H, T): |W_O v|, the norm of the vector that each key token adds to the residual
     # stream per unit of weight (Kobayashi et al. 2020, Attention is Not Only a Weight).
     value_norms: Tensor | None = None
-    # (B, T, V): what the output layer predicts from the input of this layer, the logit lens
-    logits: Tensor | None = None
 
 
 @dataclass
@@ -59,7 +57,6 @@ def capture(
     input_ids: Tensor | Sequence[int],
     visit: Visit | None = None,
     attention: AttentionFunction | None = None,
-    logit_lens: bool = False,
     logits: bool = True,
 ) -> Captured:
     """Runs a model on token ids, (B, T) or (T,), and returns the attention of its layers.
@@ -72,15 +69,13 @@ def capture(
     layer the weights, (B, H, T, T), and the values after the output projection, W_O v, (B, H, T,
     C), or None. It may return the logits, (B, T, V).
 
-    logit_lens: also LayerAttention.logits; not with `attention`. logits: False saves the time of
-    the output layer, where the model can do without.
+    logits: False saves the time of the output layer, where the model can do without.
 
     DistributedDataParallel and torch.compile are unwrapped, and the model runs without compilation.
     With FSDP, all ranks must call it; only our GPT gathers its parameters.
 
     Raises TypeError for a module that needs `attention`, and ValueError for a model without causal
-    attention in each layer or without a known logit lens, and for token ids or positions that the
-    model does not have.
+    attention in each layer, and for token ids or positions that the model does not have.
     """
     model = unwrapped(model)
     device = next((parameter.device for parameter in model.parameters()), None)
@@ -109,10 +104,10 @@ def capture(
         elif is_ours:
             options = {} if logits else {"logits_at": ids.new_zeros(len(ids))}
             found = cast(Any, model).capture_attention(
-                ids, lambda _, *tensors: receive(LayerAttention(*tensors)), logit_lens, **options
+                ids, lambda _, *tensors: receive(LayerAttention(*tensors)), **options
             )
         elif hasattr(model, "set_attn_implementation"):
-            found = _of_transformers(cast(Any, model), ids, receive, logit_lens, logits)
+            found = _of_transformers(cast(Any, model), ids, receive, logits)
         else:
             raise TypeError(f"{type(model).__name__} is not a model of transformers; {ADVICE}")
     if not count:
@@ -202,16 +197,13 @@ OPTIONS = {"use_cache": False, "return_dict": True}
 RECEIVER: contextvars.ContextVar[Callable] = contextvars.ContextVar("receiver")
 
 
-def _of_transformers(
-    model: Any, ids: Tensor, receive: Receive, logit_lens: bool, all_logits: bool
-) -> Tensor | None:
+def _of_transformers(model: Any, ids: Tensor, receive: Receive, all_logits: bool) -> Tensor | None:
     """Runs a model of transformers and passes its layers on. Returns its logits."""
     name, config, count = type(model).__name__, model.config.get_text_config(), 0
     if getattr(model.config, "is_encoder_decoder", False):
         raise TypeError(f"{name} is not a decoder; {ADVICE}")
-    lens = _LogitLens(model, config) if logit_lens else None
     options: dict[str, Any] = dict(OPTIONS)
-    if not (all_logits or lens) and "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if not all_logits and "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
     options["attention_mask"] = torch.ones_like(ids)  # without it, some models warn of padding
 
@@ -222,25 +214,20 @@ def _of_transformers(
         if getattr(module, "layer_idx", count) != count:
             raise ValueError(f"{name}: layer {count} has no attention weights; {ADVICE}")
         norms = value_norms(module, values, weights.shape[1])
-        logits = lens.of_layer(count) if lens else None
-        receive(LayerAttention(weights.float(), scores, norms, logits))
+        receive(LayerAttention(weights.float(), scores, norms))
         count += 1
 
     with attention_function(model, CAPTURE, _capturing, receive_from):
-        with lens or contextlib.nullcontext():
-            output = model(input_ids=ids, **options)
+        output = model(input_ids=ids, **options)
         if not count:  # a model without AttentionInterface, such as GPT-Neo or BLOOM
             again = model(input_ids=ids, output_attentions=True, **options)
-            for count, weights in enumerate(getattr(again, "attentions", None) or (), 1):
-                logits = lens.of_layer(count - 1) if lens else None
-                receive(LayerAttention(weights.float(), logits=logits))
+            for weights in getattr(again, "attentions", None) or ():
+                receive(LayerAttention(weights.float()))
+                count += 1
     if count != config.num_hidden_layers:
         found = f"attention weights of {count} of {config.num_hidden_layers} layers"
         raise ValueError(f"{name}: transformers gives {found}; {ADVICE}")
-    logits = getattr(output, "logits", None)
-    if lens:
-        lens.check(logits)
-    return logits
+    return getattr(output, "logits", None)
 
 
 @contextlib.contextmanager
@@ -342,56 +329,3 @@ def value_norms(module: nn.Module, values: Tensor, num_heads: int) -> Tensor | N
     # |W v|^2 = v^T (W^T W) v does not need the vectors W v, (B, H, T, C).
     squares = ((values @ (weight @ weight.mT)).float() * values.float()).sum(-1)
     return squares.clamp(min=0).sqrt()
-
-
-class _LogitLens:
-    """What the output layer of a model of transformers predicts from the input of each block.
-
-    The names of the final norm differ between models, and some change the logits. So `check`
-    compares the prediction from the output of the last block with the logits of the model. It is
-    made while the model runs, in the same precision: Trainer wraps the forward pass in autocast.
-    """
-
-    NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
-
-    def __init__(self, model: Any, config: Any):
-        self.name, self.head = type(model).__name__, model.get_output_embeddings()
-        self.cap = getattr(config, "final_logit_softcapping", None)
-        owners = [
-            (owner, blocks)
-            for owner in model.modules()
-            for blocks in owner.children()
-            if isinstance(blocks, nn.ModuleList) and len(blocks) == config.num_hidden_layers
-        ]
-        self.owner, self.blocks = owners[0] if owners else (model, nn.ModuleList())
-        names = [name for name in self.NORMS if hasattr(self.owner, name)]
-        if not (owners and names and self.head):
-            raise ValueError(f"{self.name}: the logit lens is not known for this architecture")
-        self.norm = getattr(self.owner, names[0])
-        self.stream: list[Tensor] = []  # the input of each block
-
-    def __enter__(self) -> None:
-        def entered(_, arguments: tuple, options: dict) -> None:
-            self.stream.append(arguments[0] if arguments else options["hidden_states"])
-
-        def left(_, arguments: tuple, output: Any) -> None:
-            self.last = self.predicted(output[0] if isinstance(output, tuple) else output)
-
-        hooks = [each.register_forward_pre_hook(entered, with_kwargs=True) for each in self.blocks]
-        self.hooks = [*hooks, self.blocks[-1].register_forward_hook(left)]
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-    def of_layer(self, layer: int) -> Tensor:
-        return self.predicted(self.stream[layer])
-
-    def predicted(self, hidden: Tensor) -> Tensor:
-        logits = self.head(self.norm(hidden))
-        return self.cap * (logits / self.cap).tanh() if self.cap else logits
-
-    def check(self, logits: Tensor | None) -> None:
-        """Raises ValueError if the logit lens of the last block's output is not the model's."""
-        if logits is None or not torch.allclose(self.last.float(), logits.float(), 1e-2, 1e-2):
-            raise ValueError(f"{self.name}: the logit lens is not known for this architecture")

@@ -21,8 +21,7 @@ class LensConfig:
     repeat_length: int = 24  # additional prompt: this many random tokens, written twice; 0: none
     max_tokens: int = 64  # longer prompts are truncated; images and pages note this
     prompts: list[str] | None = None  # at most 20; null: passages of the text, or DEFAULT_PROMPTS
-    logit_lens: bool = False  # also record what the output layer predicts from each layer's input
-    ablation: str = "auto"  # removed heads at the last step: auto, exact, estimate or off
+    ablation: str = "auto"  # removed heads at the last step: auto, exact or off
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that make no sense."""

@@ -335,7 +335,7 @@ def subject(data: SnapshotData, status: Mapping, step: int | None) -> list[Part]
     if data.contexts and (weak := sum(status["hollow"])):
         said.append(f"; {weak} of the names not on {data.contexts.text_name}")
     said.append(". ")
-    groups = removed["groups"] if removed.get("method") == "exact" else []
+    groups = removed.get("groups", [])
     if most := most_important(groups):
         needs = f"The model needs {group_title(most['name'], most['heads'])} most"
         them = "it" if most["heads"] == 1 else "them"
@@ -372,10 +372,7 @@ def removed_heads(found: dict, row: Row) -> dict:
         if group["heads"] > 1:
             said += [" ", *_without(found, group, group_title(group["name"], group["heads"]))]
         sentences.append(said)
-    how, change = "Removed: the output of the heads is replaced by its mean.", "change"
-    if found["method"] != "exact":
-        how = "First-order estimates (gradient times change), correct only for small changes."
-        change = "change (estimated)"
+    how = "Removed: the output of the heads is replaced by its mean."
     where = f"{_count(found['targets'], 'prediction')} in "
     where += _count(found["windows"], "validation window")
     whole = f"the loss with all heads is {formatted_loss(found['loss'])} there"
@@ -383,7 +380,7 @@ def removed_heads(found: dict, row: Row) -> dict:
         "step": found["step"],
         "changes": [head["loss_change"] for head in found["heads"]],
         "findings": sentences,
-        "columns": ["removed", "loss", change, "accuracy"][: 4 - (found["accuracy"] is None)],
+        "columns": ["removed", "loss", "change", "accuracy"][: 4 - (found["accuracy"] is None)],
         "groups": _table(found) if found["groups"] else [],
         "notes": [
             f"{how} Measured on {where}: {whole}; ± is the standard error.",
@@ -396,11 +393,10 @@ def removed_heads(found: dict, row: Row) -> dict:
 
 def _without(found: dict, result: dict, what: str) -> list[Part]:
     """Returns the loss and the accuracy after a removal."""
-    is_exact, is_unclear = found["method"] == "exact", within_noise(result)
+    is_unclear = within_noise(result)
     change = formatted_change(result["loss_change"], result["loss_change_error"])
-    verb = "changes by" if is_exact else "is estimated to change by"
-    said: list[Part] = [f"Without {what}, the loss {verb} "]
-    said.append(["bold", change] if is_exact and not is_unclear else change)
+    said: list[Part] = [f"Without {what}, the loss changes by "]
+    said.append(change if is_unclear else ["bold", change])
     said.append(" (not clearly different from 0)" * is_unclear)
     said.append(f" to {formatted_loss(found['loss'] + result['loss_change'])}")
     if (without := result["accuracy_without"]) is not None:

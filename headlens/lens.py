@@ -212,10 +212,9 @@ class Lens:
         """Returns the data of a step. before: as for `record`."""
         run = functools.partial(capture, model, attention=self.attention)
         run_text = functools.partial(run, logits=False)
-        run_prompt = functools.partial(run, logit_lens=self.config.logit_lens)
         on_text = TextRecorder(self.text).run(run_text) if self.text else None
         run_name, token_bytes = self.run_name, self.tokenizer.token_bytes
-        return record(run_prompt, self.prompts, step, on_text, run_name, token_bytes, before)
+        return record(run, self.prompts, step, on_text, run_name, token_bytes, before)
 
     def _finish(
         self, model: Any, data: SnapshotData, rows: Sequence[Row], ablate: Ablate | None

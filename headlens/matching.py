@@ -39,7 +39,6 @@ class MatchedRun:
     name: str
     directions: list[np.ndarray]  # at the last step, on the compared prompts
     names: np.ndarray  # of each head, keys as in heads.py, (L, H)
-    since: np.ndarray  # first step from which a head is similar to its last map, or -1, (L, H)
 
 
 def matched_heads(paths: Iterable[Path]) -> tuple[list[dict], list[str], np.ndarray]:
@@ -54,19 +53,22 @@ def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:
     """Returns the runs, on the prompts that all have. Snapshots of one run have the step in their
     name, and other runs of the same name a number. paths: of their folders "attention", or of
     single snapshot files. Raises ValueError for a run that cannot be read or compared."""
-    files = []
+    last_of = []
     for path in paths:
-        files.append([path] if path.suffix == ".npz" else snapshot_files(path))
-        if not files[-1]:
+        if not (files := [path] if path.suffix == ".npz" else snapshot_files(path)):
             raise ValueError(f"{path} has no snapshots")
-    last_of = [read_snapshot(of_run[-1]) for of_run in files]
+        last_of.append(read_snapshot(files[-1]))
     shapes = {last.row.names.shape for last in last_of}
     if len(shapes) > 1:
         raise ValueError(f"the runs have different numbers of (layers, heads): {sorted(shapes)}")
     prompts = [p for p in tokens_of(last_of[0]) if all(p in tokens_of(last) for last in last_of)]
     if not prompts:
         raise ValueError("the runs have no prompt with the same tokens")
-    runs = [_load(*of_run, prompts) for of_run in zip(files, last_of, strict=True)]
+    runs = []
+    for last in last_of:
+        places = [tokens_of(last).index(tokens) for tokens in prompts]
+        at_end = directions([last.codes[place] for place in places])
+        runs.append(MatchedRun(last.run, at_end, np.array(ALL_NAMES)[last.row.names]))
     names, steps = [run.name for run in runs], [last.step for last in last_of]
     for number, (run, step) in enumerate(zip(runs, steps, strict=True), start=1):
         same = [at for name, at in zip(names, steps, strict=True) if name == run.name]
@@ -79,21 +81,6 @@ def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:
 def tokens_of(snapshot: SnapshotData) -> list[list[str]]:
     """Returns the tokens of each prompt."""
     return [prompt.tokens for prompt in snapshot.prompts]
-
-
-def _load(files: Sequence[Path], last: SnapshotData, prompts: Sequence[list[str]]) -> MatchedRun:
-    """Returns a run. prompts: the tokens of the compared prompts. Uses the snapshots that have the
-    prompts of the last one, and has one of them in memory at a time."""
-    places = [tokens_of(last).index(tokens) for tokens in prompts]
-    at_end = directions([last.codes[place] for place in places])
-    since = np.full(last.row.names.shape, -1)
-    for snapshot in map(read_snapshot, files):
-        if snapshot.prompts == last.prompts:
-            now = directions([snapshot.codes[place] for place in places])
-            is_similar = similarities(now, at_end).diagonal(axis1=1, axis2=2) >= MATCHED_FROM
-            is_first = is_similar & (since < 0)
-            since[is_first], since[~is_similar] = snapshot.step, -1
-    return MatchedRun(last.run, at_end, np.array(ALL_NAMES)[last.row.names], since)
 
 
 def directions(codes: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -155,8 +142,7 @@ def match_heads(runs: Sequence[MatchedRun], pairs: np.ndarray) -> list[dict]:
     A group has at most one head of each run, all in the same layer. The rows of a group follow each
     other; of a layer, the groups of the most runs are first, then the most stable. stability: the
     mean similarity over all pairs of runs, 0 for a pair without both heads. similarity: to the
-    other heads of the group. margin: similarity minus the best alternative, which is this head in
-    another group or another head of this run in this group.
+    other heads of the group.
     """
     rows, number = [], itertools.count(1)
     for layer in range(pairs.shape[2]):
@@ -176,13 +162,8 @@ def match_heads(runs: Sequence[MatchedRun], pairs: np.ndarray) -> list[dict]:
             group = {"layer": layer, "group": next(number), "group_title": title}
             group |= {"runs": len(heads), "stability": round(stability, 4)}
             for run, head in heads.items():
-                table = tables[run]
-                others = [*np.delete(table[head], place), *np.delete(table[:, place], head), 0]
                 values = {"run": runs[run].name, "head": head, "name": runs[run].names[layer, head]}
-                values["similarity"] = round(float(table[head, place]), 4)
-                values["margin"] = round(float(table[head, place] - max(others)), 4)
-                since = int(runs[run].since[layer, head])
-                values["similar_since"] = since if since >= 0 else None
+                values["similarity"] = round(float(tables[run][head, place]), 4)
                 rows.append(group | values)
     return rows
 

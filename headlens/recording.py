@@ -61,7 +61,7 @@ class Recorder:
     prompt: Prompt
     codes: list[Tensor] = field(default_factory=list)  # of each layer (H, t (t + 1) / 2)
     value_norms: list[Tensor] = field(default_factory=list)  # (H, t)
-    predictions: list[Predictions] = field(default_factory=list)
+    predictions: Predictions | None = None
 
     def add(self, attention: LayerAttention, row: int) -> None:
         """Records a layer. row: of the prompt in the batch, which may be padded at the end."""
@@ -71,13 +71,6 @@ class Recorder:
         self.codes.append(to_codes(weights[row][:, q, k]))
         if attention.value_norms is not None:
             self.value_norms.append(attention.value_norms[row, :, :shown].float())
-        self.add_logits(attention.logits, row)
-
-    def add_logits(self, logits: Tensor | None, row: int) -> None:
-        """Records predictions. logits: (B, T, V)."""
-        if logits is not None:
-            token_ids = self.prompt.token_ids
-            self.predictions.append(predict(logits[row, : len(token_ids)], token_ids))
 
 
 class _Measured(Recorder):
@@ -146,7 +139,8 @@ def record(
         uniform = on_text.text.uniform | {"positional": uniform["positional"]}
         errors = by_statistic(on_text.errors, offsets)
         errors = {key: e for key, e in errors.items() if STATISTICS[key].of == "targets"}
-    losses = [r.predictions[-1].losses for r in recorders if r.predictions]
+    predictions = [r.predictions for r in recorders if r.predictions]
+    losses = [found.losses for found in predictions]
     row = Row(step, values, losses, errors)
     row.offsets = offsets
     uniform_of_prompts = [p.uniform for p in prompts]
@@ -158,9 +152,8 @@ def record(
             for of_prompt in of_prompts
         ]
     }
-    if token_bytes and all(r.predictions for r in recorders):
-        found_on = [r.predictions for r in recorders]
-        details["predictions"] = _predictions(prompts, found_on, token_bytes)
+    if token_bytes and len(predictions) == len(prompts):
+        details["predictions"] = _predictions(prompts, predictions, token_bytes)
     norms = []
     if all(r.value_norms for r in recorders):
         norms, largest = scaled([torch.stack(r.value_norms).cpu().numpy() for r in recorders])
@@ -206,8 +199,11 @@ def _run(capture: CaptureIds, recorders: Sequence[Recorder]) -> None:
             recorder.add(attention, row)
 
     logits = capture(pad_sequence(token_ids, batch_first=True), visit).logits
+    if logits is None:
+        return
     for row, recorder in enumerate(recorders):
-        recorder.add_logits(logits, row)
+        ids = recorder.prompt.token_ids
+        recorder.predictions = predict(logits[row, : len(ids)], ids)
 
 
 def _statistics_on(prompt: Prompt) -> HeadStatistics:
@@ -272,7 +268,8 @@ def record_without(
         with edited_contexts(projections, removal(group, means), offsets.shape[1]):
             for recorder in recorders:
                 _run(capture, [recorder])
-        found = _predictions(prompts, [r.predictions for r in recorders], token_bytes)
+        predictions = [r.predictions for r in recorders if r.predictions]
+        found = _predictions(prompts, predictions, token_bytes)
         shown = {n: _attention_of(recorders, n, heads, offsets) for n, heads in drawn.items()}
         return found | {"attention": shown}
 
@@ -295,25 +292,19 @@ def _attention_of(
 
 def _predictions(
     prompts: Sequence[Prompt],
-    found: Sequence[Sequence[Predictions]],
+    found: Sequence[Predictions],
     token_bytes: Callable[[int], bytes],
 ) -> dict[str, Any]:
-    """Returns losses and most likely tokens of the shown positions; tokens as indices of texts.
-    found: of each prompt, the last of the output, the others of the layers before."""
-    ids = np.unique([i for of_prompt in found for p in of_prompt for i in p.token_ids.ravel()])
-
-    def values(one: Predictions, count: int, most: int) -> dict:
-        return {
-            "losses": json_values(one.losses[:count]),
-            "tokens": np.searchsorted(ids, one.token_ids[:count, :most]).tolist(),
-            "probabilities": json_values(one.probabilities[:count, :most]),
-        }
-
+    """Returns losses and most likely tokens of the shown positions; tokens as indices of texts."""
+    ids = np.unique([i for of_prompt in found for i in of_prompt.token_ids.ravel()])
     return {
         "tokens": token_texts(ids.tolist(), token_bytes),
         "of_prompts": [
-            values(of_prompt[-1], prompt.shown, MOST_LIKELY)
-            | {"layers": [values(p, prompt.shown, most=1) for p in of_prompt[:-1]]}
-            for prompt, of_prompt in zip(prompts, found, strict=True)
+            {
+                "losses": json_values(of.losses[: prompt.shown]),
+                "tokens": np.searchsorted(ids, of.token_ids[: prompt.shown]).tolist(),
+                "probabilities": json_values(of.probabilities[: prompt.shown]),
+            }
+            for prompt, of in zip(prompts, found, strict=True)
         ],
     }

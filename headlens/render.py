@@ -134,5 +134,5 @@ def show(run: str | Path, curves: Mapping[str, list] | None = None, height: int 
         raise ValueError(f"{run} has no attention snapshot (step_*.npz)")
     source = escape(folder_page(folder, read_snapshot(files[-1]).run, curves))
     style = f"width: 100%; height: {height}px; border: 0"
-    frame = f'<iframe sandbox="allow-scripts allow-downloads" style="{style}" srcdoc="{source}">'
+    frame = f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{source}">'
     return HTML(f"<div>{frame}</iframe></div>")

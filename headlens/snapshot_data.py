@@ -141,6 +141,8 @@ def read_snapshot(path: str | Path) -> SnapshotData:
             if (of_prompt.dtype, of_prompt.shape) != (np.uint8, (*row.names.shape, triangle)):
                 raise ValueError("weights of another type or shape")
         rest = {key: values[key] for key in ("run", "details", "uniform", "ablation")}
+        if (rest["ablation"] or {}).get("method") == "estimate":  # of earlier versions
+            rest["ablation"] = None
     except Exception as error:  # many classes, as of numpy, zlib and json
         raise ValueError(f"{path} is not a snapshot of this lens: {error}") from error
     return SnapshotData(

@@ -86,11 +86,8 @@ class InspectConfig(ScriptConfig):
         description="number of random tokens that an extra prompt repeats; 0: none; null: as in "
         "the run, or 24",
     )
-    logit_lens: bool = Field(
-        False, description="also record what the output layer predicts from each layer's input"
-    )
-    ablation: Literal["exact", "estimate"] | None = Field(
-        None, description="measure the loss without each head: exact | estimate; null: do not"
+    ablation: Literal["exact"] | None = Field(
+        None, description="exact: measure the loss without each head; null: do not"
     )
     data: MeasuredText = Field(default_factory=MeasuredText)
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
@@ -191,7 +188,6 @@ def prompts_of(trained: "Model", settings: InspectConfig, loaded: "LoadedData | 
     known = {key: stored[key] for key in keys if key in stored}
     config = LensConfig(**LensSettings.with_defaults(**known).model_dump())
     config.prompts = settings.texts or config.prompts
-    config.logit_lens = settings.logit_lens
     for key in keys[1:]:
         if (value := getattr(settings, key)) is not None:
             setattr(config, key, value)

@@ -87,8 +87,6 @@ def cells(group: Sequence[dict], names: Sequence[str]) -> dict[str, str]:
         "name": group[0]["group_title"],
         **{name: of_runs.get(name, "") for name in names},
         "stability": formatted(group[0]["stability"]),
-        "margin": formatted(min(row["margin"] for row in group)),
-        "similar since": " ".join(str(row["similar_since"]) for row in group),
     }
 
 

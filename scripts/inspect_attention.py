@@ -18,7 +18,6 @@ hub:NAME@REVISION,REVISION or hub:NAME@PATTERN. The page is a time-lapse of them
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,7 +108,6 @@ def inspect(
                     model,
                     dataset=dataset,
                     is_synthetic=is_synthetic(trained, settings),
-                    max_tokens=math.inf if settings.ablation == "exact" else 0,
                     report=report,
                 )
             if step is None:

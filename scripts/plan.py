@@ -1,4 +1,4 @@
-"""Estimates memory, time and cost of a training run. Needs no GPU and no data.
+"""Estimates memory and time of a training run. Needs no GPU and no data.
 
     python -m scripts.plan model=gpt2-xl data=text trainer.batch_size=512 parallel=fsdp \\
         devices=64 kind=h100 tokens=10e9
@@ -24,7 +24,7 @@ from clearhead.config.command_line import (
     show_help,
     write_out,
 )
-from clearhead.config.schema import AboveZero, DataConfig, NonNegative, Positive, known_settings
+from clearhead.config.schema import AboveZero, DataConfig, Positive, known_settings
 from clearhead.config.validation import unknown_key
 from clearhead.errors import ConfigError, refuse
 from clearhead.parallel.launch import check_ranks
@@ -37,24 +37,23 @@ if TYPE_CHECKING:  # at run time, torch is imported only after the settings were
 
 
 class Kind(NamedTuple):
-    """A type of device. Prices are rounded on-demand prices of late 2026. All have bf16."""
+    """A type of device. All have bf16."""
 
     title: str
     gpu: str  # the name that the driver reports, for its peak FLOP/s; "" for a CPU
     memory: float  # bytes
-    price: float  # US dollars per hour
 
 
 KINDS = {
-    "b200": Kind("B200", "B200", 180e9, 5.0),
-    "h200": Kind("H200", "H200", 141e9, 3.5),
-    "h100": Kind("H100", "H100 80GB HBM3", 80e9, 2.5),
-    "a100": Kind("A100", "A100-SXM4-80GB", 80e9, 1.5),
-    "a100-40gb": Kind("A100-SXM4-40GB", "A100-SXM4-40GB", 40e9, 1.2),
-    "l40s": Kind("L40S", "L40S", 48e9, 1.0),
-    "l4": Kind("L4", "L4", 24e9, 0.7),
-    "rtx4090": Kind("RTX 4090", "RTX 4090", 24e9, 0.4),
-    "cpu": Kind("CPU (2 cores, Zen 5)", "", 24e9, 0.1),
+    "b200": Kind("B200", "B200", 180e9),
+    "h200": Kind("H200", "H200", 141e9),
+    "h100": Kind("H100", "H100 80GB HBM3", 80e9),
+    "a100": Kind("A100", "A100-SXM4-80GB", 80e9),
+    "a100-40gb": Kind("A100-SXM4-40GB", "A100-SXM4-40GB", 40e9),
+    "l40s": Kind("L40S", "L40S", 48e9),
+    "l4": Kind("L4", "L4", 24e9),
+    "rtx4090": Kind("RTX 4090", "RTX 4090", 24e9),
+    "cpu": Kind("CPU (2 cores, Zen 5)", "", 24e9),
 }
 # FLOP/s in bf16 and fp32, measured: matrix products on two cores of a server.
 CPU_PEAK = (800e9, 200e9)
@@ -80,14 +79,11 @@ class PlanConfig(ScriptConfig):
     utilisation: Annotated[AboveZero, Field(le=1)] | None = Field(
         None, description="fraction of the peak FLOP/s; null: measured, or assumed"
     )
-    price: NonNegative | None = Field(
-        None, description="US dollars per device-hour; null: an approximate price"
-    )
     out: OutFile = Field("", description="JSON file for the results")
 
 
 def make_plan(config: Config, plan: PlanConfig) -> dict:
-    """Returns the estimate (bytes, seconds, US dollars). Raises ConfigError as train.py does."""
+    """Returns the estimate (bytes, seconds). Raises ConfigError as train.py does."""
     from clearhead.parallel import memory  # imports torch
 
     if config.model.vocab_size is None:
@@ -112,7 +108,6 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
     peak = peak_of(kind)
     flops = peak.fp32 if job.precision == "fp32" else peak.half
     rate = plan.devices * share * flops / per_token
-    price = kind.price if plan.price is None else plan.price
     return {
         "parameters": job.parameters,
         "flops_per_token": per_token,
@@ -133,8 +128,6 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
         "tokens_per_second": rate,
         "tokens": tokens,
         "seconds": tokens / rate,
-        "price": price,
-        "cost": tokens / rate / 3600 * plan.devices * price,
     }
 
 
@@ -220,7 +213,6 @@ Speed    {plan["tokens_per_second"]:,.0f} tokens/s with utilisation={plan["utili
 ({plan["utilisation_source"]})
 Time     {timedelta(seconds=round(plan["seconds"]))} for {plan["tokens"]:,.0f} tokens, \
 {steps:,.0f} steps
-Cost     ${plan["cost"]:,.2f} at ${plan["price"]:.2f} per device-hour
 
 These are estimates. Time = FLOPs / (devices x peak FLOP/s x utilisation). Communication,
 validation, samples and checkpoints are included only if the utilisation includes them."""

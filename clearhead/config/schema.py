@@ -286,7 +286,7 @@ class LensSettings(Settings, LensConfig):
     prompts: Annotated[
         Annotated[list[Sentence], Field(max_length=MAX_PROMPTS)] | None, _has_a_prompt
     ]
-    ablation: Annotated[Literal["auto", "exact", "estimate", "off"], BeforeValidator(_off)]
+    ablation: Annotated[Literal["auto", "exact", "off"], BeforeValidator(_off)]
 
 
 class ParallelConfig(Settings):

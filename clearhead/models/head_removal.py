@@ -3,7 +3,7 @@
 Shapes: B windows, T positions, N targets, C emb_dim, V vocabulary, H heads, D head_dim.
 """
 
-import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -25,18 +25,16 @@ def ablate_heads(
     groups: Mapping[str, Sequence[tuple[int, int]]],
     dataset: WindowDataset,
     is_synthetic: bool,
-    max_tokens: float,
+    max_tokens: float = math.inf,
     report: Callable[[int, int], None] = lambda done, total: None,
-) -> dict:
-    """Returns the result of `ablate` on 8 to 32 evenly spaced windows of a dataset.
+) -> dict | None:
+    """Returns the result of `ablate` on 8 to 32 evenly spaced windows of a dataset; None if the
+    forward passes without each head have more than max_tokens tokens. A head of layer l counts as
+    (L - l) / L of a pass, as the layers before it are not computed again.
 
     A small model, with up to 30 million parameters, has 32 windows. Only the first TOKENS tokens of
     a window of text are used. The accuracy is measured on synthetic data. Restores the mode of the
-    model, and changes neither gradients nor random state.
-
-    Exact, and then in fp32, if the forward passes without each head have at most max_tokens tokens.
-    A head of layer l counts as (L - l) / L of a pass, as the layers before it are not computed
-    again. An estimate has the precision of the caller's autocast.
+    model, and changes neither gradients nor random state. In fp32, also within autocast.
     """
     limit = min(32, max(8, 10**9 // model.num_parameters()))
     batch = dataset.batch(evenly_spaced_windows(dataset, limit))
@@ -44,15 +42,15 @@ def ablate_heads(
     input_ids, target_ids = (
         (ids if is_synthetic else ids[:, :TOKENS]).to(device) for ids in batch
     )  # (B, T)
+    passes = model.config.num_heads * (model.config.num_layers + 1) / 2
+    if passes * input_ids.numel() > max_tokens:
+        return None
     was_training = model.training
     model.eval()
     try:
         edited = EditedModel(model, input_ids, target_ids, is_synthetic)
-        passes = model.config.num_heads * (model.config.num_layers + 1) / 2
-        exact = passes * input_ids.numel() <= max_tokens
-        fp32 = torch.autocast(device.type, enabled=False)
-        with fp32 if exact else contextlib.nullcontext():
-            return ablate(edited, edited.windows, groups, exact, report)
+        with torch.autocast(device.type, enabled=False):
+            return ablate(edited, edited.windows, groups, report)
     finally:
         model.train(was_training)
 

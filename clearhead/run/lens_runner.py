@@ -149,8 +149,8 @@ def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -
     steps) -> results.
 
     lens.ablation=auto depends on counted tokens and not on a measured time, so that equal runs have
-    equal results. It is exact for at most one percent of the computation of a rank, and for small
-    models: their estimates are often wrong, also in sign (benchmarks/results/lens.md).
+    equal results. It measures small models, and others if this is at most one percent of the
+    computation of a rank.
     """
     per_step = config.trainer.batch_size * config.data.max_length / strategy.world_size
     # The backward pass takes as long as two forward passes. Exact ablation is in fp32, which takes
@@ -158,9 +158,9 @@ def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -
     passes = 3 if strategy.dtype == torch.float32 else 1
     synthetic = bool(config.data.synthetic)
 
-    def ablate(model: GPT, groups: dict[str, list[tuple[int, int]]], steps: int) -> dict:
+    def ablate(model: GPT, groups: dict[str, list[tuple[int, int]]], steps: int) -> dict | None:
         auto = max(0.01 * passes * per_step * steps, SMALL / model.num_parameters())
-        max_tokens = {"auto": auto, "exact": math.inf, "estimate": 0}[config.lens.ablation]
+        max_tokens = auto if config.lens.ablation == "auto" else math.inf
         return ablate_heads(
             model, groups, dataset=dataset, is_synthetic=synthetic, max_tokens=max_tokens
         )

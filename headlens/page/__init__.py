@@ -82,7 +82,6 @@ def run_data(
                 "signs": signs_of(prompt.tokens[: prompt.shown]),
                 "truncated": prompt.truncated,
                 "period": prompt.period,
-                "uniform": prompt.uniform,
             }
             for prompt in last.prompts
         ],
@@ -128,12 +127,8 @@ def run_data(
 
 def frame_data(snapshot: SnapshotData) -> dict:
     """Returns the attention and predictions of one step."""
-    found = snapshot.details["statistics"], snapshot.of_prompts, snapshot.prompts
-    statistics = [
-        known | {"significance": _significance(values, prompt.uniform)}
-        for known, values, prompt in zip(*found, strict=True)
-    ]
-    details = snapshot.details | {"statistics": statistics, "heads": findings(snapshot)}
+    details = snapshot.details | {"heads": findings(snapshot)}
+    del details["statistics"]  # of each prompt
     if predictions := details.get("predictions"):
         details["predictions"] = _predictions(predictions, snapshot.prompts)
     if without := details.get("without"):
@@ -175,8 +170,7 @@ def _predictions(found: dict, prompts: Sequence[Prompt]) -> dict:
         ]
         # Never 0: it has four decimals in the snapshot.
         chances = [[p or 1e-5 for p in likely] for likely in of_prompt["probabilities"]]
-        layers = [with_hits(layer, tokens) for layer in of_prompt.get("layers", ())]
-        return of_prompt | {"hits": hits, "probabilities": chances, "layers": layers}
+        return of_prompt | {"hits": hits, "probabilities": chances}
 
     of_prompts = zip(found["of_prompts"], prompts, strict=True)
     return {

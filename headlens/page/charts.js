@@ -4,8 +4,8 @@ import { clamp, format, shortNumber, stepText } from "./text.js";
 import { roundTicks } from "./ticks.js";
 import { $, dot, line, make, prepareCanvas } from "./dom.js";
 import {
-  A, B, headName, here, indexInB, otherRunSide, hoverHead, hovered, isMean, nearestIndex,
-  placeOfHead, rangeOf, run, selected, seriesOf, state, uniformOf,
+  A, B, headName, here, indexInB, otherRunSide, hoverHead, hovered, nearestIndex,
+  placeOfHead, rangeOf, run, selected, seriesOf, uniformOf,
 } from "./state.js";
 import { colours } from "./colours.js";
 import { nameAt } from "./names.js";
@@ -225,8 +225,7 @@ let chartFacts = [];
 
 export function drawCharts() {
   const at = run.steps.length === 1 && B?.at;
-  const known = isMean() || [state.prompt, run.frames.filter((frame) => frame.facts).length].join();
-  const facts = [run, document.documentElement.dataset.theme, otherRunSide()?.run, at, sideWidth(), known,
+  const facts = [run, document.documentElement.dataset.theme, otherRunSide()?.run, at, sideWidth(),
     innerHeight, selected() === null, here.run.frames[here.frame].heads.names.join()];
   if (facts.some((fact, n) => fact !== chartFacts[n])) drawChartLines();
   chartFacts = facts;

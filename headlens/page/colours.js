@@ -27,7 +27,7 @@ function ramp(anchors) {
 }
 
 export const viridis = ramp("__VIRIDIS__"); // of headlens/heatmap.py
-const viridisPacked = Uint32Array.from(viridis, packed);
+export const viridisPacked = Uint32Array.from(viridis, packed);
 export const WEIGHTS = Float64Array.from({ length: 256 }, (_, code) => (code / 255) ** 2);
 
 export const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -79,17 +79,4 @@ export function shade(span, colour, alpha) {
 }
 
 /** Returns the position of a weight on the colour scale, 0 to 1; `most` is the weight at 1. */
-export function height(value, most = 1) {
-  const part = clamp(value / most, 0, 1);
-  return state.scale === "sqrt" ? Math.sqrt(part) : part;
-}
-
-/** Returns the colour of each code, on a scale that ends at the code `most`. */
-export function colourTable(most) {
-  if (most === 255 && state.scale === "sqrt") return viridisPacked;
-  const table = new Uint32Array(256);
-  for (let code = 0; code < 256; code++) {
-    table[code] = viridisPacked[Math.round(255 * height(WEIGHTS[code], WEIGHTS[most]))];
-  }
-  return table;
-}
+export const height = (value, most = 1) => Math.sqrt(clamp(value / most, 0, 1));

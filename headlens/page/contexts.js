@@ -61,7 +61,7 @@ function pairTable({ queries, texts, of_heads: ofHeads }, index) {
 
 /** Returns how much of the attention of a head is on tokens that no line shows. */
 function restText(of, index) {
-  const [first, self] = ["first_token", "diagonal"].map((key) => valueAt(of, key, index, true) ?? 0);
+  const [first, self] = ["first_token", "diagonal"].map((key) => valueAt(of, key, index) ?? 0);
   const percent = Math.round(100 * (first + self));
   return `Not shown: attention to the first token and to the token itself, ${percent} % of all. `;
 }
@@ -78,7 +78,7 @@ export function drawContexts() {
   const [most, some] = contexts?.[index]?.map((list) => list.filter(isCell)) ?? [];
   $("contexts").hidden = !some;
   if (!some) return;
-  const depends = [of.facts, index, B && sideName(of), state.scale, colours.isDark];
+  const depends = [of.facts, index, B && sideName(of), colours.isDark];
   if (depends.every((value, n) => value === shownContexts[n])) return; // selected text stays
   shownContexts = depends;
   $("contexts").replaceChildren(

@@ -3,7 +3,7 @@
 import { clip, format, plural, stepText } from "./text.js";
 import { $, bold, checkRadio, fillSelect, make, showMessage } from "./dom.js";
 import {
-  A, B, REMOVED, SIGNIFICANCE, gridShows, hasOverall, here, isMean, nearestFrame,
+  A, B, REMOVED, SIGNIFICANCE, gridShows, here, nearestFrame,
   other, otherRunSide, overText, run, sideName, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
@@ -13,12 +13,8 @@ import { isPlaying, pause, togglePlay } from "./player.js";
 import { newsText } from "./losses.js";
 import { openHelp } from "./help.js";
 
-// Controls that only set the state: [id, name in the state, property of the element].
-const SETTERS = [
-  ["scale", "scale", "value"], ["kind", "map", "value"], ["over", "over", "value"],
-  ["compare", "compare", "value"], ["first-column", "hideFirst", "checked"],
-  ["stretch", "stretch", "checked"],
-];
+// Controls that only set the state: [id, name in the state].
+const SETTERS = [["kind", "map"], ["compare", "compare"]];
 
 export function buildControls() {
   fillSelect($("prompt"), run.prompts.map(({ title }, n) =>
@@ -32,7 +28,6 @@ export function buildChoices() {
   const choices = run.statistics.map(({ key, title, empty }) => [key, title, empty]);
   const more = [SIGNIFICANCE, ...(run.removed ? [REMOVED] : [])];
   fillSelect($("sort"), [["", "layer"], ...more.map(({ key, title }) => [key, title]), ...choices]);
-  $("over").lastElementChild.textContent = run.windows ? "whole text" : "all prompts (mean)";
   buildCompare();
   $("step").max = run.frames.length - 1;
   $("time").hidden = run.frames.length === 1;
@@ -46,8 +41,8 @@ function listenToControls() {
   });
   on("play", "click", togglePlay);
   on("prompt", "change", (event) => choosePrompt(Number(event.target.value)));
-  for (const [id, name, property] of SETTERS) {
-    on(id, "change", (event) => update({ [name]: event.target[property] }));
+  for (const [id, name] of SETTERS) {
+    on(id, "change", (event) => update({ [name]: event.target.value }));
   }
   on("sort", "change", (event) => sortBy(event.target.value));
   on("direction", "click", () => update({ descending: !state.descending }));
@@ -76,23 +71,10 @@ function buildCompare() {
   if (other) group(other.name, [["run", "same step"], ...steps(other, "run")]);
 }
 
-/** Returns the change to a prompt on which a statistic is defined, {} if the shown prompt is one. */
-function definedPrompt(key) {
-  const defined = ({ uniform }) => (uniform?.[key] ?? null) !== null;
-  const prompt = run.prompts.findIndex(defined);
-  const isOnText = run.windows && isMean();
-  if (prompt < 0 || isOnText || defined(run.prompts[state.prompt])) return {};
-  showMessage(`${statisticOf(run, key).title}: defined on prompt ${prompt + 1}, which is now shown.`);
-  return { prompt, query: null };
-}
-
-/** Sorts the heads, on a prompt and at a step with values. */
+/** Sorts the heads, at a step with values. */
 function sortBy(sort) {
-  const changes = { sort, ...definedPrompt(sort) };
-  if (sort === REMOVED.key) {
-    Object.assign(changes, { descending: true, frame: nearestFrame(run, run.removed.step) });
-  }
-  return update(changes);
+  update(sort === REMOVED.key
+    ? { sort, descending: true, frame: nearestFrame(run, run.removed.step) } : { sort });
 }
 
 /** Updates all controls and notes from the state. */
@@ -106,11 +88,10 @@ export function showControls() {
   $("play").setAttribute("aria-label", isPlaying() ? "pause" : "play");
   $("prompt").value = state.prompt;
   $("prompt").hidden = Boolean(run.isTyped);
-  for (const [id, name, property] of SETTERS) $(id)[property] = state[name];
+  for (const [id, name] of SETTERS) $(id).value = state[name];
   $("map-kind").hidden = !A.norms;
   if (!A.valued) $("kind").value = "weights"; // B may have no norms
   $("sort").value = state.sort;
-  $("over-label").hidden = !hasOverall() || run.isTyped;
   $("direction").hidden = !state.sort;
   $("direction").textContent = state.descending ? "↓" : "↑";
   $("direction").title = state.descending ? "largest first" : "smallest first";
@@ -149,7 +130,7 @@ function showNotes() {
       notes.push("Heads with the same number in two runs need not correspond: " +
         "scripts.compare_heads matches them.");
     }
-    if (isMean() && !B.run.windows !== !run.windows) {
+    if (!B.run.windows !== !run.windows) {
       notes.push(`The statistics of ${run.windows ? "A" : "B"} are those of a text, the others means ` +
         "over prompts.");
     }

@@ -3,16 +3,16 @@
 import { clamp, format, formatCell, formatChange } from "./text.js";
 import { $, bold, make, quotedToken } from "./dom.js";
 import {
-  A, B, enlarged, errorOf, headName, here, indexInB, indexName, hovered, isMean, meanIsShown,
-  overText, run, selected, selectedHeads, selectedQuery, sideName, state, uniformOf, update, valueAt,
+  A, B, errorOf, headName, here, hovered, indexInB, overText, run, selected, selectedQuery,
+  sideName, state, uniformOf, update, valueAt,
 } from "./state.js";
 import { nameAt } from "./names.js";
-import { firstKey, paint } from "./maps.js";
+import { paint } from "./maps.js";
 import { cellOf } from "./cells.js";
 import { drawMarks, placePlots, plots } from "./plots.js";
 import { drawText } from "./words.js";
-import { drawLayers, drawNextToken } from "./predictions.js";
-import { toggleHead, withUniform } from "./grid.js";
+import { drawNextToken } from "./predictions.js";
+import { withUniform } from "./grid.js";
 import { isPlaying } from "./player.js";
 import { switchHeads } from "./typing.js";
 import { clearWhy, explain } from "./why.js";
@@ -48,7 +48,7 @@ export function buildDetail() {
   $("why-ask").addEventListener("click", () =>
     askWhy(selectedQuery(), strongestKey(selectedQuery())));
   $("switch-head").addEventListener("click", () =>
-    switchHeads(selectedHeads(), run.off.has(selected())));
+    switchHeads([selected()], run.off.has(selected())));
   const text = $("text");
   const onToken = (kind, act) => text.addEventListener(kind, ({ target }) => {
     const token = target.closest("[data-token]")?.dataset.token;
@@ -60,31 +60,10 @@ export function buildDetail() {
   });
   onToken("click", (query) => update({ query }));
   text.addEventListener("pointerleave", () => hoverCell(null));
-  $("add-head").append(...Array.from({ length: run.count }, (_, index) =>
-    make("option", { value: index, textContent: headName(index) })));
-  $("add-head").addEventListener("change", (event) => {
-    const index = Number(event.target.value);
-    event.target.value = "";
-    if (!selectedHeads().includes(index)) toggleHead(index);
-  });
 }
 
 function askWhy(query, key) {
   if (!$("why").hidden) explain($("why-parts"), selected(), query, key);
-}
-
-/** Shows the names of the heads whose mean is shown. */
-function drawHeads() {
-  $("chips").hidden = !meanIsShown();
-  $("chips").replaceChildren(...selectedHeads().map((index) => {
-    const title = `remove ${headName(index)}`;
-    const remove = make("button", { className: "quiet", textContent: "×", title });
-    remove.setAttribute("aria-label", title);
-    remove.addEventListener("click", () => toggleHead(index));
-    const chip = make("span", { className: "chip" }, headName(index), remove);
-    chip.dataset.head = index;
-    return chip;
-  }));
 }
 
 /** Marks a cell of the heatmap ({query, key}), a row (key is null), or nothing (null). */
@@ -94,11 +73,11 @@ export function hoverCell(cell) {
 }
 
 export function drawDetail() {
-  const index = enlarged();
+  const index = selected();
   $("detail").hidden = index === null;
   if (hovered.query >= A.T) Object.assign(hovered, { query: null, key: null });
   if (index === null) return;
-  $("detail-title").textContent = indexName(index);
+  $("detail-title").textContent = headName(index);
   const order = B?.same ? [...new Set([state.show, "a", "b", "difference"])] : ["a"];
   plots.forEach((plot, n) => (plot.what = order[n]));
   $("others").hidden = order.length === 1;
@@ -112,16 +91,14 @@ export function drawDetail() {
     const hidden = order.length === 1 && plot.step === 1 && !$("app").classList.contains("compact");
     Object.assign(plot.title, { textContent: title, title, hidden });
     plot.map.setAttribute("role", "img");
-    plot.map.setAttribute("aria-label", `attention of ${indexName(index)}: ${title}`);
+    plot.map.setAttribute("aria-label", `attention of ${headName(index)}: ${title}`);
   }
-  drawHeads();
-  $("why").hidden = !run.isTyped || meanIsShown();
+  $("why").hidden = !run.isTyped;
   clearWhy($("why-parts"), index);
   $("switch-head").hidden = !run.isTyped;
   $("switch-head").textContent = run.off?.has(selected()) ? "switch on" : "switch off";
   $("detail").classList.toggle("off", Boolean(run.off?.has(selected())));
-  $("detail").classList.toggle("mean", meanIsShown());
-  if (!meanIsShown()) drawValues(index);
+  drawValues(index);
   drawReading();
 }
 
@@ -131,7 +108,6 @@ function drawReading() {
   const query = hovered.query ?? selectedQuery();
   drawText(query);
   drawNextToken(query);
-  drawLayers(query);
   const key = hovered.key ?? strongestKey(query);
   for (const plot of plots) if (plot.what) drawMarks(plot, query, key, hovered.key !== null);
   drawReadout(query, key, hovered.key === null);
@@ -139,14 +115,14 @@ function drawReading() {
 
 /** Returns the key token to which a query token attends most. */
 function strongestKey(query) {
-  const value = (key) => cellOf(here, enlarged(), query, key).value;
-  let best = Math.min(firstKey(), query);
-  for (let key = best; key <= query; key++) if (value(key) > value(best)) best = key;
+  const value = (key) => cellOf(here, selected(), query, key).value;
+  let best = 0;
+  for (let key = 1; key <= query; key++) if (value(key) > value(best)) best = key;
   return best;
 }
 
 function drawReadout(query, key, most) {
-  const cell = (of) => cellOf(of, enlarged(), query, key);
+  const cell = (of) => cellOf(of, selected(), query, key);
   const token = (n) => quotedToken(A.labels[n]);
   const [a, b] = [cell(A), cell(B)];
   const parts = [token(query), ` (${query}) attends ${most ? "most " : ""}to `, token(key),
@@ -171,7 +147,7 @@ function drawValues(index) {
       make("div", { title: description }, make("dt", { textContent: title }),
         make("dd", { className: "number" }))));
   }
-  const hasErrors = isMean() && run.windows !== null;
+  const hasErrors = run.windows !== null;
   list.classList.toggle("two", B !== null || hasErrors);
   $("values-of").textContent = `statistics: ${overText()}${hasErrors ? " (mean ± standard error)" : ""}`;
   shown.forEach(({ key }, n) => {

@@ -22,7 +22,7 @@ export function clearestView(key) {
   if (prompt !== state.prompt) {
     showMessage(`Prompt ${prompt + 1} is now shown: there this head does what its name says.`);
   }
-  return { ...placeOfHead(index), more: [], prompt, query: sharpestQuery(index, prompt) };
+  return { ...placeOfHead(index), prompt, query: sharpestQuery(index, prompt) };
 }
 
 /** Returns the query token of a prompt at which the name of a head is clearest, or null. */

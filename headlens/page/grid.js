@@ -3,8 +3,7 @@
 import { clamp, format, formatLoss, formatMean } from "./text.js";
 import { $, make } from "./dom.js";
 import {
-  A, B, REMOVED, gridShows, headName, hoverHead, hovered, placeOfHead, run, selected, selectedHeads,
-  shownValue, state, statisticOf, uniformOf, update,
+  A, B, REMOVED, gridShows, headName, hoverHead, hovered, placeOfHead, run, selected, shownValue, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { fillTag, onShownSide, shownName, statusOf, whereText } from "./names.js";
 import { sharpestQuery } from "./finding.js";
@@ -48,8 +47,7 @@ export function buildGrid() {
   };
   grid.addEventListener("click", (event) => {
     const tile = tileOf(event);
-    if (tile && (event.shiftKey || event.ctrlKey || event.metaKey)) toggleHead(tile.index);
-    else if (tile) select(tile.index);
+    if (tile) select(tile.index);
   });
   const point = (event) => hoverHead(tileOf(event)?.index ?? null);
   grid.addEventListener("pointerover", point);
@@ -94,7 +92,6 @@ export function drawGrid() {
   const key = state.sort || usual?.key;
   const signed = B && state.show === "difference";
   const title = statisticOf(run, key)?.title;
-  const chosen = selectedHeads();
   for (const tile of tiles) {
     if (tile.button.hidden) continue;
     paint(tile, tile.index, gridShows(), tilePixels);
@@ -108,7 +105,7 @@ export function drawGrid() {
       ...(key ? [`${title} ${value}`] : [])].join(", ");
     if (tile.text !== text) tile.button.setAttribute("aria-label", (tile.text = text));
     if (state.sort) tile.value.textContent = value;
-    tile.button.setAttribute("aria-pressed", chosen.includes(tile.index));
+    tile.button.setAttribute("aria-pressed", tile.index === selected());
     tile.button.classList.toggle("off", Boolean(run.off?.has(tile.index)));
   }
 }
@@ -151,26 +148,17 @@ export function withUniform(key, value, signed = false, error = null) {
 export function select(index) {
   const before = selected();
   if (index === null) {
-    update({ layer: null, head: null, more: [] });
+    update({ layer: null, head: null });
     if (before !== null) focusTile(before);
     return;
   }
   // A row that shows the name of the previous head gives way to one that shows the name of this head.
   const stays = state.query !== null && (before === null || state.query !== sharpestQuery(before));
   const query = stays ? state.query : sharpestQuery(index);
-  update({ ...placeOfHead(index), more: [], query });
+  update({ ...placeOfHead(index), query });
   setTabStop(index);
   if (before !== null) return;
   showDetail();
-}
-
-/** Adds a head to the selected heads, or removes it. The first of them is the enlarged head. */
-export function toggleHead(index) {
-  const before = selectedHeads();
-  const heads = before.filter((other) => other !== index);
-  if (heads.length === before.length) heads.push(index);
-  if (heads.length < 2) return select(heads[0] ?? null);
-  update({ ...placeOfHead(heads[0]), more: heads.slice(1) });
 }
 
 export function showDetail() {

@@ -11,11 +11,7 @@ const KEYS = [
   ["Space", "anywhere else: play or pause"],
   ["p", "next prompt"],
   ["Shift ← → ↑ ↓", "move to a neighbouring cell of the enlarged heatmap"],
-  ["s", "colour scale: square root or linear"],
-  ["h", "hide or show the first column"],
-  ["c", "stretch the colours of each head, or use the same colours for all heads"],
   ["v", "map: weights, or weights times value norms"],
-  ["Shift and click", "select several heads: their mean"],
   ["d", "compare with the first step or the other run; stop the comparison"],
   ["t", "light or dark theme"],
   ["← →", "on the first screen, in the prompt: another query token"],
@@ -45,9 +41,7 @@ export function buildHelp() {
       `is head ${place.head} of layer ${place.layer}. Layers, heads and positions are counted from 0.`),
     heading("Statistics"),
     text((run.windows ? `Each value is the mean over windows of ${textName()}, with its standard error ` +
-      "over windows, or with “this prompt” the value on the shown prompt. " : "Each value is of the " +
-      "shown prompt or, with “all prompts”, the mean over all prompts on which the statistic is " +
-      "defined. ") + "The repeated sequence is a prompt of random tokens, written twice. Next to a " +
+      "over windows. " : "Each value is the mean over all prompts on which the statistic is defined. ") + "The repeated sequence is a prompt of random tokens, written twice. Next to a " +
       "value is its chance: the value of uniform attention, with equal weights on all key tokens."),
     list(run.statistics.map((of) => [of.title, of.description, `about-${of.key}`])),
     heading("Names of heads"),
@@ -75,15 +69,10 @@ export function buildHelp() {
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +
       "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half."),
-    text("The logit lens shows what the output layer would predict from the input of each layer, " +
-      "with the final layer norm: at which layer the prediction forms. It is an approximation, " +
-      "because early layers were not trained for this. Source: nostalgebraist 2020, interpreting " +
-      "GPT: the logit lens."),
     heading("Removed heads"),
     text("The context vector of a removed head is replaced at every position by its mean over all " +
       "windows (mean ablation). If the loss then increases, the model needs the head. In a run, " +
-      "the loss is measured on the validation data at the last step. The first-order estimate " +
-      "can be wrong for large changes."),
+      "the loss is measured on the validation data at the last step."),
     heading("Parts of an attention score"),
     text("“Why?” shows where the score of a query token and a key token comes from. The input of a " +
       "layer is a sum of what the token, its position and the earlier heads and MLPs wrote, so the " +
@@ -91,9 +80,6 @@ export function buildHelp() {
       "with the scale of the layer norm as it is at these tokens. Only differences to the mean of " +
       "the row count, because a softmax follows. Source: Elhage et al. 2021, A Mathematical " +
       "Framework for Transformer Circuits."),
-    heading("Several heads"),
-    text("Select more heads with a Shift-click or with “+ head”: the enlarged heatmap shows the mean " +
-      "of their weights."),
     heading("Value-weighted attention"),
     text("The output of a head is a sum of vectors, one for each key token: its weight times its " +
       "value vector after the output projection. “weights × value norm” shows the lengths of these " +
@@ -101,12 +87,9 @@ export function buildHelp() {
       "first token. The colour scale of each head ends at its largest product. Source: Kobayashi " +
       "et al. 2020, Attention is Not Only a Weight: Analyzing Transformers with Vector Norms."),
     heading("Colours"),
-    text("On the square-root scale, a weight of 0.04 is a fifth as bright as a weight of 1. " +
-      "“Hide first column” hides the weights on the first token, the attention sink of many " +
-      "heads. “Stretch colours per head” ends the colour scale of each head at its largest " +
-      "weight, so that the colours of two heads cannot be compared. A comparison shows B − A: " +
-      "orange where B has more weight, blue where B has less. If A and B are two steps of one " +
-      "run, A is the earlier step."),
+    text("The colour scale is that of the square root: a weight of 0.04 is a fifth as bright as a " +
+      "weight of 1. A comparison shows B − A: orange where B has more weight, blue where B has " +
+      "less. If A and B are two steps of one run, A is the earlier step."),
     heading("Keyboard shortcuts"), list(keys),
   );
   $("help").addEventListener("click", (event) => {

@@ -33,16 +33,13 @@ const SHORTCUTS = {
   ".": () => goStep(1),
   " ": togglePlay,
   p: () => choosePrompt((state.prompt + 1) % run.prompts.length),
-  s: () => update({ scale: state.scale === "sqrt" ? "linear" : "sqrt" }),
-  h: () => update({ hideFirst: !state.hideFirst }),
-  c: () => update({ stretch: !state.stretch }),
   v: () => update({ map: state.map === "valued" ? "weights" : "valued" }),
   d: toggleCompare,
   t: toggleTheme,
   "?": () => openHelp(),
   Escape: closeTop,
 };
-const OF_ALL_HEADS = ["s", "h", "c", "v", "d"]; // the first screen does not show what they change
+const OF_ALL_HEADS = ["v", "d"]; // the first screen does not show what they change
 
 export function onKey(event) {
   const { key, target } = event;

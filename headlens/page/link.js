@@ -2,34 +2,23 @@
 
 import { $ } from "./dom.js";
 import {
-  DEFAULTS, hasStory, other, hovered, placeOfHead, run, selected, state, statisticOf, update,
+  DEFAULTS, hasStory, other, hovered, run, selected, state, statisticOf, update,
 } from "./state.js";
 import { kindOf } from "./names.js";
 import { readTheme } from "./colours.js";
 import { shownTab } from "./tabs.js";
 import { isPlaying, pause } from "./player.js";
 
-const same = (...values) => Object.fromEntries(values.map((value) => [value, value]));
-// Parts of a link with few values: [part, name in the state, {text in the link: value}]. A part
-// without a text has the default.
-const CHOICES = [
-  ["theme", "theme", same("light", "dark")],
-  ["map", "map", same("valued")],
-  ["statistics", "over", same("mean", "prompt")],
-  ["scale", "scale", same("linear")],
-  ["first", "hideFirst", { hidden: true }],
-  ["colours", "stretch", { stretched: true }],
-  ["show", "show", same("a", "b")],
-];
+// Parts of a link with few values, besides the default.
+const CHOICES = { theme: ["light", "dark"], map: ["valued"], show: ["a", "b"] };
 
 // A link with other parts opens all heads.
 const STORY = ["tab", "view", "theme", "prompt", "step", "query", "off"];
 
 function linkText() {
   const parts = new URLSearchParams();
-  for (const [part, name, values] of CHOICES) {
-    const text = Object.keys(values).find((one) => values[one] === state[name]);
-    if (text && state[name] !== DEFAULTS[name]) parts.set(part, text);
+  for (const part of Object.keys(CHOICES)) {
+    if (state[part] !== DEFAULTS[part]) parts.set(part, state[part]);
   }
   if (state.prompt) parts.set("prompt", state.prompt);
   const { step } = run.frames[state.frame];
@@ -38,10 +27,8 @@ function linkText() {
   if (state.view === "story" && state.off) parts.set("off", state.off);
   if (state.view === "story") return parts.size ? `#${parts}` : "#view=story";
   // A link to a head or to no head opens all heads.
-  const place = (index) => Object.values(placeOfHead(index)).join(".");
-  parts.set("head", selected() === null ? "none" : place(selected()));
+  parts.set("head", selected() === null ? "none" : `${state.layer}.${state.head}`);
   if (state.name) parts.set("name", state.name);
-  if (state.more.length) parts.set("more", state.more.map(place).join());
   if (state.query !== null) parts.set("query", state.query);
   if (state.sort) parts.set("sort", (state.descending ? "-" : "+") + state.sort);
   if (other || state.compare !== "off") parts.set("compare", state.compare);
@@ -52,8 +39,8 @@ function linkText() {
 export function readLink(text) {
   const parts = new URLSearchParams(text.replace(/^.*#/, ""));
   const found = { ...DEFAULTS, frame: run.frames.length - 1 };
-  for (const [part, name, values] of CHOICES) {
-    if (Object.hasOwn(values, parts.get(part))) found[name] = values[parts.get(part)];
+  for (const [part, values] of Object.entries(CHOICES)) {
+    if (values.includes(parts.get(part))) found[part] = parts.get(part);
   }
   if (kindOf(parts.get("name"))) found.name = parts.get("name");
   const fits = (n, below) => Number.isInteger(n) && n >= 0 && n < below;
@@ -65,14 +52,8 @@ export function readLink(text) {
   found.query = whole("query", run.prompts[found.prompt].length);
   const step = run.frames.findIndex((frame) => String(frame.step) === parts.get("step"));
   if (step >= 0) found.frame = step;
-  const places = (name) => (parts.get(name) ?? "").split(",").map((place) => {
-    const [layer, head] = place.split(".").map((n) => (n ? Number(n) : NaN));
-    return { layer, head };
-  }).filter(({ layer, head }) => fits(layer, run.layers) && fits(head, run.heads));
-  Object.assign(found, places("head")[0]);
-  if (found.layer !== null) {
-    found.more = places("more").map(({ layer, head }) => layer * run.heads + head);
-  }
+  const [layer, head] = (parts.get("head") ?? "").split(".").map((n) => (n ? Number(n) : NaN));
+  if (fits(layer, run.layers) && fits(head, run.heads)) Object.assign(found, { layer, head });
   const [, sign, key] = (parts.get("sort") ?? "").match(/^([-+ ]?)(.*)$/s);
   const known = statisticOf(run, key);
   if (known && !known.empty) Object.assign(found, { sort: key, descending: !/[+ ]/.test(sign) });

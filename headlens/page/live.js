@@ -155,7 +155,7 @@ async function takeSnapshots(fresh) {
   waitingLosses = false;
   rebuild();
   update({ frame });
-  prefetch(fresh).then(() => run === fresh && update());
+  prefetch(fresh);
   return true;
 }
 

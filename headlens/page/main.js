@@ -23,7 +23,6 @@ import { drawFinding, openingView } from "./finding.js";
 import { buildStory, drawStory, openingStory } from "./story.js";
 import { drawGroups, drawRemoved } from "./removed.js";
 import { buildHelp } from "./help.js";
-import { buildExport } from "./export.js";
 import { onKey } from "./keys.js";
 import { togglePlay } from "./player.js";
 import { firstRun, followHeads, followRun } from "./live.js";
@@ -112,7 +111,6 @@ async function startHeads({ runs: found, training, live, token, model }) {
   buildLegend();
   buildTimeline();
   buildHelp();
-  buildExport();
   buildStory();
   buildControls();
   const engine = live ? servedEngine(token) : model ? playEngine(model) : null;
@@ -137,7 +135,7 @@ async function startHeads({ runs: found, training, live, token, model }) {
   listen();
   timing.ready = performance.now();
   document.documentElement.dataset.ready = "1";
-  prefetch(run).then(() => other && prefetch(other)).then(() => update()); // charts of all steps
+  prefetch(run).then(() => other && prefetch(other));
   if (live) followHeads(buildAgain, engine);
 }
 

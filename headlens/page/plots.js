@@ -2,7 +2,7 @@
 
 import { clamp, clip } from "./text.js";
 import { $, line, prepareCanvas } from "./dom.js";
-import { A, comparable, enlarged, state } from "./state.js";
+import { A, comparable, selected } from "./state.js";
 import { colours, height, viridis } from "./colours.js";
 import { scaleEnd } from "./maps.js";
 import { sideWidth } from "./grid.js";
@@ -155,8 +155,8 @@ function drawCopies(context, { left, size, cell, labels }) {
 
 /** Returns the ticks of a colour bar that ends at the weight or difference `most`: their positions,
  * 0 to 1, and their texts. */
-export function colourTicks(difference, most) {
-  const parts = state.scale === "sqrt" ? [0, 0.01, 0.1, 0.25, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
+function colourTicks(difference, most) {
+  const parts = [0, 0.01, 0.1, 0.25, 0.5, 1];
   const signed = [0, 0.1, 0.5, 1].flatMap((part) => (part ? [-part, part] : [0]));
   return (difference ? signed.sort((a, b) => a - b) : parts).map((part) => {
     const far = Math.sign(part) * height(Math.abs(part));
@@ -169,7 +169,7 @@ export function colourTicks(difference, most) {
 function drawColourBar(context, plot) {
   const { left, barTop, what } = plot;
   const width = Math.max(plot.size, 60);
-  const index = enlarged();
+  const index = selected();
   const difference = what === "difference";
   if (what !== "a" && !comparable(index)) return;
   const most = scaleEnd(index, what);

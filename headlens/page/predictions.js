@@ -1,5 +1,4 @@
-/* What the model predicts after the query token: the most likely next tokens, and what the output
- * layer predicts from the input of each layer (the logit lens). */
+/* What the model predicts after the query token: the most likely next tokens. */
 
 import { format, formatLoss } from "./text.js";
 import { $, bold, make, quotedToken } from "./dom.js";
@@ -50,34 +49,4 @@ function nextToken(of, query) {
   const name = B?.same ? [bold(sideName(of)), " · "] : [];
   return make("div", {}, make("p", {}, ...name, "after ", quotedToken(A.labels[query]),
     ` (${query}): `, ...about), make("ol", {}, ...rows));
-}
-
-/** Shows, after the query token, the most likely token from each layer, for A and B. */
-export function drawLayers(query) {
-  const sides = (B?.same ? [A, B] : [A]).filter((of) => predictionsOf(of)?.layers.length);
-  $("layers").hidden = !sides.length;
-  if (!sides.length) return;
-  $("layers").replaceChildren(make("p", { textContent: "Logit lens: the most likely next token if " +
-    "the final layer norm and the output layer are applied to the input of each layer " +
-    "(nostalgebraist 2020)." }), ...sides.map((of) => layerTable(of, query)));
-}
-
-function layerTable(of, query) {
-  const final = predictionsOf(of);
-  const columns = [["", ""], ["token", ""], ["probability", "number"],
-    ["loss", "number"]].map(([textContent, className]) =>
-    make("th", { scope: "col", textContent, className }));
-  const rows = [...final.layers, final].map(({ losses, tokens, probabilities, hits }, layer) => {
-    const isTrue = hits[query] === 0;
-    const label = labelOf(of, tokens[query][0], query, isTrue);
-    const from = layer < final.layers.length ? `input of L${layer}` : "output";
-    return make("tr", { className: isTrue ? "true" : "" },
-      make("th", { scope: "row", textContent: from }),
-      make("td", {}, quotedToken(label), isTrue ? " ✓" : ""),
-      make("td", { className: "number", textContent: format(probabilities[query][0], false, "chance") }),
-      make("td", { className: "number", textContent: formatLoss(losses[query] ?? null) }));
-  });
-  const table = make("table", {}, make("thead", {}, make("tr", {}, ...columns)),
-    make("tbody", {}, ...rows));
-  return make("div", {}, ...(B?.same ? [bold(sideName(of))] : []), table);
 }

@@ -1,6 +1,6 @@
 /* The state of the page, which the controls change, and A and B, which the page shows. */
 
-import { stepText } from "./text.js";
+import { plural, stepText } from "./text.js";
 import { showMessage } from "./dom.js";
 import { decode } from "./data.js";
 
@@ -9,16 +9,11 @@ export const DEFAULTS = {
   frame: 0, // index into the frames of runs[0]
   layer: null, // the enlarged head
   head: null,
-  more: [], // indices of more selected heads; the enlarged heatmap is the mean of all
   map: "weights", // or "valued": weights times norms of values
   query: null, // position of the query token; null: the last
   sort: "", // "" is layer order, else a statistic's key or "significance"
   descending: true,
   name: "", // only heads with this name
-  over: "prompt", // statistics of the shown prompt, or "mean": on the text or over all prompts
-  scale: "sqrt", // or "linear"
-  hideFirst: false,
-  stretch: false, // the colours of each head end at its largest weight
   compare: "off", // "run": the other run at this step, "run:40", "step:40"
   show: "difference", // shown in the grid during a comparison: "a", "b" or "difference"
   theme: "auto", // "light", "dark"
@@ -44,11 +39,6 @@ export const statisticOf = (of, key) => (key === SIGNIFICANCE.key
 /** Returns the position of the selected query token. */
 export const selectedQuery = () => Math.min(state.query ?? Infinity, A.T - 1);
 export const selected = () => (state.layer === null ? null : state.layer * run.heads + state.head);
-export const selectedHeads = () =>
-  (selected() === null ? [] : [...new Set([selected(), ...state.more])]);
-export const meanIsShown = () => selectedHeads().length > 1;
-/** Returns the index of the enlarged head; of the mean of heads, the index after the last head. */
-export const enlarged = () => (meanIsShown() ? run.count : selected());
 
 /** Returns {layer, head} of the index of a head. */
 export const placeOfHead = (index, of = run) =>
@@ -59,9 +49,6 @@ export function headName(index, of = run) {
   const { layer, head } = placeOfHead(index, of);
   return `L${layer} H${head}`;
 }
-
-export const indexName = (index) =>
-  (index === run.count ? `mean of ${selectedHeads().length} heads` : headName(index));
 
 /** Returns the data of one step of a run on one prompt. It has `bytes` if its frame is decoded. */
 export function side(of, frame, prompt) {
@@ -100,9 +87,6 @@ export const gridShows = () => (B && (B.same || state.show === "b") ? state.show
 
 /** Returns the index in B of a head of A, or -1. */
 export function indexInB(index) {
-  if (index === run.count) { // the mean of the selected heads
-    return selectedHeads().every((head) => indexInB(head) >= 0) ? B.run.count : -1;
-  }
   const { layer, head } = placeOfHead(index);
   const fits = B && layer < B.run.layers && head < B.run.heads;
   return fits ? layer * B.run.heads + head : -1;
@@ -111,29 +95,16 @@ export function indexInB(index) {
 /** Returns whether A and B both have this head, on the same tokens. */
 export const comparable = (index) => Boolean(B?.same) && indexInB(index) >= 0;
 
-/** Returns whether statistics can be those of the shown prompt or others. */
-export const hasOverall = () => run.isTyped || run.prompts.length > 1 || run.windows !== null;
-
-/** Returns whether the shown statistics are those on the text or, without one, means over all
- * prompts. */
-export const isMean = () => state.over === "mean" || run.isTyped || !hasOverall();
-
 /** Returns how the page calls the text on which heads were measured: "the validation text". */
 export const textName = () => run.text_name;
 
-/** Returns of what the shown statistics are. */
-export const overText = () => (!isMean() || !hasOverall() ? "this prompt" : run.windows
-  ? textName() : `all ${(run.recorded ?? run).prompts.length} recorded prompts (mean)`);
-const TEXTS = "positional"; // this statistic compares prompts, so it has no value for one prompt
+/** Returns of what the statistics are: of the text or, without one, of the recorded prompts. */
+export const overText = () => (run.windows ? textName()
+  : `${plural((run.recorded ?? run).prompts.length, "recorded prompt")} (mean)`);
 
 /** Returns a statistic of all heads at all known steps: {steps, rows, at: index of the step}. */
 export function seriesOf(of, key) {
-  const { frames, steps } = of.run;
-  if (isMean() || key === TEXTS) {
-    return { steps, rows: statisticOf(of.run, key)?.values ?? [], at: of.at };
-  }
-  const rows = frames.map(({ facts }) => facts?.statistics[of.prompt][key] ?? []);
-  return { steps: frames.map(({ step }) => step), rows, at: of.frame };
+  return { steps: of.run.steps, rows: statisticOf(of.run, key)?.values ?? [], at: of.at };
 }
 
 /** Returns [low, high] of a statistic over all heads and known steps, [] without values. */
@@ -147,18 +118,13 @@ export function rangeOf(of, key) {
 export const isMeasured = (of) => of.run.removed?.step === of.step;
 
 /** Returns a statistic, the significance or the change of the loss of a head, or null. */
-export function valueAt(of, key, index, mean = isMean()) {
+export function valueAt(of, key, index) {
   if (key === REMOVED.key) return isMeasured(of) ? of.run.removed.changes[index] : null;
-  const row = mean || key === TEXTS ? statisticOf(of.run, key)?.values[of.at]
-    : of.run.frames[of.frame].facts.statistics[of.prompt][key];
-  return row?.[index] ?? null;
+  return statisticOf(of.run, key)?.values[of.at]?.[index] ?? null;
 }
 
 /** Returns the value of a statistic for uniform attention, or null. */
-export function uniformOf(of, key, mean = isMean()) {
-  const prompt = mean || key === TEXTS ? null : of.run.prompts[of.prompt];
-  return (prompt ? prompt.uniform?.[key] : statisticOf(of.run, key)?.uniform) ?? null;
-}
+export const uniformOf = (of, key) => statisticOf(of.run, key)?.uniform ?? null;
 
 /** Returns the standard error of a statistic on the text, null if it is unknown. */
 export const errorOf = (of, key, index) => of.run.errors[of.at]?.[key]?.[index] ?? null;
@@ -187,7 +153,6 @@ export const hasStory = () => Boolean(run.story) && !other;
 
 export function setRuns(first, second) {
   [run, other] = [first, second];
-  DEFAULTS.over = run.windows ? "mean" : "prompt";
 }
 
 let tickets = 0;

@@ -96,7 +96,7 @@ export function showStory() {
 function openAllHeads(index) {
   const frame = isPlaying() ? frameCount() - 1 : state.frame; // not a step in the middle of the play
   pause();
-  const head = index === undefined ? {} : { ...placeOfHead(index), query: shownQuery(), more: [] };
+  const head = index === undefined ? {} : { ...placeOfHead(index), query: shownQuery() };
   update({ view: "all", frame, off: "", ...head }).then(() => scrollTo(0, 0));
 }
 

@@ -5,9 +5,9 @@
 
 import { formatCell, formatChange } from "./text.js";
 import { $, make } from "./dom.js";
-import { A, B, comparable, enlarged, hovered, state } from "./state.js";
+import { A, B, comparable, hovered, selected, state } from "./state.js";
 import { ATTENTION, LESS, MORE, colours, height, shade } from "./colours.js";
-import { firstKey, scaleEnd } from "./maps.js";
+import { scaleEnd } from "./maps.js";
 import { cellOf } from "./cells.js";
 
 // Opacity of the largest weight; the ink of each theme is readable on it.
@@ -107,7 +107,7 @@ function scrollToToken(node) {
 /** Draws the prompt as text, with the weights of a query token of the enlarged head. */
 export function drawText(query) {
   if (textTokens !== A.tokens) writeTokens();
-  const index = enlarged();
+  const index = selected();
   const what = comparable(index) ? state.show : "a";
   const most = scaleEnd(index, what);
   const strongest = STRONGEST[colours.isDark ? "dark" : "light"];
@@ -122,7 +122,6 @@ export function drawText(query) {
     const value = two === null ? one.value : two.value - one.value;
     node.title += two === null ? `, ${A.valued ? "weight × norm" : "weight"} ${formatCell(one)}`
       : `, B − A ${formatChange(one, two)}`;
-    if (key < firstKey()) return;
     const colour = two === null ? ATTENTION : value < 0 ? LESS : MORE;
     shade(node, colour, strongest * height(Math.abs(value), most));
   });

@@ -6,7 +6,6 @@ with short settings, in a folder that has the names of the pages: my.txt, runs/N
 """
 
 import importlib
-import io
 import re
 import shlex
 import shutil
@@ -49,7 +48,7 @@ SHORT = {
 }
 # Not executed: they need other projects, minutes, hours, the network or an account.
 ELSEWHERE = {"benchmarks.training", "benchmarks.generate", "benchmarks.gpu"}
-ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval", "scripts.wandb_workspace"}
+ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval"}
 
 # Values for placeholders in the pages.
 PLACEHOLDERS = {
@@ -134,11 +133,10 @@ def test_trainings(home, in_process, part):
 
 
 @pytest.mark.parametrize("script", SHORT)
-def test_scripts(home, in_process, monkeypatch, script):
+def test_scripts(home, in_process, script):
     for words in arguments_of(script):
         if script == "scripts.view" and "write" not in " ".join(words):
             continue  # serves until it is stopped: tests/output/test_live.py starts it
-        monkeypatch.setattr("sys.stdin", io.StringIO("The bell\n"))  # of interactive=true
         for word in words:  # neither is written a second time
             if word in ("out=my-tokens", "out=DIR", "out=my-model"):
                 shutil.rmtree(home / word[4:], ignore_errors=True)

@@ -40,16 +40,14 @@ def test_weights_are_those_of_eager_attention(family, attention):
 def test_a_decoder_without_the_attention_interface():
     """All its weights are in memory at once, and value norms are unknown."""
     model = foreign_model("gpt_neo")
-    before, captured = state(model), capture(model, IDS, logit_lens=True)
+    before, captured = state(model), capture(model, IDS)
     assert_same(before, state(model))
     with torch.no_grad():
-        expected = model(IDS, output_attentions=True, output_hidden_states=True)
-        first = model.lm_head(model.transformer.ln_f(expected.hidden_states[1]))
+        expected = model(IDS, output_attentions=True)
     for layer, weights in zip(captured.layers, expected.attentions, strict=True):
         torch.testing.assert_close(layer.weights, weights)
         assert layer.value_norms is None
     torch.testing.assert_close(captured.logits, expected.logits)
-    torch.testing.assert_close(captured.layers[1].logits, first)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,51 +137,17 @@ def test_value_norms_through_a_projection_with_an_adapter():
         torch.testing.assert_close(layer.value_norms, other.value_norms, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logit_lens(family):
-    """hidden_states[i] is the input of block i; hidden_states[-1] is after the final norm."""
-    model = foreign_model(family)
-    found = capture(model, IDS, logit_lens=True).layers
-    inner = getattr(model, "model", model.base_model)
-    norm = next(
-        getattr(inner, n) for n in ("ln_f", "norm", "final_layer_norm") if hasattr(inner, n)
-    )
-    hidden = eager_output(model).hidden_states
-    with torch.no_grad():
-        for layer in range(3):
-            logits = model.get_output_embeddings()(norm(hidden[layer]))
-            if family == "gemma2":
-                logits = 3.0 * torch.tanh(logits / 3.0)
-            torch.testing.assert_close(found[layer].logits, logits, atol=1e-4, rtol=1e-4)
-    assert capture(model, IDS).layers[0].logits is None
-
-
-def test_logit_lens_that_does_not_give_the_models_logits_is_refused():
-    model = foreign_model("llama")
-    original = model.lm_head.forward
-    calls = []
-
-    def forward(x):  # an architecture that scales its logits after the head
-        calls.append(x)
-        return original(x) * (2.0 if len(calls) == 4 else 1.0)
-
-    model.lm_head.forward = forward
-    with pytest.raises(ValueError, match="logit lens"):
-        capture(model, IDS, logit_lens=True)
-
-
 def test_our_model_and_one_sequence():
     model = tiny_model()
     ids = random_ids()
     expected = model.attn_weights(ids)
-    captured = capture(model, ids, logit_lens=True)
+    captured = capture(model, ids)
     with torch.no_grad():
         torch.testing.assert_close(captured.logits, model.eval()(ids)[0])
     for layer, weights in zip(captured.layers, expected, strict=True):
         assert torch.equal(layer.weights, weights)
         torch.testing.assert_close(layer.scores.softmax(-1), weights)
         assert layer.value_norms.shape == (2, 4, 9)
-        assert layer.logits.shape == (2, 9, 23)
     for one in (ids[0], ids[0].tolist()):
         first = capture(model, one).layers[1].weights
         torch.testing.assert_close(first, expected[1][:1])
@@ -283,7 +247,7 @@ def test_model_and_random_state_are_unchanged_also_after_an_error(number):
     model = models()[number].train()
     [*model.modules()][-1].eval()  # one submodule, as when a part is frozen
     before = state(model)
-    captured = capture(model, IDS, logit_lens=True)
+    captured = capture(model, IDS)
     assert_same(before, state(model))
     assert not captured.logits.requires_grad
 
@@ -293,7 +257,7 @@ def test_model_and_random_state_are_unchanged_also_after_an_error(number):
             raise KeyError("of the caller")
 
     with pytest.raises(KeyError, match="of the caller"):
-        capture(model, IDS, fails, logit_lens=True)
+        capture(model, IDS, fails)
     assert_same(before, state(model))
 
 

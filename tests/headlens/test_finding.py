@@ -305,13 +305,11 @@ def test_subject_counts_the_names_of_the_shown_step():
         removal(2, name="separator", heads=6),
         removal(3, error=2, name="induction", heads=1),  # not clear
     ]
-    data.ablation = {"method": "exact", "loss": 1, "groups": groups}
+    data.ablation = {"loss": 1, "groups": groups}
     assert ["bold", formatted(3)] in subject(data, status, data.step)
     said = plain(subject(data, status | {"names": [0] * 6}, earlier))
     assert f"At step {earlier}, none of 6 heads" in said
     assert f"At step {data.step}, the model needs" in said  # measured at the last step alone
-    data.ablation["method"] = "estimate"
-    assert ["bold", formatted(3)] not in subject(data, status, data.step)
 
 
 # ------------------------------------------------------------------- removed heads
@@ -336,13 +334,7 @@ def test_loss_without_a_head_and_without_all_heads_of_its_name():
     assert ["bold", "+1.25 ± 0.13"] in shown["findings"][1]
 
 
-def test_an_estimate_and_a_change_that_is_not_clear_say_so_and_are_not_bold():
-    group = removal(4.5, name="induction", heads=6)
-    shown = removed_heads(removals("estimate", [group]), row_of(*["induction"] * 6))
-    assert all(plain(said).count("estimated") == 2 for said in shown["findings"])
-    assert all(isinstance(part, str) for said in shown["findings"] for part in said)
-    assert "estimate" in shown["notes"][0]
-    assert "estimated" in shown["columns"][2]
+def test_a_change_that_is_not_clear_says_so_and_is_not_bold():
     noise = removals()
     noise["heads"][1]["loss_change_error"] = 0.7
     said = removed_heads(noise, row_of())["findings"]
@@ -375,4 +367,3 @@ def test_lines_about_the_heads_that_the_model_needs():
     assert not re.search(r"\d", first)
     assert "3 induction" in second
     assert "+0.70" in second
-    assert "estimated" in removal_lines(removals("estimate"), row)[0]

@@ -30,7 +30,7 @@ def home(tmp_path_factory):
 
 def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     out = tmp_path / "a.html"
-    settings = ["checkpoint=runs/one", "text=The fox.", "logit_lens=true", f"out={out}"]
+    settings = ["checkpoint=runs/one", "text=The fox.", f"out={out}"]
     code, told, err = in_process(main, home, *settings)
     assert (code, err) == (0, "")
     (run,) = read(out)
@@ -47,7 +47,7 @@ def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     weights = torch.cat(model.attn_weights(ids)).numpy()[..., *np.tril_indices(8)]
     assert np.abs(codes.reshape(2, 2, -1) / 255 - np.sqrt(weights)).max() <= 0.6 / 255
     predictions = json.loads(unpacked(frame["details"]))["predictions"]["of_prompts"]
-    assert [len(prompt["layers"]) for prompt in predictions] == [2, 2]
+    assert [len(prompt["losses"]) for prompt in predictions] == [7, 30]
 
 
 def test_hugging_face_directory_and_two_models(in_process, home):
@@ -134,16 +134,14 @@ def test_loss_without_each_head(in_process, home):
     code, told, err = in_process(main, home, *exact)
     assert (code, err) == (0, "")
     (run,) = read(home / "a.html")
-    assert "estimate" not in run["removed"]["notes"][0]
     assert len(run["removed"]["findings"]) == run["layers"] * run["heads"]
     assert "\n  Without " in told
-    estimate = ("checkpoint=gpt2", "ablation=estimate", "out=b.html")
-    code, _, err = in_process(main, home, *estimate)  # of no run, so the text is not known
+    without_run = ("checkpoint=gpt2", "ablation=exact", "out=b.html")
+    code, _, err = in_process(main, home, *without_run)  # of no run, so the text is not known
     assert (code, printed_keys(err)) == (2, ["data.path"])
-    code, _, err = in_process(main, home, *estimate, "data.path=text.txt")
+    code, _, err = in_process(main, home, *without_run, "data.path=text.txt")
     assert (code, err) == (0, "")
     (run,) = read(home / "b.html")
-    assert "estimate" in run["removed"]["notes"][0]
     assert len(run["removed"]["findings"]) == 12
     text = " ".join((home / "text.txt").read_text().split())
     prompts = [

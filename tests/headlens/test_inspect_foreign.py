@@ -57,7 +57,7 @@ def assert_shows(frame, text, model):
 
 def test_a_model_of_transformers(in_process, home):
     folder = home / "out" / "checkpoint-20"
-    settings = (f"checkpoint={folder}", *QUICK, "logit_lens=true", "data.path=text.txt")
+    settings = (f"checkpoint={folder}", *QUICK, "data.path=text.txt")
     code, told, err = in_process(main, home, *settings, "out=one.html")
     assert (code, err) == (0, "")
     assert "checkpoint-20: clearest heads" in told  # its step is not known
@@ -68,7 +68,7 @@ def test_a_model_of_transformers(in_process, home):
     (frame,) = run["frames"]
     assert_shows(frame, text["text"], trained_model("llama", 20))
     of_prompts = json.loads(unpacked(frame["details"]))["predictions"]["of_prompts"]
-    assert [len(prompt["layers"]) for prompt in of_prompts] == [3, 3]
+    assert [len(prompt["tokens"]) for prompt in of_prompts] == [len(text["tokens"]), 9]
 
 
 def test_two_models_and_data(in_process, home):

@@ -342,7 +342,7 @@ def test_a_page_has_only_steps_of_the_same_prompts(tmp_path):
 
 def test_data_of_a_snapshot(tmp_path):
     path = tmp_path / "step_00000080.npz"
-    data = a_run(logit_lens=True).snapshots[2]
+    data = a_run().snapshots[2]
     write_snapshot(path, data)
     found = read_snapshot(path)
     assert (found.run, found.step) == ("first", 80)

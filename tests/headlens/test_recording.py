@@ -32,8 +32,8 @@ def byte_model(**changes):
     return tiny_model(**{"vocab_size": 257, "context_length": 64, "num_layers": 3} | changes)
 
 
-def capturing(model, logit_lens=False):
-    return lambda ids, visit: capture(model, ids, visit, logit_lens=logit_lens)
+def capturing(model):
+    return lambda ids, visit: capture(model, ids, visit)
 
 
 def text_prompt(text="The ferry bell rang twice,\nand nobody came.", limit=64):
@@ -68,17 +68,15 @@ def test_everything_in_a_snapshot_is_that_of_the_captured_attention():
     """The statistics by plain loops, and their mean over the prompts on which they are defined."""
     model, prompts = byte_model(), [text_prompt(), text_prompt("hello there"), repeated()]
     token_bytes = BYTE.decode_single_token_bytes
-    data = record(capturing(model, logit_lens=True), prompts, step=7, token_bytes=token_bytes)
+    data = record(capturing(model), prompts, step=7, token_bytes=token_bytes)
     assert data.row.step == 7
     predictions = data.details["predictions"]
     for number, prompt in enumerate(prompts):
         ids = torch.tensor(prompt.token_ids)
-        captured = capture(model, ids, logit_lens=True)
+        captured = capture(model, ids)
         final = predictions["of_prompts"][number]
         assert_predicts(final, predictions["tokens"], captured.logits[0], ids)
         np.testing.assert_allclose(data.row.losses[number], final["losses"], atol=1e-4)
-        for found, layer in zip(final["layers"], captured.layers, strict=True):
-            assert_predicts(found, predictions["tokens"], layer.logits[0], ids)
         weights = torch.cat([layer.weights for layer in captured.layers])  # (L, H, T, T)
         assert weights.var() > 0.001  # the attention is not uniform
         assert data.codes[number].dtype == np.uint8
@@ -140,9 +138,9 @@ def test_prompts_that_run_together_are_recorded_as_alone(monkeypatch, at_once):
     monkeypatch.setattr(recording, "TOKENS_AT_ONCE", at_once)
     model = byte_model()
     prompts = [text_prompt(), repeated(), text_prompt("Hm")]
-    together = record(capturing(model, logit_lens=True), prompts, step=0)
+    together = record(capturing(model), prompts, step=0)
     for number, prompt in enumerate(prompts):
-        alone = record(capturing(model, logit_lens=True), [prompt], step=0)
+        alone = record(capturing(model), [prompt], step=0)
         np.testing.assert_allclose(together.row.losses[number], alone.row.losses[0], 1e-4)
         assert np.abs(together.codes[number].astype(int) - alone.codes[0]).max() <= 1
         assert np.abs(together.norms[number].astype(int) - alone.norms[0]).max() <= 1

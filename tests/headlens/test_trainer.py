@@ -1,7 +1,5 @@
 """LensCallback: snapshots of a training with transformers' Trainer, which does not change."""
 
-import dataclasses
-
 import pytest
 import torch
 from helpers.foreign import WORDS, byte_level_tokenizer, foreign_model
@@ -159,15 +157,6 @@ def test_no_snapshots_of_other_processes_or_with_an_interval_of_0(tmp_path):
             taken.on_step_end(run.args, state, run.control, model=run.model)
         taken.on_log(run.args, state, run.control, model=run.model, logs={"train_runtime": 1.0})
         assert not (tmp_path / "attention").exists()
-
-
-def test_the_logit_lens_of_a_training_in_mixed_precision(tmp_path):
-    """Trainer runs the model in autocast, and returns its logits in fp32."""
-    for family in ("gpt2", "gemma2"):
-        config = dataclasses.replace(CONFIG, logit_lens=True)
-        run = trainer(tmp_path, LensCallback(TOKENIZER, config), family=family, bf16=True)
-        run.train()
-        assert steps(tmp_path) == [0, 3, 6, 7]
 
 
 def test_an_unknown_option_and_sharded_weights_are_refused_at_once(tmp_path, monkeypatch):

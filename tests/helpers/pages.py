@@ -47,13 +47,13 @@ HISTORY = (0, 20, 40, 60, 80, 100, 120)  # with statistics
 
 class GivenModel(torch.nn.Module):
     """A model with known attention: attend(token_ids, capture) calls capture(layer, weights,
-    scores, value_norms, logits) with tensors of one text, (H, T, T), and may return logits."""
+    scores, value_norms) with tensors of one text, (H, T, T), and may return logits."""
 
     def __init__(self, attend):
         super().__init__()
         self.attend = attend
 
-    def capture_attention(self, input_ids, callback, logit_lens=False):
+    def capture_attention(self, input_ids, callback):
         found = {}  # layer -> its tensors for each text
 
         def of_text(layer, *tensors):
@@ -65,7 +65,7 @@ class GivenModel(torch.nn.Module):
         logits = [self.attend(token_ids, of_text) for token_ids in texts]
         size = input_ids.shape[1]
         for layer, of_texts in found.items():
-            sizes = ((size, size), (size, size), (size,), (size, None))  # as in LayerAttention
+            sizes = ((size, size), (size, size), (size,))  # as in LayerAttention
             callback(layer, *map(stacked, zip(*of_texts, strict=True), sizes))
         return stacked(logits, (size, None))
 
@@ -105,8 +105,7 @@ class PageRun:
     frames: dict  # step -> SnapshotData
     snapshots: list  # those of the steps with weights
     value_norms: dict = field(default_factory=dict)  # step -> for each prompt (L, H, T)
-    # step -> for each prompt the Predictions from the input of each layer, and the final ones
-    predictions: dict = field(default_factory=dict)
+    predictions: dict = field(default_factory=dict)  # step -> for each prompt
 
 
 @functools.cache
@@ -119,10 +118,9 @@ def a_run(
     history=HISTORY,
     seed=0,
     sharp=1,
-    logit_lens=False,
 ):
     """Returns a run of random heads whose attention becomes sharper with each step. sharp: the
-    attention scores are multiplied by this number. logit_lens: also predictions of each layer."""
+    attention scores are multiplied by this number."""
     weights, rows, snapshots, of_steps, norms, predictions = {}, {}, [], {}, {}, {}
     for step in history:
         draw = torch.Generator().manual_seed(1000 * seed + step)
@@ -136,17 +134,13 @@ def a_run(
             )
             scores = scores.masked_fill(torch.ones(size, size).triu(1).bool(), -torch.inf)
             value_norms = torch.rand(layers, heads, size, generator=more)
-            of_layers = torch.Generator().manual_seed(3000 * seed + step + size)
-            found = []
             for layer in range(layers):
-                logits = torch.randn(size, VOCABULARY, generator=of_layers) if logit_lens else None
-                found += [logits] * logit_lens
-                capture(layer, scores[layer].softmax(-1), scores[layer], value_norms[layer], logits)
-            found.append(torch.randn(size, VOCABULARY, generator=more) * (1 + step / 40))
+                capture(layer, scores[layer].softmax(-1), scores[layer], value_norms[layer])
+            logits = torch.randn(size, VOCABULARY, generator=more) * (1 + step / 40)
             weights[step].append(scores.softmax(-1).numpy())
             norms[step].append(value_norms.numpy())
-            predictions[step].append([predict(logits, token_ids) for logits in found])
-            return found[-1]
+            predictions[step].append(predict(logits, token_ids))
+            return logits
 
         frame = record(
             capturing(capture_attention), prompts, step, run_name=name, token_bytes=text_of
@@ -182,18 +176,16 @@ def removal(change, accuracy=None, **more):
     }
 
 
-def removals(method="exact", groups=(), changes=CHANGES):
+def removals(groups=(), changes=CHANGES):
     """Returns the results of removed heads at step 120, in two layers of three heads."""
-    accuracies = [(n + 1) / 10 if method == "exact" else None for n in range(6)]
-    heads = zip(np.ndindex(2, 3), changes, accuracies, strict=True)
+    heads = zip(np.ndindex(2, 3), changes, strict=True)
     return {
         "step": 120,
-        "method": method,
         "windows": 8,
         "targets": 512,
         "loss": 0.5,
-        "accuracy": 0.75 if method == "exact" else None,
-        "heads": [removal(c, a, layer=at[0], head=at[1]) for at, c, a in heads],
+        "accuracy": 0.75,
+        "heads": [removal(c, (n + 1) / 10, layer=i, head=j) for n, ((i, j), c) in enumerate(heads)],
         "groups": list(groups),
     }
 
@@ -280,11 +272,10 @@ def colours(lens, canvases, shape):
     return np.stack(pixels(lens.locator(canvases)))[..., :3].reshape(*shape, 3)
 
 
-def assert_drawn(lens, part, of=".head canvas", within=3, first=0):
+def assert_drawn(lens, part, of=".head canvas", within=3):
     """Checks that canvases show `part` (..., T, T), 0 to 1; other cells have the masked colour."""
     found = colours(lens, of, part.shape)
     below = np.tril(np.ones(part.shape[-2:], bool))
-    below[:, :first] = False
     wanted = VIRIDIS[np.rint(255 * part).astype(int)]
     assert np.abs(found - wanted)[..., below, :].max() <= within
     assert (found[..., ~below, :] == tint(lens)).all()

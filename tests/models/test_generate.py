@@ -1,11 +1,9 @@
-"""generate.py: several prompts and samples, interactive mode, end of a text, compilation."""
+"""generate.py: several prompts and samples, end of a text, compilation."""
 
-import io
 import json
 import os
 import re
 import shlex
-import sys
 
 import pytest
 import torch
@@ -87,27 +85,13 @@ def test_printing_shows_whole_characters_until_the_end_of_text_token(written, mo
     assert written("prompt=x", "ignore_end=true") == "xé🙂\ufffd<|endoftext|>cd\n"
 
 
-def test_a_loop_of_prompts(written, monkeypatch):
-    """One prompt per line, in any encoding. Each text has its own random numbers."""
-    lines = io.BytesIO("fox\n\nB\xe4r\nfox\n".encode("latin-1"))
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(lines, encoding="utf-8"))
-    texts = written("interactive=true", "temperature=2").splitlines()
-    texts = [text for text in texts if text[:3] in ("fox", "B\ufffdr")]
-    assert [text[:3] for text in texts] == ["fox", "B\ufffdr", "fox"]
-    assert texts[0] != texts[2]
-
-
-def test_ctrl_c_ends_a_text_and_neither_the_loop_nor_a_file(
-    in_process, folder, tmp_path, monkeypatch
-):
+def test_ctrl_c_ends_the_program_and_replaces_no_file(in_process, folder, tmp_path, monkeypatch):
     def interrupted(*_, **__):
         yield [ord("a")]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(decoding, "generate", interrupted)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
     model = f"checkpoint={folder / 'runs' / 'run'}"
-    assert in_process(generate.main, tmp_path, model, "interactive=true") == (0, "onea\ntwoa\n", "")
     assert in_process(generate.main, tmp_path, model, "prompt=one") == (130, "onea", "")
     (tmp_path / "rows.jsonl").write_text("precious")
     code, *_ = in_process(generate.main, tmp_path, model, "out=rows.jsonl", "overwrite=true")
@@ -216,8 +200,6 @@ BAD_PROMPTS = {
     "prompts=list.jsonl": "prompts",
     "prompts=half.jsonl": "prompts",
     "prompts=ok.txt prompt=a": "prompts",
-    "prompts=ok.txt interactive=true": "interactive",
-    "out=new.jsonl interactive=true": "interactive",
     "prompts=ok.txt out=kept.jsonl": "out",
     "prompts=ok.txt out=dangling": "out",
     "prompts=ok.txt out=ok.txt overwrite=true": "out",

@@ -112,15 +112,14 @@ def named(tmp_path, finished):
     return GrowingRun(copy, tmp_path / "runs" / "first")
 
 
-@pytest.mark.parametrize("over", ["prompt", "mean"])
-def test_a_page_that_followed_a_run_equals_one_that_is_opened_at_its_end(named, visit, over):
+def test_a_page_that_followed_a_run_equals_one_that_is_opened_at_its_end(named, visit):
     named.add(0)
-    lens = visit(f"run/first/#head=1.1&statistics={over}")
+    lens = visit("run/first/#head=1.1")
     pages.ready(lens)
     for step in (1, 2, 3, 4):
         named.add(step)
         shows_steps(lens, *range(step + 1))
-    other = visit(f"run/first/#head=1.1&statistics={over}")
+    other = visit("run/first/#head=1.1")
     pages.ready(other)
     texts = []
     for page in (lens, other):

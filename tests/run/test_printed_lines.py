@@ -39,7 +39,7 @@ def trained(run, max_steps):
     to the first token. The lines with heads during the run: (step, heads, other numbers)."""
     capture = run.model.capture_attention
 
-    def capture_attention(input_ids, callback, logit_lens=False, logits_at=None):
+    def capture_attention(input_ids, callback, logits_at=None):
         size, back = input_ids.shape[1], BACK if run.state.step else {}
         for later in LATER[: run.state.step + 1]:
             back = back | later
@@ -54,7 +54,7 @@ def trained(run, max_steps):
                     weights[:, head, torch.arange(size), keys] += share
             callback(layer, weights, *others)
 
-        return capture(input_ids, planted, logit_lens, logits_at)
+        return capture(input_ids, planted, logits_at)
 
     run.model.capture_attention = capture_attention
     train.fit(run)

@@ -59,20 +59,6 @@ def test_permuted_runs_are_matched_completely(in_process, written, tmp_path):
     assert float(out.split("mean similarity of two runs: ")[1].split()[0]) == 1
 
 
-def test_similar_since_is_the_first_step_from_which_a_head_is_similar(
-    in_process, written, tmp_path
-):
-    first, second, third, last = a_run().snapshots
-    second, as_last = (dataclasses.replace(data, codes=last.codes) for data in (second, third))
-    in_process(
-        main, tmp_path, written([first, second, third, last], [first, second, as_last, last])
-    )
-    rows = rows_of(tmp_path / "heads.csv")
-    assert {row["run"] for row in rows} == {"first (1)", "first (2)"}
-    found = {row["run"][-2]: row["similar_since"] for row in rows}
-    assert found == {"1": str(STEPS[3]), "2": str(STEPS[1])}
-
-
 def test_snapshots_of_one_run_are_called_by_their_step(in_process, written, tmp_path):
     written(a_run().snapshots)
     assert in_process(main, tmp_path, "runs=run0/attention/step_*.npz")[0] == 0

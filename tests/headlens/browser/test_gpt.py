@@ -84,7 +84,7 @@ def expected(model, means, ids, off=()):
     and value norms, (L H, T)."""
     codes, norms = [], []
 
-    def visit(_, weights, __, value_norms, ___):
+    def visit(_, weights, __, value_norms):
         codes.append(255 * weights[0][:, *torch.tril_indices(len(ids), len(ids))].sqrt())
         norms.append(value_norms[0])
 

@@ -83,7 +83,7 @@ def test_all_that_the_page_says_about_a_kind_is_in_its_fields(opened, tmp_path, 
     single = {"layer": 0, "head": 0, "loss_change": 1.0, "loss_change_error": 0.1}
     no_accuracy = {"accuracy_without": None}
     data.ablation = {
-        **{"step": 0, "method": "exact", "windows": 2, "targets": 9, "loss": 1, "accuracy": None},
+        **{"step": 0, "windows": 2, "targets": 9, "loss": 1, "accuracy": None},
         **{"heads": [single | no_accuracy], "groups": [group | no_accuracy]},
     }
     write_page(tmp_path / "page.html", [data])

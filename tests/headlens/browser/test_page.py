@@ -1,6 +1,5 @@
 """The interactive page in Chromium: heatmaps, charts, statistics and comparisons."""
 
-import itertools
 import re
 
 import numpy as np
@@ -17,12 +16,12 @@ TALL = {"width": 1280, "height": 1500}  # large enough for the grid and all char
 
 
 def test_heatmaps_show_the_weights_of_every_prompt_and_step(shown):
-    lens, run = shown(fragment="#head=0.2&statistics=mean"), a_run()
+    lens, run = shown(fragment="#head=0.2"), a_run()
     pages.assert_weights(lens, run)
     for number, weights in enumerate(run.weights[120]):
         lens.locator("#prompt").select_option(str(number))
         pages.assert_drawn(lens, np.sqrt(weights))
-    pages.go_to(lens, "head=0.2&statistics=mean")
+    pages.go_to(lens, "head=0.2")
     for frame, step in reversed(list(enumerate(STEPS))):
         lens.locator("#step").fill(str(frame))
         assert re.findall(r"\d+", lens.locator("#step-number").inner_text()) == [str(step)]
@@ -30,22 +29,6 @@ def test_heatmaps_show_the_weights_of_every_prompt_and_step(shown):
         value = formatted(run.rows[step].values["induction"][0, 2])
         assert pages.tile(lens, 0, 2).get_attribute("aria-label").endswith(f" {value}")
         assert pages.statistics_of(lens)[STATISTICS["induction"].title] == value
-
-
-def test_colour_scale_hidden_first_column_and_stretched_colours(shown):
-    lens = shown(fragment="#head=1.0")
-    weights = a_run().weights[120][0]
-    for scale, hide, stretch in itertools.product(("sqrt", "linear"), *2 * [(False, True)]):
-        pages.option(lens, "scale").select_option(scale)
-        pages.option(lens, "first-column").set_checked(hide)
-        pages.option(lens, "stretch").set_checked(stretch)
-        most = weights[..., 1:, int(hide) :].max((-1, -2), keepdims=True) if stretch else 1
-        part = (weights / most).clip(0, 1)
-        part = part if scale == "linear" else np.sqrt(part)
-        within = 3 if (scale, stretch) == ("sqrt", False) else 9
-        pages.assert_drawn(lens, part, within=within, first=int(hide))
-    at = lens.evaluate("window.lens.weight(0, 3, 0, 1, 0, 5, 0)")  # the weights do not change
-    assert at == pytest.approx(weights[1, 0, 5, 0], abs=1 / 255)
 
 
 def test_theme_of_the_system_and_chosen_theme(shown):
@@ -60,7 +43,7 @@ def test_theme_of_the_system_and_chosen_theme(shown):
 
 def test_enlarged_head_shows_its_tokens_weights_and_statistics(shown):
     """Tokens on both axes, the weight under the pointer, and the shaded text."""
-    lens = shown(fragment="#statistics=mean", viewport={"width": 1280, "height": 1000})
+    lens = shown(viewport={"width": 1280, "height": 1000})
     pages.tile(lens, 1, 2).click()
     assert lens.locator("#detail-title").inner_text() == "L1 H2"
     pages.tile(lens, 1, 1).focus()
@@ -166,7 +149,7 @@ def test_many_heads_in_a_row_and_steps_of_seven_digits_leave_room_for_an_enlarge
 
 
 def test_sorting(shown):
-    lens = shown(fragment="#step=80&statistics=mean")
+    lens = shown(fragment="#step=80")
     for key, values in a_run().rows[80].values.items():
         pages.option(lens, "sort").select_option(key)
         assert pages.grid_order(lens) == pages.ranked(values, descending=True), key
@@ -178,7 +161,7 @@ def test_sorting(shown):
 
 
 def test_charts_say_the_value_of_the_chosen_head_and_of_the_head_under_the_pointer(shown):
-    lens, run = shown(fragment="#step=80&statistics=mean", viewport=TALL), a_run()
+    lens, run = shown(fragment="#step=80", viewport=TALL), a_run()
     said = {key: lens.locator(f".chart[data-statistic='{key}'] .value") for key in STATISTICS}
     pages.tile(lens, 1, 1).click()
     for key, values in run.rows[80].values.items():
@@ -196,7 +179,7 @@ def test_charts_say_the_value_of_the_chosen_head_and_of_the_head_under_the_point
             place = divmod(int(best), 3)
             numbers = re.findall(r"[\d.]+", said["diagonal"].inner_text())
             assert numbers == [*map(str, place), str(step), formatted(values[place])]
-    pages.go_to(lens, "statistics=mean")
+    pages.go_to(lens, "")
     pages.tile(lens, 0, 2).hover()
     values = {key: formatted(row[0, 2]) for key, row in run.rows[120].values.items()}
     texts = pages.tile(lens, 0, 2).get_attribute("title").split("\n")
@@ -233,7 +216,7 @@ def test_two_steps_are_compared(shown):
     true = [a[1, 0, 8, 3], b[1, 0, 8, 3], b[1, 0, 8, 3] - a[1, 0, 8, 3]]
     assert weights == pytest.approx(true, abs=0.02)
 
-    pages.go_to(lens, "step=80&head=0.1&compare=step:0&statistics=mean")  # A is the earlier step
+    pages.go_to(lens, "step=80&head=0.1&compare=step:0")  # A is the earlier step
     for frame, earlier, later in ((2, 0, 80), (3, 0, 120), (0, 0, 0)):
         lens.locator("#step").fill(str(frame))
         assert compared_steps(lens) == [earlier, later]
@@ -246,7 +229,7 @@ def test_two_steps_are_compared(shown):
 
 def test_two_runs_are_compared_from_the_start(shown):
     first, second = a_run(), pages.second_run()
-    lens = shown(first, second, fragment="#step=80&statistics=mean")
+    lens = shown(first, second, fragment="#step=80")
     assert pages.state(lens, "compare") == "run"
     pages.assert_difference(lens, second.weights[80][0] - first.weights[80][0])
     assert compared_steps(lens) == [80, 80]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from helpers import pages
 from helpers.pages import STEPS, VOCABULARY, WORDS, a_run
-from playwright.sync_api import expect
 
 from headlens.page import frame_data
 from headlens.rounding import formatted_loss
@@ -87,7 +86,7 @@ def assert_predicts(lens, predictions, query, words, side=0):
 
 def test_most_likely_next_tokens_of_the_query_token(shown):
     lens, run = shown(fragment=f"#head=1.1&query={len(WORDS) - 1}"), a_run()
-    found = run.predictions[120][0][-1]
+    found = run.predictions[120][0]
     assert_predicts(lens, found, len(WORDS) - 1, WORDS)
     lens.locator("#text [data-token]").nth(4).hover()
     assert_predicts(lens, found, 4, WORDS)
@@ -101,12 +100,12 @@ def test_most_likely_next_tokens_of_the_query_token(shown):
     lens.mouse.move(*pages.cell(lens, 8, 3))
     assert_predicts(lens, found, 8, WORDS)
     compare.select_option("step:40")
-    assert_predicts(lens, run.predictions[40][0][-1], 8, WORDS)
+    assert_predicts(lens, run.predictions[40][0], 8, WORDS)
     assert_predicts(lens, found, 8, WORDS, side=1)
 
     words = [f"<{n}>" for n in range(200)]  # the true token may be among the most likely ones
     run = a_run("ids", 1, 1, (pages.prompt("ids", words),), (0,), (0,))
-    found = run.predictions[0][0][-1]
+    found = run.predictions[0][0]
     among = [n for n in range(199) if n + 1 in found.token_ids[n]]
     lens = shown(run, fragment="#head=0.0")
     for query in (among[0], next(n for n in range(199) if n not in among)):
@@ -141,12 +140,12 @@ def test_value_weighted_maps(shown):
 
 
 def test_value_weighted_maps_are_compared_on_one_scale(shown):
-    lens = shown(fragment="#head=1.1&map=valued&compare=step:40&scale=linear")
+    lens = shown(fragment="#head=1.1&map=valued&compare=step:40")
     a, b = products_at(40), products_at(120)
     most = np.maximum(a.max((-1, -2)), b.max((-1, -2)))[..., None, None]
     pages.assert_difference(lens, (b - a) / most)
     for canvas, side in (("#map-2", a), ("#map-3", b)):
-        pages.assert_drawn(lens, (side / most)[1, 1], canvas, within=9)
+        pages.assert_drawn(lens, np.sqrt((side / most)[1, 1]), canvas, within=9)
 
 
 def test_data_with_neither_predictions_nor_norms(shown):
@@ -159,45 +158,6 @@ def test_data_with_neither_predictions_nor_norms(shown):
     assert lens.locator("#text").is_visible()
     assert lens.locator("#next").is_hidden()
     assert alphas(lens).any()
-
-
-def chips(lens):
-    return lens.locator(".chip").evaluate_all("all => all.map((c) => Number(c.dataset.head))")
-
-
-def test_mean_of_several_heads(shown):
-    lens, weights = shown(fragment="#head=none"), a_run().weights[120][0]
-    flat = weights.reshape(6, 12, 12)
-    pages.tile(lens, 1, 1).click(modifiers=["Shift"])
-    assert (pages.state(lens, "layer"), chips(lens)) == (1, [4])
-    assert lens.locator("#chips").is_hidden()
-    pages.assert_drawn(lens, np.sqrt(flat[4]), "#map")
-    pages.tile(lens, 0, 2).click(modifiers=["ControlOrMeta"])
-    lens.locator("#add-head").select_option("0")
-    assert chips(lens) == [4, 2, 0]
-    assert lens.locator(".head[aria-pressed='true']").count() == 3
-    pages.go_to(lens, "head=1.1&more=0.2,0.0&query=11")
-    mean = flat[[4, 2, 0]].mean(0)
-    pages.assert_drawn(lens, np.sqrt(mean), "#map", within=9)
-    assert "3" in lens.locator("#detail-title").inner_text()
-    lens.mouse.move(*pages.cell(lens, 8, 3))
-    assert pages.readout(lens)[2] == [pytest.approx(mean[8, 3], abs=0.012)]
-    pages.option(lens, "compare").select_option("step:40")
-    earlier = a_run().weights[40][0].reshape(6, 12, 12)[[4, 2, 0]].mean(0)
-    pages.assert_drawn(lens, np.sqrt(earlier), "#map-2", within=9)
-    pages.option(lens, "compare").select_option("off")
-    pages.option(lens, "kind").select_option("valued")
-    valued = products_at(120).reshape(6, 12, 12)[[4, 2, 0]].mean(0)
-    pages.assert_drawn(lens, np.sqrt(valued / valued.max()), "#map", within=9)
-    pages.option(lens, "kind").select_option("weights")
-
-    lens.locator(".chip button").first.click()  # the enlarged head; the next takes its place
-    assert chips(lens) == [2, 0]
-    pages.assert_drawn(lens, np.sqrt(flat[[2, 0]].mean(0)), "#map", within=9)
-    pages.tile(lens, 0, 0).click(modifiers=["Shift"])
-    expect(lens.locator("#detail-title")).to_have_text("L0 H2")
-    pages.tile(lens, 1, 0).click()
-    assert (chips(lens), pages.state(lens, "more")) == ([3], [])
 
 
 assert VOCABULARY > 200  # so that the most likely tokens are seldom the words of the prompts

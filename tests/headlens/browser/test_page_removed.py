@@ -1,17 +1,15 @@
-"""The interactive page in Chromium: removed heads and predictions of each layer."""
+"""The interactive page in Chromium: removed heads."""
 
 import copy
 import dataclasses
 import re
 
 import numpy as np
-import pytest
 from helpers import pages
 from helpers.pages import CHANGES, a_run, removal, removals
 
 from headlens.finding import removed_heads
 from headlens.heads import ALL_NAMES
-from headlens.rounding import formatted_loss
 
 
 def with_removal(*groups, name_of_all=""):
@@ -84,42 +82,7 @@ def test_heads_are_sorted_by_the_loss_without_them(shown):
 
 def test_nothing_is_said_of_removed_heads_that_were_not_measured(shown):
     lens = shown(fragment="#head=0.1&sort=-loss_change")
-    for part in ("#removed", "#groups", "#layers"):
+    for part in ("#removed", "#groups"):
         assert lens.locator(part).is_hidden()
     assert pages.state(lens, "sort") == ""
     assert not lens.locator("#sort option[value='loss_change']").count()
-
-
-def assert_layers(lens, predictions, query, side=0):
-    read = """all => all.map((row) => [row.querySelector("bdi").textContent.slice(1, -1),
-      ...[...row.querySelectorAll(".number")].map((cell) => cell.textContent),
-      row.classList.contains("true")])"""
-    rows = lens.locator("#layers table").nth(side).locator("tbody tr").evaluate_all(read)
-    for (token, chance, loss, true), of in zip(rows, predictions, strict=True):
-        assert token == f"<{of.token_ids[query, 0]}>"
-        assert float(chance) == pytest.approx(of.probabilities[query, 0], rel=0.05)
-        if query == len(of.losses):
-            assert not numbers(loss)
-        else:
-            assert loss == formatted_loss(of.losses[query])
-            assert true == (of.token_ids[query, 0] == query + 1)
-
-
-def test_logit_lens_shows_the_prediction_of_each_layer(shown):
-    """The logit lens, in which the true token is marked."""
-    words = [f"<{n}>" for n in range(200)]
-    prompts = (pages.prompt("ids", words),)
-    run = a_run("ids", 3, 1, prompts, (0, 40), (0, 40), logit_lens=True)
-    found = run.predictions[40][0]
-    true = [n for n in range(199) if any(of.token_ids[n, 0] == n + 1 for of in found)]
-    lens = shown(run, fragment="#head=0.0")
-    for query in (*true[:2], 150):
-        pages.go_to(lens, f"head=0.0&query={query}")
-        assert_layers(lens, found, query)
-        assert lens.locator("#layers .true").count() == (query in true[:2])
-    lens.locator("#text [data-token]").nth(7).hover()
-    assert_layers(lens, found, 7)
-    pages.go_to(lens, "head=0.0&compare=step:0&query=199")
-    for side, step in enumerate((0, 40)):
-        assert_layers(lens, run.predictions[step][0], 199, side)
-    assert true

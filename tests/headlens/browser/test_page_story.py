@@ -33,45 +33,20 @@ def legend(lens):
     return dict(zip(keys, counts, strict=True))
 
 
-def test_statistics_of_the_shown_prompt_and_the_mean(shown):
-    lens, run = shown(fragment="#head=0.2"), a_run()
-    for over in ("prompt", "mean"):
-        pages.option(lens, "over").select_option(over)
-        for number, prompt in enumerate(PROMPTS):
-            lens.locator("#prompt").select_option(str(number))
-            values = run.rows[120].values if over == "mean" else run.frames[120].of_prompts[number]
-            uniform = uniform_of(PROMPTS if over == "mean" else [prompt])
-            found = lens.locator("#values > div").locator("visible=true").all_inner_texts()
-            found = dict(text.split("\n") for text in found)
-            for key, statistic in STATISTICS.items():
-                if key == "positional":  # compares prompts
-                    continue
-                if np.isnan(values[key][0, 2]):
-                    assert statistic.title not in found, (over, prompt.name, key)
-                    continue
-                numbers = re.findall(r"−?\d+\.?\d*", found[statistic.title])
-                wanted = [values[key][0, 2]] + [uniform[key]] * (uniform[key] is not None)
-                assert [float(n.replace("−", "-")) for n in numbers] == pytest.approx(
-                    wanted, abs=0.051 if max(wanted) >= 10 else 0.0051
-                )
-
-
-def test_order_by_values_of_the_shown_prompt(shown):
-    lens, run = shown(), a_run()
-    pages.option(lens, "sort").select_option("distance")
-    for number in (1, 2):
-        lens.locator("#prompt").select_option(str(number))
-        wanted = run.frames[120].of_prompts[number]["distance"]
-        assert pages.grid_order(lens) == pages.ranked(wanted, descending=True)
-    lens.locator("#prompt").select_option("0")
-    pages.option(lens, "sort").select_option("induction")  # also shows the prompt that defines it
-    expect(lens.locator("#prompt")).to_have_value("2")
-    assert lens.locator("#message").is_visible()
-    pages.option(lens, "over").select_option("mean")
+def test_statistics_are_means_over_prompts(shown):
+    lens, values = shown(fragment="#head=0.2"), a_run().rows[120].values
+    uniform = uniform_of(PROMPTS)
+    found = lens.locator("#values > div").locator("visible=true").all_inner_texts()
+    found = dict(text.split("\n") for text in found)
+    for key, statistic in STATISTICS.items():
+        numbers = re.findall(r"−?\d+\.?\d*", found[statistic.title])
+        wanted = [values[key][0, 2]] + [uniform[key]] * (uniform[key] is not None)
+        assert [float(n.replace("−", "-")) for n in numbers] == pytest.approx(
+            wanted, abs=0.051 if max(wanted) >= 10 else 0.0051
+        )
     pages.option(lens, "sort").select_option("significance")
-    values = significances(run.rows[120].values, uniform_of(PROMPTS))
+    values = significances(values, uniform)
     assert pages.grid_order(lens) == pages.ranked(np.nanmax(values, axis=0), descending=True)
-    expect(lens).to_have_url(re.compile("statistics=mean"))
 
 
 def test_letters_and_counts_of_names_follow_the_step(shown, story):

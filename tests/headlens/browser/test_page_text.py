@@ -209,26 +209,18 @@ def test_head_that_has_its_name_on_the_text_only_is_shown_there(shown):
     expect(lens.locator("#message")).to_be_visible()  # the prompt does not change silently
 
 
-def test_statistics_are_those_of_the_text_or_of_the_prompt(shown):
+def test_statistics_are_those_of_the_text(shown):
     lens, run = shown(a_text_run(), fragment="#head=0.2&prompt=1"), a_text_run()
     title = {s["key"]: s["title"] for s in run.data["statistics"]}["induction"]
-    of_prompt = run.snapshots[-1].of_prompts[1]["induction"][0, 2]
-    for over, value in (("mean", run.rows[80].values["induction"][0, 2]), ("prompt", of_prompt)):
-        pages.option(lens, "over").select_option(over)
-        text = pages.statistics_of(lens)[title]
-        assert float(re.match(r"[\d.]+", text)[0]) == pytest.approx(value, abs=0.0051)
-        assert ("±" in text) == (over == "mean")
-        chart = lens.locator(".chart[data-statistic='induction'] .value").inner_text()
-        assert float(chart.split()[-1]) == pytest.approx(value, abs=0.0051)
-        pages.option(lens, "sort").select_option("induction")
-        assert pages.state(lens, "prompt") == 1
-        if over == "mean":
-            values = run.rows[80].values["induction"]
-            assert pages.grid_order(lens) == pages.ranked(values, descending=True)
-    expect(lens).to_have_url(re.compile("statistics=prompt"))
-    again = shown(a_text_run(), fragment=lens.evaluate("location.hash"))
-    assert pages.state(again, "over") == "prompt"
-    assert pages.state(shown(a_text_run()), "over") == "mean"
+    values = run.rows[80].values["induction"]
+    text = pages.statistics_of(lens)[title]
+    assert float(re.match(r"[\d.]+", text)[0]) == pytest.approx(values[0, 2], abs=0.0051)
+    assert "±" in text
+    chart = lens.locator(".chart[data-statistic='induction'] .value").inner_text()
+    assert float(chart.split()[-1]) == pytest.approx(values[0, 2], abs=0.0051)
+    pages.option(lens, "sort").select_option("induction")
+    assert pages.state(lens, "prompt") == 1
+    assert pages.grid_order(lens) == pages.ranked(values, descending=True)
 
 
 def test_contexts_of_the_shown_side_and_of_one_head(shown):
@@ -238,8 +230,6 @@ def test_contexts_of_the_shown_side_and_of_one_head(shown):
     assert_cells(shown_contexts(lens)[0], planted)
     pages.go_to(lens, "head=1.0&step=40&show=a")
     assert_cells(shown_contexts(lens)[0], planted)
-    pages.go_to(lens, "head=1.0&step=40&show=a&more=0.0")
-    assert lens.locator("#contexts").is_hidden()
     pages.go_to(lens, "head=none")
     assert lens.locator("#contexts").is_hidden()
 
@@ -249,7 +239,6 @@ def test_page_without_a_text_has_no_contexts_and_errors(shown):
     without = text_run(text=False, name="without")
     lens = shown(without, fragment="#head=0.0")
     assert lens.locator("#contexts").is_hidden()
-    assert pages.state(lens, "over") == "prompt"
     assert lens.locator("#detail-name small").inner_text() == ""
     assert "±" not in lens.locator("#side").inner_text()
     lens = shown(a_text_run(), without, fragment="#head=1.0&show=a")

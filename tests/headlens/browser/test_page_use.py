@@ -1,7 +1,6 @@
 """The interactive page in Chromium: links, keys, small windows, invalid data and security."""
 
 import html
-import json
 import mimetypes
 import re
 
@@ -12,9 +11,7 @@ from helpers.pages import END, HOSTILE, PROMPTS, START, a_run
 from playwright.sync_api import expect
 
 from clearhead.output.report import write_run_page
-from headlens.heatmap import VIRIDIS
-from headlens.page import page_html
-from headlens.rounding import DIGITS
+from headlens.page import CONSTANTS, page_html
 
 SOURCES = REPOSITORY / "headlens" / "page"
 
@@ -27,11 +24,7 @@ def test_link_restores_the_view(shown):
     lens.locator("#text [data-token='5']").click()
     pages.option(lens, "sort").select_option("distance")
     pages.option(lens, "direction").click()
-    pages.option(lens, "scale").select_option("linear")
-    pages.option(lens, "first-column").check()
-    pages.option(lens, "stretch").check()
     pages.option(lens, "kind").select_option("valued")
-    pages.tile(lens, 0, 1).click(modifiers=["Shift"])
     pages.option(lens, "compare").select_option("step:80")
     lens.locator("#show label").nth(1).click()
     pages.option(lens, "theme").click()
@@ -49,8 +42,8 @@ def test_link_restores_the_view(shown):
 # Invalid values for each part of a link, and texts that are not links.
 BAD_LINKS = """prompt=3 prompt=-1 prompt=1.5 prompt=x step=41 step= step=constructor head=2.0
 head=0.3 head=1 head=-1.0 head=. query=12 query=NaN sort=nothing sort=-__proto__
-scale=cubic first=1 compare=run
-compare=step:41 compare=constructor show=c theme=%00 colours=1 more=0.1 more=9.9,x
+compare=run
+compare=step:41 compare=constructor show=c theme=%00
 map=x % &&==&"""
 
 
@@ -59,8 +52,8 @@ def test_changed_address_is_followed(shown):
     usual = lens.evaluate("({ ...window.lens.state })")
     for bad in [*BAD_LINKS.split(), HOSTILE]:
         assert pages.go_to(lens, bad) == usual, bad
-    found = pages.go_to(lens, "prompt=99&step=zz&scale=linear&head=1.1")
-    assert found == usual | {"scale": "linear", "layer": 1, "head": 1}  # valid parts are used
+    found = pages.go_to(lens, "prompt=99&step=zz&map=valued&head=1.1")
+    assert found == usual | {"map": "valued", "layer": 1, "head": 1}  # valid parts are used
     pages.go_to(lens, "head=1.0&prompt=1&step=40")
     expect(lens.locator("#detail-title")).to_have_text("L1 H0")
     expect(lens.locator("#step-number")).to_contain_text("40")
@@ -78,9 +71,6 @@ PRESSED = [  # view, key, what it changes, new value
     ("prompt=2", "p", "prompt", 0),
     ("head=0.1", "Shift+ArrowUp", "query", 10),
     ("head=0.1&query=5", "Shift+ArrowDown", "query", 6),
-    ("scale=sqrt", "s", "scale", "linear"),
-    ("first=shown", "h", "hideFirst", True),
-    ("colours=equal", "c", "stretch", True),
     ("compare=off", "d", "compare", "step:0"),
     ("theme=light", "t", "theme", "dark"),
     ("map=weights", "v", "map", "valued"),
@@ -105,7 +95,8 @@ def test_sources_run_without_being_assembled(window):
     def serve(route):
         path = SOURCES / route.request.url.split("/")[-1].split("#")[0]
         body = path.read_text(encoding="utf-8").replace("__DATA__", data)
-        body = body.replace("__VIRIDIS__", VIRIDIS).replace("__DIGITS__", json.dumps(DIGITS))
+        for constant, value in CONSTANTS.items():
+            body = body.replace(constant, value)
         route.fulfill(body=body, content_type=mimetypes.guess_type(path)[0])
 
     tab.route("http://lens.test/**", serve)
@@ -116,9 +107,6 @@ def test_sources_run_without_being_assembled(window):
     pages.go_to(tab, "head=0.1")
     tab.locator("#show-help").click()
     tab.keyboard.press("Escape")
-    pages.option(tab, "save-image").click()
-    with tab.expect_download():
-        tab.locator("[data-figure='head.svg']").click()
     tab.close()
     assert wrong == []
 
@@ -127,7 +115,7 @@ def test_keyboard_reaches_heads_tokens_and_steps(shown):
     lens = shown()
     assert_keys_work(lens)
     order = pages.ranked(a_run().rows[120].values["entropy"], descending=True)
-    pages.go_to(lens, "sort=-entropy&statistics=mean")  # when sorted, arrows follow the order
+    pages.go_to(lens, "sort=-entropy")  # when sorted, arrows follow the order
     pages.tile(lens, *order[0]).click()
     lens.keyboard.press("ArrowRight")
     assert (pages.state(lens, "layer"), pages.state(lens, "head")) == order[1]
@@ -156,8 +144,8 @@ def test_keyboard_reaches_heads_tokens_and_steps(shown):
     lens.keyboard.press("Enter")
     assert lens.locator("#detail-title").inner_text() == "L1 H1"
     lens.locator("#prompt").focus()  # keys that a field needs are not shortcuts
-    lens.keyboard.press("s")
-    assert pages.state(lens, "scale") == "sqrt"
+    lens.keyboard.press("v")
+    assert pages.state(lens, "map") == "weights"
 
 
 ACTIVE = """() => {
@@ -170,7 +158,7 @@ ACTIVE = """() => {
 
 def test_every_control_is_reached_by_tab(shown):
     lens = shown(a_run(), pages.second_run(), fragment="#head=0.1&sort=-entropy")
-    pages.option(lens, "scale")  # opens the options
+    pages.option(lens, "compare")  # opens the options
     controls = lens.locator("main button:not(.head, .chart button), main select, main input")
     ids = set(controls.evaluate_all("all => all.map((node) => node.id)")) - {""}
     wanted = {id for id in ids if lens.locator(f"#{id}").is_visible()}
@@ -273,9 +261,9 @@ def test_panel_of_a_dashboard_shows_the_grid_and_an_enlarged_head(shown):
     lens.page.keyboard.press("Escape")
     assert lens.evaluate("document.documentElement.scrollWidth") == 460
     lens.locator("#options").click()
-    expect(lens.locator("#scale")).to_be_in_viewport(ratio=1)
-    pages.option(lens, "scale").select_option("linear")
-    assert pages.state(lens, "scale") == "linear"
+    expect(lens.locator("#kind")).to_be_in_viewport(ratio=1)
+    pages.option(lens, "kind").select_option("valued")
+    assert pages.state(lens, "map") == "valued"
     assert lens.locator(".head canvas").first.evaluate("canvas => canvas.width") == size
     # The enlarged head is also on top of sorted heads.
     lens.page.locator("iframe").evaluate("node => { node.width = 800; node.height = 450; }")
@@ -297,12 +285,6 @@ def test_page_works_in_a_sandboxed_frame(tmp_path, write, opened):
     lens.locator("#show-all").click()
     lens.locator(".head").nth(4).click()
     pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0][1, 1]), "#map")
-    lens.locator("#options").click()
-    pages.option(lens, "save-image").click()  # it may not download files
-    lens.locator("[data-figure='grid.png']").click()
-    lens.locator("#saved img").wait_for()
-    width = "async (image) => (await image.decode(), image.naturalWidth)"
-    assert lens.locator("#saved img").evaluate(width) > 500
 
 
 def test_print_of_the_dark_theme(shown):
