@@ -48,7 +48,7 @@ SHORT = {
 }
 # Not executed: they need other projects, minutes, hours, the network or an account.
 ELSEWHERE = {"benchmarks.training", "benchmarks.generate", "benchmarks.gpu"}
-ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval"}
+ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval", "scripts.wandb_workspace"}
 
 # Values for placeholders in the pages.
 PLACEHOLDERS = {
