@@ -19,6 +19,7 @@ from clearhead.config.stored import (
     OF_THE_LAUNCH,
     OF_THE_MACHINE,
     PROMPTS,
+    dropped_settings,
     is_of,
     names_run,
     settings_of,
@@ -128,7 +129,7 @@ def settings_to_resume(
     run = Path(config.runs_dir, config.name)
     with strategy.raise_on_all_ranks():
         below = [] if point.was_finished else point.state.exceeded_limits(config.trainer)
-        refuse(changed_settings(saved, now, run) + below)
+        refuse(dropped_settings(saved, run) + changed_settings(saved, now, run) + below)
         limit, key = config.trainer.max_minutes, "trainer.max_minutes"
         if point.state.format < FORMAT and limit and saved.get(key):
             reason = f"version 3, which trained {run}, did not store the used time"

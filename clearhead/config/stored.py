@@ -18,6 +18,15 @@ SETTINGS_JSON = "run.json"  # in a run directory
 # These settings belong to one start of a run and are never those of an earlier start.
 OF_THE_MACHINE = ("debug", "parallel", "trainer.device")
 OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "runs_dir", "trainer.resume")
+# Settings of earlier versions that changed what is trained, with the only value that is still
+# supported.
+DROPPED = {
+    "data.endoftext": "token",
+    "data.token_dtype": "uint16",
+    "optimizer.nesterov": True,
+    "optimizer.ns_steps": 5,
+    "trainer.schedule_steps": None,
+}
 PROMPTS = ("lens.prompts", "trainer.sample_prompt")  # passages of the text, unless they are given
 
 
@@ -65,13 +74,27 @@ def settings_of(run: Path) -> dict | None:
     return settings if isinstance(settings, dict) else None
 
 
+def dropped_settings(stored: dict, run: object, given: Collection[str] = ()) -> list[Problem]:
+    """Returns a problem for each setting in DROPPED with which a run was trained.
+
+    stored: its settings, flat. given: keys and groups on the command line, which replace them.
+    """
+    reason = f"{run} was trained with this value, which is not supported any more"
+    return [
+        Problem(key, stored[key], reason, "use the version that trained it")
+        for key, supported in DROPPED.items()
+        if stored.get(key, supported) != supported and not is_of(key, given)
+    ]
+
+
 def with_settings_of(path: Path, config: Config, given: list[str], is_new: bool) -> Config:
     """Returns the settings of a run, overridden by the command line.
 
     path: a run directory, or one of its checkpoints. config: the defaults, with the settings on the
     command line, whose keys and groups are `given`. is_new: for a new run, not for the run itself.
-    Stored settings that the schema does not have are ignored. Raises CheckpointError for invalid
-    stored settings, ConfigError for invalid overrides.
+    Stored settings that the schema does not have are ignored, if nothing else is trained without
+    them (DROPPED). Raises CheckpointError for invalid stored settings, ConfigError for invalid
+    overrides.
     """
     key = "from" if is_new else "trainer.resume"
     in_run = path.resolve().parent.name == "checkpoints" and not (path / SETTINGS_JSON).exists()
@@ -85,6 +108,7 @@ def with_settings_of(path: Path, config: Config, given: list[str], is_new: bool)
     if broken := sorted(GROUPS.keys() & known.keys()):
         reason = f"its stored {broken[0]} must be a group of settings"
         raise CheckpointError(key, path, reason, "use another run")
+    refuse(dropped_settings(known, path, given))
     composed = flat(config.model_dump())
     merged = composed | {
         name: value

@@ -16,7 +16,7 @@ from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing, tensors
 from clearhead.checkpoint import run_directory as directory
 from clearhead.config import compose
-from clearhead.errors import CheckpointError, DamagedCheckpointError, RunFileError
+from clearhead.errors import CheckpointError, ConfigError, DamagedCheckpointError, RunFileError
 from clearhead.models.pretrained import load_pretrained
 from train import fit
 
@@ -209,15 +209,34 @@ def test_invalid_states_are_refused_by_name(trained, tmp_path):
             assert len(str(caught.value)) < 2000, text[:20]
 
 
-def test_settings_of_an_earlier_version_are_ignored(run, newest, resumed):
-    change_state(newest, **{"settings.wandb.notes": "a"})
+@pytest.mark.parametrize(
+    ("key", "value", "is_refused"),
+    [
+        ("optimizer.ns_steps", 5, False),
+        ("optimizer.ns_steps", 3, True),
+        ("optimizer.nesterov", False, True),
+        ("trainer.schedule_steps", 900, True),
+        ("wandb.notes", "a", False),
+    ],
+)
+def test_settings_of_an_earlier_version(run, newest, resumed, key, value, is_refused):
+    """They are refused if this version would train in another way, and ignored otherwise."""
+    change_state(newest, **{f"settings.{key}": value})
     stored = json.loads((run / "run.json").read_text())
-    stored["settings"]["wandb"]["notes"] = "a"
+    group, name = key.split(".")
+    stored["settings"][group][name] = value
     (run / "run.json").write_text(json.dumps(stored))
     given = "data.path=text.txt", "trainer.max_steps=6"
-    resumed(LONGER)
-    compose([f"trainer.resume={run}", *given])
-    compose([f"from={run}", *given])
+    for start in (
+        lambda: resumed(LONGER),
+        lambda: compose([f"trainer.resume={run}", *given]),
+        lambda: compose([f"from={run}", *given]),
+    ):
+        if is_refused:
+            with refused(ConfigError, key, value, exit_code=2):
+                start()
+        else:
+            start()
 
 
 def test_nonfinite_losses_of_skipped_steps_are_valid(run, newest, resumed):
