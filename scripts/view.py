@@ -7,9 +7,8 @@
 
 The first two serve a list of runs, and the page of each, on this machine only. The pages take up
 new snapshots, losses and samples by themselves, and nothing is written. `model` is a run, a
-checkpoint, a Hugging Face directory or hub:NAME: it has a page of its own, for any text. The last
-command draws the images of a run and run.html again from its data, for example after a change of
-the page.
+checkpoint, a Hugging Face directory or hub:NAME: its page takes any text. The last command draws
+the images and pages of a run again from its data, for example after a change of the page.
 """
 
 import sys
@@ -41,7 +40,8 @@ class ViewConfig(ScriptConfig):
         None, description="also show this model: checkpoint, Hugging Face directory or hub:NAME"
     )
     write: str | None = Field(
-        None, description="a run directory: draw its images and run.html again, and serve nothing"
+        None,
+        description="a run directory: draw its images and pages again, and serve nothing",
     )
 
 
@@ -84,6 +84,7 @@ def measured(path: str) -> "LiveModel":
 def write(folder: Path) -> None:
     """Draws the images and the page of a run."""
     from clearhead.output.live import LiveRun
+    from clearhead.output.play import write_play_page
     from clearhead.output.report import write_run_page
     from headlens import draw_run
 
@@ -92,11 +93,12 @@ def write(folder: Path) -> None:
         raise DataError("write", folder, "not a run directory", "give runs/NAME")
     try:
         draw_run(folder / "attention")
-        page = write_run_page(folder, run.progress()["state"])
+        state = run.progress()["state"]
+        pages = [write_run_page(folder, state), write_play_page(folder, state)]
     except ValueError as error:
         hint = "remove the file, or use the version of clearhead that wrote it"
         raise DataError("write", folder, str(error), hint) from error
-    print(sanitize(f"page of the run  {page}"))
+    print(*(sanitize(f"page of the run  {page}") for page in pages if page), sep="\n")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from clearhead.checkpoint.listing import list_checkpoints, step_of
 from clearhead.config.schema import ModelSettings
 from clearhead.config.stored import settings_of
 from clearhead.config.validation import validate
+from clearhead.files import atomic_write
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output.report import run_page
 from clearhead.tokens.tokenizer import Tokenizer
@@ -64,6 +65,14 @@ def play_page(folder: Path, state: str) -> bytes:
     """Returns the page of a run with its model. state: as for write_run_page. Raises
     CheckpointError, and another ValueError for a snapshot that cannot be read."""
     return run_page(folder, state, packed_model(folder))
+
+
+def write_play_page(folder: Path, state: str) -> Path | None:
+    """Writes folder/play.html; returns its path, or None if the run has no such page."""
+    if why_not(folder):
+        return None
+    atomic_write(folder / PLAY_HTML, play_page(folder, state))
+    return folder / PLAY_HTML
 
 
 def packed_model(folder: Path) -> dict:

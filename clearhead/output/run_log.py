@@ -14,9 +14,8 @@ from torch import Tensor
 from clearhead.checkpoint.format import State
 from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.errors import DIVERGENCE_HINT, DivergedError, best_effort
-from clearhead.files import atomic_write
 from clearhead.output.console import Console
-from clearhead.output.play import PLAY_HTML, play_page, why_not
+from clearhead.output.play import PLAY_HTML, write_play_page
 from clearhead.output.report import RUN_HTML, write_run_page
 from clearhead.output.tracker import Tracker
 from clearhead.parallel.strategy import Strategy
@@ -93,9 +92,7 @@ class RunLog:
         if not self.console.is_rank_0:
             return
         with best_effort(f"{PLAY_HTML}: could not be written", self.debug):
-            if not why_not(self.directory):
-                page = play_page(self.directory, "finished")
-                atomic_write(self.directory / PLAY_HTML, page)
+            write_play_page(self.directory, "finished")
 
 
 @dataclass

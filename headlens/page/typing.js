@@ -13,7 +13,7 @@
 import { clamp, format, stepText } from "./text.js";
 import { $, showMessage } from "./dom.js";
 import { decode } from "./data.js";
-import { DEFAULTS, nearestIndex, placeOfHead, run, setRuns, state, update } from "./state.js";
+import { nearestIndex, placeOfHead, run, setRuns, state, update } from "./state.js";
 import { isPlaying, pause } from "./player.js";
 
 const MOST_NEW = 100; // tokens of one continuation
@@ -146,7 +146,7 @@ async function showReadingOf(reading, off, query) {
     before ??= { run, state: { ...state } };
     setRuns(typed, null);
     buildSteps();
-    Object.assign(changes, { prompt: 0, off: "", compare: "off", over: DEFAULTS.over });
+    Object.assign(changes, { prompt: 0, off: "", compare: "off" });
   }
   await update(changes);
   showTyping();
@@ -154,7 +154,7 @@ async function showReadingOf(reading, off, query) {
 
 const cells = ({ ids: { length } }) => (length * (length + 1)) / 2;
 
-const promptOf = (reading) => ({ name: "typed", title: "your text", period: 0, uniform: null, start: 0,
+const promptOf = (reading) => ({ name: "typed", title: "your text", period: 0, start: 0,
   normStart: 0, length: reading.ids.length, triangle: cells(reading), text: plainText(reading.tokens),
   ids: reading.ids, prefix: reading.prefix, tokens: reading.tokens, texts: reading.texts, labels: reading.labels,
   signs: reading.signs, truncated: reading.truncated });
@@ -212,7 +212,7 @@ function frameOf(typed, { step, known, heads }, index) {
     const nowhere = facts.heads.findings.map(() => -1);
     const clearest = Object.entries(facts.heads.clearest).map(([name, [head]]) => [name, [head, 0]]);
     Object.assign(frame, { reading, bytes: reading.codes, normBytes: reading.norms,
-      pending: Promise.resolve(reading.codes), facts: { ...facts, statistics: [{}], without: undefined,
+      pending: Promise.resolve(reading.codes), facts: { ...facts, without: undefined,
         largest_norms: [reading.largest_norms], predictions: asPredictions(reading),
         whole: whole === reading ? null : asPredictions(whole), heads: { findings: nowhere.map(() => []),
           rows: [nowhere], prompts: nowhere, clearest: Object.fromEntries(clearest) } } });
@@ -224,7 +224,7 @@ function frameOf(typed, { step, known, heads }, index) {
 /** Returns the predictions of a reading as those of a frame, with the ids of the tokens. */
 function asPredictions({ ids, losses, likely }) {
   const perPosition = likely.ids[0].length;
-  return { labels: likely.labels.flat(), ids: likely.ids.flat(), of_prompts: [{ losses, layers: [],
+  return { labels: likely.labels.flat(), ids: likely.ids.flat(), of_prompts: [{ losses,
     tokens: likely.ids.map((of, n) => of.map((_, place) => n * perPosition + place)),
     probabilities: likely.probabilities,
     hits: likely.ids.map((of, n) => of.indexOf(ids[n + 1])) }] };

@@ -42,7 +42,7 @@ function writer({ kind, layer, head }, inSentence) {
   const index = layer * run.heads + head;
   const name = nameAt(here, index);
   const open = make("button", { textContent: headName(index), title: "show this head",
-    onclick: () => update({ view: "all", more: [], ...placeOfHead(index) }) });
+    onclick: () => update({ view: "all", ...placeOfHead(index) }) });
   setColour(open, name?.key);
   const title = name ? `, ${/^[aeiou]/.test(name.title) ? "an" : "a"} ${name.title}` : "";
   return inSentence ? ["what ", open, title && `${title},`, " wrote"] : [open, title];

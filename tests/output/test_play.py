@@ -174,7 +174,7 @@ def test_an_error_of_the_page_ends_no_run(make_run, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("clearhead.output.run_log.play_page", full)
+    monkeypatch.setattr("clearhead.output.run_log.write_play_page", full)
     run = make_run("name=full", "debug=false", *LENS)
     fit(run)
     assert (run.directory / "summary.json").is_file()
