@@ -195,7 +195,7 @@ def test_markup_is_shown_and_not_executed(marked_up, opened):
     """In each page of the run. `opened` fails on any request, dialog, error or console line."""
     folder, _ = marked_up
     pages = sorted((folder / "runs").rglob("*.html"))
-    assert [path.name for path in pages] == ["run.html"]
+    assert [path.name for path in pages] == ["play.html", "run.html"]
     for path in pages:
         page = opened(path, before="window.trap = 1")
         page.locator("html[data-ready='1']").wait_for()

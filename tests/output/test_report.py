@@ -192,7 +192,7 @@ def test_some_samples_from_first_to_last_are_shown_and_others_on_demand(run, pag
     page = page_of(run(ROWS, [{"step": n, "prompt": "a", "text": f"a {n}"} for n in range(1, 8)]))
     shown = page.locator(".samples article:visible h3")
     assert numbers(shown.all_inner_texts()) == [["1"], ["3"], ["5"], ["7"]]
-    page.locator("summary").click()
+    page.locator("#tab-training summary").click()
     steps = [int(step) for (step,) in numbers(shown.all_inner_texts())]
     assert sorted(steps) == [*range(1, 8)]
 
