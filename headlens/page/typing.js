@@ -114,6 +114,9 @@ async function read(wanted, off = run.off ?? new Set()) {
   try {
     const known = wanted.ids && wanted.ids === text?.ids ? text.whole : new Map(); // heads switched
     const whole = known.get(step) ?? await engine.read({ ...wanted, step, off: [], signal });
+    if (!Number.isFinite(whole.next.probabilities[0])) {
+      throw new Error("This model has diverged: what it predicts are not numbers.");
+    }
     const ids = wanted.ids ?? whole.ids;
     const reading = off.size ? await engine.read({ ids, step, off: [...off], signal }) : whole;
     await decode(before?.run ?? run, knownFrame(before?.run ?? run, step));

@@ -36,14 +36,15 @@ def serving(folder: Path, port: int = 8123, model: LiveModel | None = None) -> I
 
 
 @contextlib.contextmanager
-def live_command(folder: Path, port: int) -> Iterator[str]:
+def live_command(folder: Path, port: int, *more: str) -> Iterator[str]:
     """Runs scripts.view until the end of the context. Yields its address. Unlike `serving`, its
-    connections end with it."""
-    command = [sys.executable, "-m", "scripts.view", f"runs_dir={folder}", f"port={port}"]
+    connections end with it. more: settings."""
+    command = [sys.executable, "-m", "scripts.view", f"runs_dir={folder}", f"port={port}", *more]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as started:
         try:
-            yield re.search(r"http://\S+/", started.stdout.readline())[0]
+            found = (re.search(r"http://\S+/", line) for line in started.stdout)
+            yield next(filter(None, found))[0]
         finally:
             started.terminate()
             started.wait(TIMEOUT)

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from helpers import pages
-from helpers.live import RUN, serving
+from helpers.live import RUN, live_command, serving
 from helpers.runs import train_in
 from playwright.sync_api import expect
 
@@ -201,3 +201,18 @@ def test_a_hostile_text_is_text(page):
     text = "<img src=x onerror=alert(1)>"
     type_in(page, text)
     expect(page.locator("#story-tokens")).to_have_text(text)
+
+
+def test_the_page_of_a_model_without_a_run(tmp_path, typed_run, reader, window):
+    folder = shutil.copytree(
+        typed_run / "checkpoints" / "step_00000003", tmp_path / "step_00000003"
+    )
+    lens = window(reduced_motion="reduce").new_page()
+    with (
+        contextlib.closing(lens),
+        live_command(tmp_path, next(ports), f"model={folder}") as address,
+    ):
+        lens.goto(address)
+        pages.ready(lens)
+        type_in(lens, WORDS)
+        expects(lens, reader(3).read(WORDS))
