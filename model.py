@@ -30,8 +30,8 @@ from attention import KERNELS, NO_DROPOUT, AttentionKernel, MultiHeadAttention
 # An attention kernel (attention.py) that also gets the index of the layer that calls it:
 # layer_kernel(layer, queries, keys, values, dropout_p) -> context_vec.
 LayerKernel = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-# callback(layer, attn_weights, attn_scores, value_norms, logits) receives the attention of one
-# layer: (B, H, T, T), (B, H, T, T), (B, H, T) and (B, T, V) or None.
+# callback(layer, attn_weights, attn_scores, value_norms) receives the attention of one layer:
+# (B, H, T, T), (B, H, T, T) and (B, H, T).
 AttentionCallback = Callable[[int, Tensor, Tensor, Tensor], None]
 
 

@@ -51,6 +51,7 @@ class Reading:
     labels: list[str]
     signs: str
     prefix: int  # number of leading tokens that the tokenizer puts in front of a text
+    special: list[int]  # ids of special tokens, which end a text
     truncated: bool  # whether the text has more tokens
     # uint8 (L, H, T (T + 1) / 2): round(255 sqrt(w)), the lower triangle of the weights row by row
     codes: np.ndarray
@@ -112,6 +113,7 @@ class Reader:
             prompt.labels,
             signs_of(prompt.tokens),
             len(before) if (*prompt.token_ids[: len(before)],) == before else 0,
+            sorted(self.tokenizer.special),
             prompt.truncated,
             torch.stack(recorder.codes).cpu().numpy(),
             norms,

@@ -8,7 +8,7 @@
 
 A run is read again when one of its files has changed. Nothing is written. Only directories in this
 folder are runs, and none whose files are links. output/live_server.py sends the results to a
-browser, to one request at a time.
+browser.
 """
 
 import contextlib

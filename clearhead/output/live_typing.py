@@ -10,8 +10,8 @@ come codes and norms. `parts` is Reader.parts: the JSON of ScoreParts with its l
 A request costs computing time. So it needs the token of the server, which only a page of the same
 address can read, and headers that a page from elsewhere cannot send without being asked for
 permission (CORS preflight), which the server never gives. One request is computed at a time, and
-none longer than SECONDS. It ends when its connection is closed: a page does this when the user
-types on.
+a reading none longer than SECONDS. It ends when its connection is closed: a page does this when
+the user types on.
 """
 
 import hmac
@@ -32,7 +32,7 @@ from pydantic import Field, model_validator
 
 from clearhead.config.schema import Settings, rejected
 from clearhead.config.validation import validate
-from clearhead.errors import CheckpointError
+from clearhead.errors import CheckpointError, message_of
 from clearhead.files import parse_json
 from clearhead.models.foreign import load_any
 from headlens import Reader
@@ -171,6 +171,8 @@ class Typing:
             return request.answer(self._reader(source, request.step))
         except (TypeError, ValueError) as error:  # the model does not have it
             raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from error
+        except RuntimeError as error:  # of torch, such as no memory
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, message_of(error)) from error
         finally:
             self.lock.release()
 

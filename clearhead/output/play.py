@@ -34,7 +34,7 @@ from clearhead.files import atomic_write
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output.report import run_page
 from clearhead.tokens.tokenizer import Tokenizer
-from headlens import capture, mean_contexts, read_snapshot
+from headlens import Reader, capture, mean_contexts, read_snapshot
 from model import GPT, ModelConfig, model_without_values
 
 PLAY_HTML = "play.html"
@@ -81,20 +81,21 @@ def packed_model(folder: Path) -> dict:
     prompts = read_snapshot(_snapshots(folder)[-1]).token_ids
     newest_first = list_checkpoints(folder)
     newest = load_pretrained(newest_first[0], "run")
-    last = _packed_checkpoint(newest.model, newest.window, newest_first[0], prompts)
+    window = min(newest.window, Reader.MOST)
+    last = _packed_checkpoint(newest.model, window, newest_first[0], prompts)
     most = min(MAX_CHECKPOINTS, MAX_WEIGHTS // len(last["weights"]), len(newest_first))
     apart = (len(newest_first) - 1) / max(1, most - 1)
     checkpoints = [last]
     for number in range(1, most):
         found = newest_first[round(number * apart)]
         model = load_pretrained(found, "run").model
-        checkpoints.append(_packed_checkpoint(model, newest.window, found, prompts))
+        checkpoints.append(_packed_checkpoint(model, window, found, prompts))
     config = newest.model.config
     sizes = ("vocab_size", "emb_dim", "num_heads", "num_layers")
     return {
-        "config": {key: getattr(config, key) for key in sizes} | {"context_length": newest.window},
+        "config": {key: getattr(config, key) for key in sizes} | {"context_length": window},
         "tokenizer": packed_tokenizer(newest.tokenizer),
-        "tensors": [[name, t.shape] for name, t in _tensors(newest.model, newest.window)],
+        "tensors": [[name, t.shape] for name, t in _tensors(newest.model, window)],
         "checkpoints": checkpoints[::-1],
     }
 
@@ -124,7 +125,7 @@ def _packed_checkpoint(model: GPT, window: int, folder: Path, prompts: list[list
 
 
 def _tensors(model: GPT, window: int) -> list[tuple[str, np.ndarray]]:
-    """Returns the parameters by name; of the positions only those that were trained."""
+    """Returns the parameters by name; of the positions only those that the page uses."""
     found = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
     found["pos_emb.weight"] = found["pos_emb.weight"][:window]
     return [*found.items()]

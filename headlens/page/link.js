@@ -59,7 +59,7 @@ export function readLink(text) {
   if (known && !known.empty) Object.assign(found, { sort: key, descending: !/[+ ]/.test(sign) });
   const isStory = [...parts.keys()].every((part) => STORY.includes(part));
   found.view = hasStory() && isStory && parts.get("view") !== "all" ? "story" : "all";
-  if (found.view === "story") found.off = parts.get("off") ?? "";
+  if (found.view === "story" && !run.isTyped) found.off = parts.get("off") ?? "";
   const compare = parts.get("compare") ?? (other ? "run" : "off");
   if ([...$("compare").options].some((option) => option.value === compare)) found.compare = compare;
   return found;

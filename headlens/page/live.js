@@ -106,7 +106,7 @@ async function takeHeads(found, hasLosses) {
   if (found.snapshots && found.snapshots !== shownSnapshots) {
     const before = shownSnapshots;
     const text = await loadData();
-    const isTaken = text !== null && await takeSnapshots(readData(text).runs[0]);
+    const isTaken = text !== null && !run.isTyped && await takeSnapshots(readData(text).runs[0]);
     if (!isTaken) shownSnapshots = before;
     return isTaken;
   }
@@ -149,7 +149,7 @@ async function takeSnapshots(fresh) {
       return false; // a run that was resumed has just removed this step
     }
   }
-  if (isPlaying()) return false;
+  if (isPlaying() || run.isTyped) return false;
   const frame = place();
   setRuns(fresh, other);
   waitingLosses = false;

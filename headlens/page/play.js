@@ -12,13 +12,11 @@ import { inflate } from "./data.js";
 import { Gpt } from "./gpt.js";
 import { readTokenizer } from "./tokenizer.js";
 
-const MOST = 256; // tokens of a text, as the page shows
-
 /** Returns the engine of a model: see typing.js. */
 export function playEngine(model) {
   const { config, checkpoints } = model;
   const models = new Map(); // of the checkpoints that were used, by step: at most about 100 MB
-  const limit = Math.min(config.context_length, MOST);
+  const limit = config.context_length;
   let tokenizer;
 
   /** Returns [tokenizer, Gpt of this step]. */
@@ -48,6 +46,7 @@ export function playEngine(model) {
         ...found,
         ids: used,
         prefix: 0,
+        special: model.tokenizer.special,
         ...tokens.describe(used),
         truncated: all.length > used.length,
         next: { ...next, labels: labelsOf(next.ids) },

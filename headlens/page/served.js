@@ -1,20 +1,26 @@
 /* The model behind a page of a server, which computes in Python (clearhead/output/live_typing.py). It has
  * the same functions as that of play.js, which computes in the page. */
 
+const MOST_LETTERS = 10_000;
+
 /** Returns the engine of a page: `steps` and `limit` come later, from state.json. token: the server
  * computes only for pages that know it. */
 export function servedEngine(token) {
   const ask = async (address, { signal, ...content }) => {
-    const answer = await fetch(address, { method: "POST", body: JSON.stringify(content), signal,
-      headers: { "Content-Type": "application/json", "X-Clearhead-Token": token } });
+    const headers = { "Content-Type": "application/json", "X-Clearhead-Token": token };
+    const body = JSON.stringify(content);
+    const answer = await fetch(address, { method: "POST", body, signal, headers }).catch((error) => {
+      throw signal.aborted ? error : new Error("The server does not answer.");
+    });
     if (!answer.ok) throw new Error((await answer.text()).trim());
     return answer;
   };
   return {
     steps: [],
     limit: 0,
-    async read(wanted) {
-      const buffer = await (await ask("read", wanted)).arrayBuffer();
+    async read({ text, ...wanted }) {
+      const cut = text?.slice(0, MOST_LETTERS); // the server refuses long requests
+      const buffer = await (await ask("read", { text: cut, ...wanted })).arrayBuffer();
       const length = new DataView(buffer).getUint32(0, true);
       const { has_norms: hasNorms, ...reading } =
         JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));

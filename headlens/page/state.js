@@ -169,7 +169,11 @@ export function update(changes = {}) {
     return Promise.resolve();
   }
   const waiting = Promise.all(needed.map(([of, frame]) => decode(of, frame)));
-  return waiting.then(() => ticket === tickets && redraw(), (error) => showMessage(error.message));
+  return waiting.then(() => ticket === tickets && redraw(), (error) => {
+    if (ticket !== tickets) return;
+    showMessage(error.message);
+    if (run.frames[here?.frame]?.bytes) update({ frame: here.frame, compare: "off" });
+  });
 }
 
 /** Draws the page from the state. Returns the duration in milliseconds. */

@@ -12,7 +12,7 @@ import {
   isPlaying, pause, playedPart, showFrame, shownPosition, still, togglePlay,
 } from "./player.js";
 import { placeOf } from "./losses.js";
-import { percentText, switchHeads, takeNext, wasText } from "./typing.js";
+import { canFollow, percentText, switchHeads, takeNext, wasText } from "./typing.js";
 import { clearWhy, explain } from "./why.js";
 
 const EASE = 0.16; // seconds in which most of a change is done
@@ -459,7 +459,7 @@ function showReading() {
       const isRight = n === found.hits[query];
       return expected(isRight ? prompt.labels[query + 1] : found.texts[of], p, isRight,
         found.whole && wasText(found.whole, query, found.ids[of]),
-        run.isTyped && (() => takeNext(query, found.ids[of])));
+        canFollow(query) && (() => takeNext(query, found.ids[of])));
     })));
   const chance = tokenChances(cardOff() ? frameCount() - 1 : state.frame)[query + 1] ?? null;
   if (found.hits[query] === -1 && chance !== null) {

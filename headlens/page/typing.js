@@ -5,25 +5,27 @@
  *   read({text | ids, step, off, signal})   what the model does on a text, with these heads off
  *   parts({ids, step, off, layer, head, query, key, signal})   see why.js
  *
- * A reading: {ids, prefix: how many of them are put in front of a text, tokens, texts, labels, signs,
- * truncated, codes, norms, largest_norms, losses, likely: {ids, labels, probabilities}: five per position,
- * next: the same, 40 after the last position}. tokens to signs, codes and norms are as those of a prompt
- * and a frame, see index.html. */
+ * A reading: {ids, prefix: how many of them are put in front of a text, special: [id that ends a text],
+ * tokens, texts, labels, signs, truncated, codes, norms, largest_norms, losses, likely: {ids, labels,
+ * probabilities}: five per position, next: the same, 40 after the last position}. tokens to signs, codes
+ * and norms are as those of a prompt and a frame, see index.html. */
 
 import { clamp, format, stepText } from "./text.js";
 import { $, showMessage } from "./dom.js";
 import { decode } from "./data.js";
-import { nearestIndex, placeOfHead, run, setRuns, state, update } from "./state.js";
-import { isPlaying, pause } from "./player.js";
+import { nearestIndex, otherSide, placeOfHead, run, setRuns, state, update } from "./state.js";
+import { pause } from "./player.js";
 
 const MOST_NEW = 100; // tokens of one continuation
-const END = "<|endoftext|>";
 
 let engine = null;
 let buildSteps; // builds what depends on the steps of the run
 let before = null; // {run, state} of the recorded prompts
-let text = null; // the typed text: {ids, whole: Map of readings with all heads by step}
+let wanted = null; // of the newest request: {source: {text} or {ids}, off: Set of heads}
+let shown = null; // of the shown text: {source, ids, whole: Map of readings with all heads by step}
 let asking = null; // AbortController of the newest request
+const loading = new Map(); // AbortController of each frame that is computed, by its index
+let versions = 0; // of typed texts
 let continuing = null; // AbortController of a continuation
 let isGenerated = false; // whether the model wrote the end of the text
 
@@ -35,7 +37,7 @@ export function buildTyping(of, build) {
     stopContinuing();
     isGenerated = false;
     fitLine();
-    if (line.value) read({ text: line.value });
+    if (line.value) readWanted({ source: { text: line.value } });
     else leaveTyped();
   });
   line.addEventListener("keydown", (event) => {
@@ -45,15 +47,15 @@ export function buildTyping(of, build) {
     toggleContinuing();
   });
   $("continue").addEventListener("click", toggleContinuing);
-  $("all-on").addEventListener("click", () => switchHeads([...run.off], true));
+  $("all-on").addEventListener("click", () => switchHeads([...wanted.off], true));
   $("leave").addEventListener("click", () => {
     line.value = "";
     leaveTyped();
     line.focus();
   });
   $("take-prompt").addEventListener("click", () => {
-    const { tokens, period } = run.prompts[state.prompt];
-    line.value = plainText(tokens.slice(period ? 1 : 0)); // without the token of the start
+    const { tokens, period, text } = run.prompts[state.prompt];
+    line.value = period ? plainText(tokens.slice(1)) : text; // without the token of the start
     line.dispatchEvent(new Event("input"));
   });
   $("temperature").addEventListener("input", showSampling);
@@ -70,10 +72,11 @@ export function showTyping() {
   $("leave").hidden = !run.isTyped;
   $("take-prompt").hidden = run.isTyped;
   $("all-on").hidden = !run.off?.size;
-  const { length } = text?.ids ?? [];
-  $("typing-note").textContent = length >= engine.limit
+  $("typing-note").textContent = run.isTyped && !canGrow()
     ? `The model reads ${engine.limit} tokens at most: these are all.` : "";
 }
+
+const canGrow = () => shown.ids.length < engine.limit;
 
 const showSampling = () => {
   $("temperature-value").textContent = Number($("temperature").value).toFixed(1);
@@ -103,27 +106,32 @@ function writeLine() {
 
 // ------------------------------------------------------------------------------------ the typed text
 
-/** Reads a text at the shown checkpoint, without these heads, and shows it. wanted: {text} or {ids}.
- * Returns whether it is shown: a newer text replaces an older one. */
-async function read(wanted, off = run.off ?? new Set()) {
+/** Reads a text at the shown checkpoint and shows it. changes: of what is wanted. Returns whether it is
+ * shown: a newer request replaces an older one. */
+async function readWanted(changes) {
   pause();
-  asking?.abort();
+  for (const one of [asking, ...loading.values()]) one?.abort();
   const { signal } = (asking = new AbortController());
-  const shown = run.isTyped ? run.frames[state.frame].step : Infinity;
-  const step = engine.steps[nearestIndex(engine.steps, Math.min(shown, engine.steps.at(-1)))];
+  const { source, off } = (wanted = { off: new Set(), ...wanted, ...changes });
+  const { frame } = state;
+  const last = engine.steps.at(-1);
+  const near = run.isTyped ? Math.min(run.frames[frame].step, last) : last;
+  const step = engine.steps[nearestIndex(engine.steps, near)];
+  const recorded = before?.run ?? run;
+  const isSame = shown?.source === source; // heads are switched
   try {
-    const known = wanted.ids && wanted.ids === text?.ids ? text.whole : new Map(); // heads switched
-    const whole = known.get(step) ?? await engine.read({ ...wanted, step, off: [], signal });
+    const known = isSame ? shown.whole : new Map();
+    const whole = known.get(step) ?? await engine.read({ ...source, step, off: [], signal });
     if (!Number.isFinite(whole.next.probabilities[0])) {
       throw new Error("This model has diverged: what it predicts are not numbers.");
     }
-    const ids = wanted.ids ?? whole.ids;
+    const { ids } = whole;
     const reading = off.size ? await engine.read({ ids, step, off: [...off], signal }) : whole;
-    await decode(before?.run ?? run, knownFrame(before?.run ?? run, step));
+    await decode(recorded, knownFrame(recorded, step));
     if (signal.aborted) return false;
-    const isSame = wanted.ids === text?.ids;
-    text = { ids, whole: known.set(step, whole) };
-    await showReadingOf(reading, off, isSame ? state.query : null);
+    shown = { source, ids, whole: known.set(step, whole) };
+    const isMoved = run.isTyped && frame !== state.frame; // by the user, to a step that is not read yet
+    await showReadingOf(reading, off, { query: isSame ? state.query : null, isMoved });
     return true;
   } catch (error) {
     if (!signal.aborted) showMessage(error.message);
@@ -132,19 +140,19 @@ async function read(wanted, off = run.off ?? new Set()) {
 }
 
 /** Shows the reading of the text. query: the selected query token, or null. */
-async function showReadingOf(reading, off, query) {
+async function showReadingOf(reading, off, { query, isMoved }) {
   const isStale = run.frames.map(({ step }) => step).join() !== engine.steps.join() || !run.isTyped;
   const typed = isStale ? typedRun(before?.run ?? run) : run;
   Object.assign(typed, { size: typed.count * cells(reading), normSize: typed.count * reading.ids.length,
-    version: (typed.version ?? 0) + 1, off, prompts: [promptOf(reading)] });
+    version: ++versions, off, prompts: [promptOf(reading)] });
   typed.frames = typed.frames.map((frame, n) => frameOf(typed, frame, n));
-  const shown = nearestIndex(engine.steps, reading.step);
-  typed.frames[shown].take(reading);
+  const place = nearestIndex(engine.steps, reading.step);
+  typed.frames[place].take(reading);
   if (typed.story) {
     const story = typed.story.prompts[0];
     [story.shown, story.query] = [reading.ids.length, reading.ids.length - 1];
   }
-  const changes = { frame: shown, query };
+  const changes = { query, ...(isMoved && !isStale ? {} : { frame: place }) };
   if (isStale) {
     before ??= { run, state: { ...state } };
     setRuns(typed, null);
@@ -195,14 +203,19 @@ function typedRun(recorded) {
 
 /** Returns a frame that the engine computes when it is shown. */
 function frameOf(typed, { step, known, heads }, index) {
-  const of = text;
+  const of = shown;
   const frame = { step, known, heads };
   frame.read = async () => {
-    const wanted = { ids: of.ids, step, signal: new AbortController().signal };
-    const whole = of.whole.get(step) ?? await engine.read({ ...wanted, off: [] });
+    const needed = [state.frame, otherSide()?.frame];
+    for (const [n, one] of loading) if (!needed.includes(n)) one.abort();
+    const { signal } = loading.set(index, new AbortController()).get(index);
+    const { ids } = of;
+    const whole = of.whole.get(step) ?? await engine.read({ ids, step, off: [], signal });
     of.whole.set(step, whole);
-    const reading = typed.off.size ? await engine.read({ ...wanted, off: [...typed.off] }) : whole;
+    const off = [...typed.off];
+    const reading = off.length ? await engine.read({ ids, step, off, signal }) : whole;
     await decode(typed.recorded, known);
+    loading.delete(index);
     return frame.take(reading);
   };
   frame.take = (reading) => {
@@ -289,16 +302,20 @@ function headlineOf(typed, reading, whole) {
 /** Switches heads of the typed text off or on. */
 export function switchHeads(heads, isOn) {
   stopContinuing();
-  const others = [...run.off].filter((index) => !heads.includes(index));
-  return read({ ids: text.ids }, new Set(isOn ? others : [...others, ...heads]));
+  const others = [...wanted.off].filter((index) => !heads.includes(index));
+  return readWanted({ off: new Set(isOn ? others : [...others, ...heads]) });
 }
+
+/** Returns whether a token of the text can be followed by another one. */
+export const canFollow = (query) => Boolean(run.isTyped) && query + 1 < engine.limit;
 
 /** Replaces what follows a token of the text by another token. */
 export async function takeNext(query, id) {
   stopContinuing();
   const continues = isGenerated;
-  if (!await read({ ids: [...text.ids.slice(0, query + 1), id] })) return;
+  if (!await readWanted({ source: { ids: [...shown.ids.slice(0, query + 1), id] } })) return;
   writeLine();
+  $("story-next").querySelector("button")?.focus(); // the list is a new one
   if (continues) toggleContinuing();
 }
 
@@ -306,16 +323,21 @@ export async function takeNext(query, id) {
 function leaveTyped() {
   stopContinuing();
   asking?.abort();
+  wanted = null;
   if (!run.isTyped) return;
   setRuns(before.run, null);
   const { frame, prompt, query } = before.state;
-  [before, text] = [null, null];
+  before = shown = null;
   buildSteps();
   update({ frame, prompt, query, off: "", compare: "off" }).then(showTyping);
 }
 
 function stopContinuing() {
-  continuing?.abort();
+  if (continuing) {
+    continuing.abort();
+    asking?.abort();
+    wanted = { ...wanted, source: shown.source };
+  }
   continuing = null;
   showTyping();
 }
@@ -327,19 +349,18 @@ function toggleContinuing() {
 
 /** Appends tokens until the text is full, the model ends it, or it is stopped. */
 async function continueText() {
-  if (isPlaying()) pause();
   const { signal } = (continuing = new AbortController());
   showTyping();
-  for (let count = 0; count < MOST_NEW && text.ids.length < engine.limit; count++) {
-    await decode(run, state.frame);
-    const { next } = run.frames[state.frame].reading;
-    const at = sampled(next);
-    if (next.labels[at] === END) break;
-    const isShown = await read({ ids: [...text.ids, next.ids[at]] });
+  for (let count = 0; count < MOST_NEW && canGrow(); count++) {
+    const { next, special } = run.frames[state.frame].reading ?? {};
+    const id = next?.ids[sampled(next)] ?? null;
+    if (id === null || special.includes(id)) break;
+    const isShown = await readWanted({ source: { ids: [...shown.ids, id] } });
     if (!isShown || signal.aborted) break;
     isGenerated = true;
     writeLine();
     await new Promise(requestAnimationFrame);
+    if (signal.aborted) break;
   }
   if (!signal.aborted) stopContinuing();
 }
@@ -355,6 +376,6 @@ function sampled({ probabilities }) {
 }
 
 /** Returns the exact parts of an attention score in the typed text. */
-export const partsOf = (layer, head, query, key) => engine.parts({ ids: text.ids,
+export const partsOf = (layer, head, query, key) => engine.parts({ ids: shown.ids,
   step: run.frames[state.frame].step, off: [...run.off], layer, head, query, key,
   signal: new AbortController().signal });

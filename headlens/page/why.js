@@ -15,21 +15,22 @@ const CLEAR = 0.3; // of the sum: a pair with less is no explanation
 /** Removes the parts in a box if they are of another text, step or `what`, such as a head. */
 export function clearWhy(box, what) {
   const now = [run.version, state.frame, what].join();
-  if (box.dataset.of !== now) box.replaceChildren();
-  box.dataset.of = now;
+  if (box.shownFor === now) return;
+  box.replaceChildren();
+  Object.assign(box, { shownFor: now, asked: null });
 }
 
 /** Shows in a box why a head attends from a query token to a key token. */
 export async function explain(box, index, query, key) {
-  const { of } = box.dataset;
+  const asked = box.asked = {};
   try {
     const { layer, head } = placeOfHead(index);
     const found = await partsOf(layer, head, query, key);
-    if (box.dataset.of !== of) return;
+    if (box.asked !== asked) return;
     box.replaceChildren(...explanation(found, index, query, key));
     box.scrollIntoView({ block: "nearest" });
   } catch (error) {
-    showMessage(error.message);
+    if (box.asked === asked) showMessage(error.message);
   }
 }
 
@@ -60,6 +61,8 @@ function explanation({ score, mean, sources, pairs }, index, query, key) {
   if (total > 0 && most / total >= CLEAR) {
     said.push(", mostly because of ", ...writer(sources[second], true), " there and ",
       ...writer(sources[first], true), " at ", quotedToken(ofQuery), ` (${percent(most)} of the score).`);
+  } else if (query === 0) {
+    return [make("p", {}, ...said, ": it is the first token, so there is no other one.")];
   } else said.push(total > 0 ? ". No single part explains it; the largest are below."
     : ". Its score is below the mean of the row.");
   const cells = ([i, j, value]) => {

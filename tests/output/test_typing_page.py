@@ -160,6 +160,70 @@ def test_continue_until_the_text_is_full_and_take_another_token(page, reader):
     expect(page.locator("#typed")).to_have_value(bytes(ids).decode("utf-8", "replace"))
 
 
+SLOW = """const { fetch } = window;
+window.fetch = async (...wanted) => {
+  if (wanted[1]?.method === "POST") await new Promise((done) => setTimeout(done, 400));
+  return fetch(...wanted);
+};"""
+
+
+@pytest.fixture
+def slow(window, typed_run):
+    """The page of a server that answers late. Fails when a script failed."""
+    wrong = []
+    with serving(typed_run.parent, next(ports)) as server:
+        lens = window(reduced_motion="reduce").new_page()
+        lens.on("pageerror", lambda error: wrong.append(str(error)))
+        lens.add_init_script(SLOW)
+        lens.goto(f"{server.address}run/typed/")
+        pages.ready(lens)
+        yield lens
+        lens.close()
+    assert wrong == []
+
+
+def test_what_one_does_while_a_text_is_read_is_not_lost(slow, reader):
+    type_in(slow, WORDS)
+    slow.locator("#show-all").click()
+    for layer, head in ((0, 1), (1, 0)):  # the second before the first is off
+        pages.tile(slow, layer, head).click()
+        slow.locator("#switch-head").click()
+    slow.locator("#show-story").click()
+    expect(slow.locator("#all-on")).to_be_visible()
+    expects(slow, reader(4).read(WORDS, off=[1, 2]))
+    slow.locator("#typed").fill("a dog")
+    slow.locator("#all-on").click()  # before the new text is there
+    expect(slow.locator("#story-tokens")).to_have_text("a dog")
+    expects(slow, reader(4).read("a dog"))
+    slow.locator("#typed").fill("a fox")
+    go_to(slow, 1)
+    expect(slow.locator("#story-tokens")).to_have_text("a fox")
+    expect(slow.locator("#story-now b")).to_have_text("step 2")
+    expects(slow, reader(2).read("a fox"))
+
+
+def test_a_continuation_is_stopped(page, reader):
+    page.locator("#temperature").evaluate("node => { node.value = 0; }")
+    type_in(page, WORDS)
+    tokens = page.locator("#story-tokens [data-token]")
+    for _ in range(3):
+        page.locator("#continue").click()
+        expect(page.locator("#continue")).to_contain_text("stop")
+        page.locator("#continue").click()
+        expect(page.locator("#continue")).to_contain_text("continue")
+        length = "document.querySelector('#typed').value.length"
+        page.wait_for_timeout(300)  # it could go on in this time
+        assert tokens.count() == page.evaluate(length)
+        page.locator("#continue").click()
+        type_in(page, WORDS)
+        page.wait_for_timeout(300)
+        expect(tokens).to_have_count(len(WORDS))
+        assert page.locator("#typed").input_value() == WORDS
+    page.locator("#continue").click()
+    page.locator("#leave").click()
+    expect(page.locator("#take-prompt")).to_be_visible()
+
+
 def test_a_score_is_the_sum_of_its_parts(page):
     type_in(page, WORDS)
     page.locator("#show-all").click()
