@@ -167,7 +167,7 @@ const cells = ({ ids: { length } }) => (length * (length + 1)) / 2;
 
 const promptOf = (reading) => ({ name: "typed", title: "your text", period: 0, start: 0,
   normStart: 0, length: reading.ids.length, triangle: cells(reading), text: plainText(reading.tokens),
-  ids: reading.ids, prefix: reading.prefix, tokens: reading.tokens, texts: reading.texts, labels: reading.labels,
+  prefix: reading.prefix, tokens: reading.tokens, texts: reading.texts, labels: reading.labels,
   signs: reading.signs, truncated: reading.truncated });
 
 /** Returns the index of the last recorded frame until a step. */
@@ -215,7 +215,7 @@ function frameOf(typed, { step, known, heads }, index) {
     const off = [...typed.off];
     const reading = off.length ? await engine.read({ ids, step, off, signal }) : whole;
     await decode(typed.recorded, known);
-    loading.delete(index);
+    signal.throwIfAborted(); // another text is shown
     return frame.take(reading);
   };
   frame.take = (reading) => {
