@@ -59,7 +59,8 @@ function writeProducts(of) {
   }
 }
 
-/** Returns {value, isWeight} of a cell of a head of A, in A or B, from the recorded codes; null if B does not have the head. In the value-weighted map also its {weight, norm}. */
+/** Returns {value, isWeight} of a cell of a head of A, in A or B, from the recorded codes; null if B does
+ * not have the head. In the value-weighted map also its {weight, norm}. */
 export function cellOf(of, index, query, key) {
   if (of === B && !comparable(index)) return null;
   const place = of === A ? index : indexInB(index);

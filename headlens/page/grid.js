@@ -3,7 +3,8 @@
 import { clamp, format, formatLoss, formatMean } from "./text.js";
 import { $, make } from "./dom.js";
 import {
-  A, B, REMOVED, gridShows, headName, hoverHead, hovered, placeOfHead, run, selected, shownValue, state, statisticOf, uniformOf, update,
+  A, B, REMOVED, gridShows, headName, hoverHead, hovered, placeOfHead, run, selected, shownValue,
+  state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { fillTag, onShownSide, shownName, statusOf, whereText } from "./names.js";
 import { sharpestQuery } from "./finding.js";

@@ -40,9 +40,11 @@ export function buildHelp() {
       `row sum to one. A token cannot attend to later tokens, so the upper right is empty. ${headName(last)} ` +
       `is head ${place.head} of layer ${place.layer}. Layers, heads and positions are counted from 0.`),
     heading("Statistics"),
-    text((run.windows ? `Each value is the mean over windows of ${textName()}, with its standard error ` +
-      "over windows. " : "Each value is the mean over all prompts on which the statistic is defined. ") + "The repeated sequence is a prompt of random tokens, written twice. Next to a " +
-      "value is its chance: the value of uniform attention, with equal weights on all key tokens."),
+    text((run.windows
+      ? `Each value is the mean over windows of ${textName()}, with its standard error over windows. `
+      : "Each value is the mean over all prompts on which the statistic is defined. ") +
+      "The repeated sequence is a prompt of random tokens, written twice. Next to a value is its " +
+      "chance: the value of uniform attention, with equal weights on all key tokens."),
     list(run.statistics.map((of) => [of.title, of.description, `about-${of.key}`])),
     heading("Names of heads"),
     text("A name says where a head attends. It does not say that the model needs the head."),

@@ -35,7 +35,8 @@ export function buildLegend() {
 const chooseName = (key) =>
   update(state.name === key ? { name: "" } : { name: key, ...clearestView(key) });
 
-/** Updates the sentence about the model, and the legend: the number of heads of each name at the shown step, also of another run. */
+/** Updates the sentence about the model, and the legend: the number of heads of each name at the shown
+ * step, also of another run. */
 export function drawLegend() {
   $("subject").replaceChildren(...sentence(run.frames[state.frame].heads.subject));
   const names = Array.from({ length: run.count }, (_, index) => shownName(index));

@@ -294,7 +294,8 @@ function fitHead() {
 function fitPassage(width) {
   let { length } = $("story-tokens").textContent;
   if (run.isTyped) length = 50 * Math.ceil(length / 50); // the letters do not shrink with each key
-  const room = Math.sqrt((width * Math.min(250, innerHeight * (run.isTyped ? 0.2 : 0.25))) / (1.15 * Math.max(1, length)));
+  const tall = Math.min(250, innerHeight * (run.isTyped ? 0.2 : 0.25));
+  const room = Math.sqrt((width * tall) / (1.15 * Math.max(1, length)));
   const letter = clamp(room, 18, clamp(width / 22, 22, 46));
   $("story-tokens").style.setProperty("--letter", `${letter}px`);
 }
