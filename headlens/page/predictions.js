@@ -14,6 +14,8 @@ export function drawNextToken(query) {
   $("next").replaceChildren(...sides.map((of) => nextToken(of, query)));
 }
 
+const chance = (p) => format(p, false, "chance");
+
 /** Returns a row of a list of predicted tokens. isTrue: it is the next token of the prompt. was: its
  * probability with all heads, as text. */
 function predictionRow(label, p, isTrue, was = "") {
@@ -22,8 +24,8 @@ function predictionRow(label, p, isTrue, was = "") {
   const sign = isTrue ? { title: "the next token of the prompt", textContent: "✓" } : {};
   return make("li", { className: isTrue ? "true" : "" }, quotedToken(label),
     make("span", { className: "track" }, bar),
-    make("span", { className: "number", textContent: format(p, false, "chance") }),
-    ...(was ? [make("s", { textContent: was, title: "with all heads" })] : []),
+    make("span", { className: "number", textContent: chance(p) }),
+    ...(was ? [make("small", { textContent: was, title: "with all heads" })] : []),
     make("span", { className: "sign", ...sign }));
 }
 
@@ -37,7 +39,7 @@ function nextToken(of, query) {
   const [label, loss, hit] = [A.labels[query + 1], losses[query] ?? null, hits[query]];
   const { predictions, whole } = of.facts;
   const rows = tokens[query].map((token, n) => predictionRow(labelOf(of, token, query, n === hit),
-    probabilities[query][n], n === hit, whole && wasText(whole, query, predictions.ids[token])));
+    probabilities[query][n], n === hit, whole && wasText(whole, query, predictions.ids[token], chance)));
   if (label !== undefined && loss !== null && hit < 0) {
     rows.push(predictionRow(label, Math.exp(-loss), true));
     rows.at(-1).classList.add("more");

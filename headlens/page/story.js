@@ -12,7 +12,7 @@ import {
   isPlaying, pause, playedPart, showFrame, shownPosition, still, togglePlay,
 } from "./player.js";
 import { placeOf } from "./losses.js";
-import { canFollow, percentText, switchHeads, takeNext, wasText } from "./typing.js";
+import { canFollow, effectText, percentText, switchHeads, takeNext, wasText } from "./typing.js";
 import { clearWhy, explain } from "./why.js";
 
 const EASE = 0.16; // seconds in which most of a change is done
@@ -255,7 +255,10 @@ export function drawStory() {
   if (!canSwitch) state.off = "";
   const width = $("story-picture").clientWidth;
   const ofCards = [state.prompt, run.isTyped, frameCount(), run.frames.at(-1).step].join();
-  if (ofCards !== cardsFor) buildCards();
+  if (ofCards !== cardsFor) {
+    buildCards();
+    $("story-head").style.setProperty("--head", 0);
+  }
   cardsFor = ofCards;
   const key = [ofCards, width, run.version].join();
   if (key !== builtFor) {
@@ -335,7 +338,8 @@ function markChanged() {
   const now = facts?.predictions?.of_prompts[0].losses;
   tokenNodes.forEach((node, n) => {
     const [p, was] = [now, losses].map((of) => (of && n ? Math.exp(-of[n - 1]) : 0));
-    node.classList.toggle("changed", Boolean(losses) && Math.abs(p - was) > 0.1);
+    node.classList.toggle("worse", Boolean(losses) && was - p > 0.1);
+    node.classList.toggle("better", Boolean(losses) && p - was > 0.1);
     if (run.isTyped) node.title = losses && n ? `${percentText(p)}, with all heads ${percentText(was)}` : "";
   });
 }
@@ -365,7 +369,8 @@ function showTexts() {
     node.classList.toggle("early", isEarly);
     const isBefore = isEarly && run.frames[state.frame].step < data.since;
     // It is about the last step.
-    node.querySelector(".effect").style.visibility = isLast ? "visible" : "hidden";
+    node.querySelector(".effect").style.visibility = isLast || run.isTyped ? "visible" : "hidden";
+    if (run.isTyped) node.querySelector(".effect").textContent = effectText(data);
     node.querySelector("p").firstChild.textContent = isBefore ? data.early : data.note;
     const turn = node.querySelector(".switch");
     turn?.setAttribute("aria-checked", String(!isOff(card)));
@@ -383,7 +388,11 @@ function showTexts() {
   showReading();
 }
 
-const chosenCard = () => pointedCard ?? keptCard;
+/** Returns the card whose lines are shown alone, or null. */
+function chosenCard() {
+  const chosen = pointedCard ?? keptCard;
+  return chosen !== null && isOff(storyCards[chosen]) ? null : chosen;
+}
 const activeCard = () => chosenCard() ?? 0;
 
 /** Returns what the model predicts, at the shown step or without the heads of a card. */
@@ -403,7 +412,7 @@ function expected(label, p, isRight, was = "", take = null) {
   const item = make("li", { className: isRight ? "right" : "" },
     take ? make("button", { title, onclick: take }, token(label)) : token(label),
     make("span", { textContent: percentText(p) }),
-    ...(was ? [make("s", { textContent: was, title: "with all heads" })] : []));
+    ...(was ? [make("small", { textContent: was, title: "with all heads" })] : []));
   item.style.setProperty("--p", p ?? 0);
   return item;
 }
@@ -425,6 +434,7 @@ function showReading() {
       if (!run.isTyped) return at;
       const why = make("button", { className: "quiet", textContent: "why?",
         onclick: () => explain($("story-why"), data.heads[0], query, key) });
+      why.title = "again: close";
       why.ariaLabel = `why does ${data.places} attend there?`;
       return make("span", {}, at, why);
     });
@@ -437,7 +447,8 @@ function showReading() {
       parts.push(". Next it expects ", make("b", {}, token(found.texts[best]),
         ` ${percentText(found.probabilities[query][0])}`));
     }
-    parts.push(run.isTyped ? ` ${story.key_to_picture}`
+    const isWhole = !run.frames[state.frame].facts?.whole;
+    parts.push(run.isTyped ? ` ${isWhole ? story.key_to_picture : story.key_to_dots}`
       : state.query === null ? "." : ". Click it again to let it go.");
   } else if (cardOff()) {
     parts.push(cardOff().without.others);

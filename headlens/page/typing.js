@@ -17,17 +17,21 @@ import { nearestIndex, otherSide, placeOfHead, run, setRuns, state, update } fro
 import { pause } from "./player.js";
 
 const MOST_NEW = 100; // tokens of one continuation
+const PAUSE = 300; // milliseconds without a key, before heads are measured on the text
 
 let engine = null;
 let buildSteps; // builds what depends on the steps of the run
 let before = null; // {run, state} of the recorded prompts
 let wanted = null; // of the newest request: {source: {text} or {ids}, off: Set of heads}
-let shown = null; // of the shown text: {source, ids, whole: Map of readings with all heads by step}
+// Of the shown text: {source, ids, whole: Map of readings with all heads by step, effects: Map of the mean
+// probability of the right token without the heads of a card}.
+let shown = null;
 let asking = null; // AbortController of the newest request
 const loading = new Map(); // AbortController of each frame that is computed, by its index
 let versions = 0; // of typed texts
 let continuing = null; // AbortController of a continuation
 let isGenerated = false; // whether the model wrote the end of the text
+const undone = []; // sources of texts that were replaced or left
 
 /** Offers the line. build: builds what depends on the steps of the run. */
 export function buildTyping(of, build) {
@@ -41,17 +45,25 @@ export function buildTyping(of, build) {
     else leaveTyped();
   });
   line.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") line.blur();
+    const wasContinuing = continuing;
+    stopContinuing(); // the model does not write where the user types
+    if (event.key === "Escape" && !wasContinuing) line.blur();
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    toggleContinuing();
+    if (!wasContinuing) toggleContinuing();
   });
+  line.addEventListener("pointerdown", stopContinuing);
   $("continue").addEventListener("click", toggleContinuing);
   $("all-on").addEventListener("click", () => switchHeads([...wanted.off], true));
   $("leave").addEventListener("click", () => {
+    undone.push(shown.source);
     line.value = "";
     leaveTyped();
     line.focus();
+  });
+  $("undo").addEventListener("click", () => {
+    stopContinuing();
+    readWanted({ source: undone.pop() }).then(writeLine);
   });
   $("take-prompt").addEventListener("click", () => {
     const { tokens, period, text } = run.prompts[state.prompt];
@@ -66,14 +78,18 @@ export function buildTyping(of, build) {
 /** Shows the line as soon as there is a checkpoint. */
 export function showTyping() {
   $("typing").hidden = !engine?.steps.length;
+  if (engine) $("typing-hint").hidden = !$("typing").hidden;
+  if (engine) $("typing-hint").textContent = "You can type here as soon as the run has a checkpoint.";
   if ($("typing").hidden) return;
   $("continue").textContent = continuing ? "❚❚ stop" : "continue ›";
-  $("continue").disabled = !run.isTyped;
+  $("continue").disabled = !run.isTyped || !canGrow();
+  $("undo").hidden = !undone.length;
   $("leave").hidden = !run.isTyped;
   $("take-prompt").hidden = run.isTyped;
   $("all-on").hidden = !run.off?.size;
+  const rest = run.prompts[0].truncated ? "; it does not read the end of your text" : "";
   $("typing-note").textContent = run.isTyped && !canGrow()
-    ? `The model reads ${engine.limit} tokens at most: these are all.` : "";
+    ? `The model reads at most ${engine.limit} tokens${rest}.` : "";
 }
 
 const canGrow = () => shown.ids.length < engine.limit;
@@ -115,7 +131,8 @@ async function readWanted(changes) {
   const { source, off } = (wanted = { off: new Set(), ...wanted, ...changes });
   const { frame } = state;
   const last = engine.steps.at(-1);
-  const near = run.isTyped ? Math.min(run.frames[frame].step, last) : last;
+  const isLast = frame === run.frames.length - 1; // then at the newest checkpoint, while the run trains
+  const near = run.isTyped && !isLast ? run.frames[frame].step : last;
   const step = engine.steps[nearestIndex(engine.steps, near)];
   const recorded = before?.run ?? run;
   const isSame = shown?.source === source; // heads are switched
@@ -129,7 +146,8 @@ async function readWanted(changes) {
     const reading = off.size ? await engine.read({ ids, step, off: [...off], signal }) : whole;
     await decode(recorded, knownFrame(recorded, step));
     if (signal.aborted) return false;
-    shown = { source, ids, whole: known.set(step, whole) };
+    const effects = isSame ? shown.effects : new Map();
+    shown = { source, ids, whole: known.set(step, whole), effects };
     const isMoved = run.isTyped && frame !== state.frame; // by the user, to a step that is not read yet
     await showReadingOf(reading, off, { query: isSame ? state.query : null, isMoved });
     return true;
@@ -161,6 +179,36 @@ async function showReadingOf(reading, off, { query, isMoved }) {
   }
   await update(changes);
   showTyping();
+  measureCards(typed, reading.step, asking.signal);
+}
+
+/** Measures the heads of each card on the text, when the user pauses: what is expected without them. */
+async function measureCards(typed, step, signal) {
+  const of = shown;
+  await new Promise((done) => { setTimeout(done, PAUSE); });
+  for (const { group, name } of typed.story?.prompts[0].cards ?? []) {
+    if (signal.aborted || of !== shown || typed.off.size) return;
+    const key = `${name} ${step}`;
+    try {
+      const found = await engine.read({ ids: of.ids, step, off: group, signal });
+      of.effects.set(key, meanRight(found));
+    } catch {
+      return; // the user types on
+    }
+    if (of === shown) update();
+  }
+}
+
+/** Returns what a card says about its heads on the text. */
+export function effectText({ group, name }) {
+  const off = group.filter((index) => run.off.has(index)).length;
+  if (off) return off < group.length ? `${off} of ${group.length} heads are off` : "";
+  const { step } = run.frames[state.frame];
+  const [whole, p] = [shown.whole.get(step), shown.effects.get(`${name} ${step}`)];
+  if (run.off.size || !whole || p === undefined || !whole.losses.length) return "";
+  const [before, after] = [meanRight(whole), p].map(percentText);
+  const gets = before === after ? "as likely" : `${after}, not ${before},`;
+  return `right ${run.story.prompts[0].unit} ${gets} without ${group.length > 1 ? "them" : "it"}`;
 }
 
 const cells = ({ ids: { length } }) => (length * (length + 1)) / 2;
@@ -187,10 +235,13 @@ function typedRun(recorded) {
   const last = Math.max(1, frames.length - 1);
   const isKept = (step) => step >= frames[0].step; // else it is before the time line
   const story = told && { ...told, layout: "text", note: "", arc: "", predicted_from: 1,
-    curve: { title: "loss in training", points: told.curve.points.filter(([step]) => isKept(step)) },
+    curve: { title: told.curve.title.replace("this prompt", "a recorded prompt"),
+      points: told.curve.points.filter(([step]) => isKept(step)) },
     births: told.births.filter(({ step }) => isKept(step)),
     pace: frames.map((_, n) => n / last), frames: frames.map(({ known }) => told.frames[known]),
     key_to_picture: `Click a ${told.unit} to see what follows it, and to write something else there.`,
+    key_to_dots: `Dotted lines: without the heads, the probability of the ${told.unit} changes by more ` +
+      "than 10\u00a0%.",
     cards: told.cards.map((card) => ({ ...card, from: 1, effect: "",
       which: card.without?.marked, group: card.name ? groupOf(card.name) : card.heads })) };
   const curves = Object.entries(recorded.curves).map(([name, points]) =>
@@ -216,6 +267,7 @@ function frameOf(typed, { step, known, heads }, index) {
     const reading = off.length ? await engine.read({ ids, step, off, signal }) : whole;
     await decode(typed.recorded, known);
     signal.throwIfAborted(); // another text is shown
+    measureCards(typed, step, signal);
     return frame.take(reading);
   };
   frame.take = (reading) => {
@@ -251,10 +303,10 @@ function asPredictions({ ids, losses, likely }) {
 export const percentText = (p) => `${format(p === null ? NaN : 100 * p, false, "percent")}\u00a0%`;
 
 /** Returns the probability that a token had with all heads, as text; it is known for five tokens. */
-export function wasText({ ids, of_prompts: [{ tokens, probabilities }] }, query, id) {
+export function wasText({ ids, of_prompts: [{ tokens, probabilities }] }, query, id, asText = percentText) {
   const at = tokens[query].findIndex((of) => ids[of] === id);
-  const text = percentText(probabilities[query].at(at));
-  return at < 0 ? `<${text.replace("<", "")}` : text;
+  const text = asText(probabilities[query].at(at));
+  return at < 0 ? `was <${text.replace("<", "")}` : `was ${text}`;
 }
 
 const meanRight = ({ losses }) => losses.reduce((sum, loss) => sum + Math.exp(-loss), 0) / losses.length;
@@ -313,6 +365,7 @@ export const canFollow = (query) => Boolean(run.isTyped) && query + 1 < engine.l
 export async function takeNext(query, id) {
   stopContinuing();
   const continues = isGenerated;
+  if (query + 1 < shown.ids.length) undone.push(shown.source);
   if (!await readWanted({ source: { ids: [...shown.ids.slice(0, query + 1), id] } })) return;
   writeLine();
   $("story-next").querySelector("button")?.focus(); // the list is a new one
@@ -343,6 +396,7 @@ function stopContinuing() {
 }
 
 function toggleContinuing() {
+  $("sampling").open = false;
   if (continuing) stopContinuing();
   else if (run.isTyped) continueText();
 }

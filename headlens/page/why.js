@@ -22,7 +22,12 @@ export function clearWhy(box, what) {
 
 /** Shows in a box why a head attends from a query token to a key token. */
 export async function explain(box, index, query, key) {
+  const cell = [index, query, key].join();
+  const isShown = box.children.length && box.cell === cell;
   const asked = box.asked = {};
+  box.replaceChildren();
+  if (isShown) return; // a second click closes it
+  box.cell = cell;
   try {
     const { layer, head } = placeOfHead(index);
     const found = await partsOf(layer, head, query, key);
@@ -56,8 +61,8 @@ function explanation({ score, mean, sources, pairs }, index, query, key) {
   const percent = (value) => `${format((100 * value) / total, false, "percent")}\u00a0%`;
   const [[first, second, most]] = pairs;
   const cell = formatWeight(weight(run, state.frame, 0, index, query, key));
-  const said = [bold(headName(index)), " attends from ", quotedToken(ofQuery), " to ",
-    quotedToken(ofKey), ` with weight ${cell}`];
+  const said = [bold(headName(index)), " attends from ", quotedToken(ofQuery), ` (${query}) to `,
+    quotedToken(ofKey), ` (${key}) with weight ${cell}`];
   if (total > 0 && most / total >= CLEAR) {
     said.push(", mostly because of ", ...writer(sources[second], true), " there and ",
       ...writer(sources[first], true), " at ", quotedToken(ofQuery), ` (${percent(most)} of the score).`);

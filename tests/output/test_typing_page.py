@@ -3,6 +3,7 @@ does on it. The model is behind a server, or in the page."""
 
 import contextlib
 import itertools
+import re
 import shutil
 
 import numpy as np
@@ -125,7 +126,7 @@ def test_heads_that_are_switched_off(page, reader):
     expect(page.locator(".head.off")).to_have_count(2)
     page.locator("#show-story").click()
     expects(page, without)
-    was = page.locator("#story-next li s").first.inner_text()
+    was = page.locator("#story-next li small").first.inner_text().removeprefix("was ")
     whole = reader(4).read(WORDS)
     likely = dict(zip(whole.likely.ids[-1], whole.likely.probabilities[-1], strict=True))
     known = likely.get(without.likely.ids[-1][0], min(likely.values()))
@@ -134,6 +135,36 @@ def test_heads_that_are_switched_off(page, reader):
     expects(page, reader(4).read("a dog", off=[1, 2]))
     page.locator("#all-on").click()
     expects(page, reader(4).read("a dog"))
+
+
+def test_the_card_says_what_its_heads_do_on_the_text(page, reader):
+    type_in(page, WORDS)
+    card = page.evaluate("window.lens.runs[0].story.prompts[0].cards[0].group")
+    chances = [
+        np.exp(-np.array(reader(4).read(WORDS, off=off).losses)).mean() for off in ([], card)
+    ]
+    effect = page.locator("#story-cards .effect").first
+    expect(effect).to_contain_text("without")
+    if "as likely" not in effect.inner_text():
+        without, whole = re.findall(r"([\d.]+)\xa0%", effect.inner_text())
+        assert np.allclose([float(whole), float(without)], 100 * np.array(chances), atol=0.6)
+    page.locator("#story-cards .switch").first.click()
+    expect(effect).to_be_empty()
+
+
+def test_a_text_that_was_replaced_or_left_comes_back(page):
+    type_in(page, WORDS)
+    page.locator("#story-tokens [data-token='3']").click()
+    page.locator("#story-next li button").first.click()
+    expect(page.locator("#story-tokens [data-token]")).to_have_count(5)
+    page.locator("#undo").click()
+    expect(page.locator("#story-tokens")).to_have_text(WORDS)
+    assert page.locator("#typed").input_value() == WORDS
+    page.locator("#leave").click()
+    expect(page.locator("#typed")).to_have_value("")
+    page.locator("#undo").click()
+    expect(page.locator("#story-tokens")).to_have_text(WORDS)
+    expect(page.locator("#undo")).to_be_hidden()
 
 
 def greedy(reader, ids, count):
