@@ -53,10 +53,12 @@ def run_page(folder: Path, state: str, model: dict | None = None) -> bytes:
 
     rows = read_rows(folder / "metrics.jsonl", *ROWS)
     training = training_data(folder, rows)
-    max_steps = flat(settings_of(folder) or {}).get("trainer.max_steps")
+    settings = flat(settings_of(folder) or {})
     # The page stays as it is if the run is killed.
     now = f"training at {time.strftime('%Y-%m-%d %H:%M')}" if state == "running" else state
-    training["state"] = progress(now, rows, max_steps)
+    known = [subject(settings, read_rows(folder / "starts.jsonl"))]
+    known += [progress(now, rows, settings.get("trainer.max_steps"))]
+    training["state"] = " · ".join(filter(None, known))
     page = folder_page(
         folder / "attention",
         sanitize(folder.resolve().name),
@@ -92,6 +94,16 @@ def config_yaml(folder: Path) -> str:
         return read_bounded(folder / CONFIG_YAML, MAX_CONFIG).decode("utf-8", "replace")
     except OSError:
         return ""
+
+
+def subject(settings: dict, starts: list[dict]) -> str:
+    """Returns what a run trains: "GPT-2 with 842,752 parameters on my.txt", "" if it is unknown."""
+    parameters = next((row.get("parameters") for row in starts), None)
+    if not isinstance(parameters, int):
+        return ""
+    text = settings.get("data.path")
+    text = Path(text).name if isinstance(text, str) else "generated sequences"
+    return sanitize(f"GPT-2 with {parameters:,} parameters on {text}")
 
 
 def progress(state: str, rows: list[dict], max_steps: object) -> str:

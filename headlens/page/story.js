@@ -5,6 +5,7 @@
 import { clamp, clip, stepText } from "./text.js";
 import { $, fillSelect, isPrinted, make, prepareCanvas } from "./dom.js";
 import { hasStory, nearestFrame, placeOfHead, run, state, update } from "./state.js";
+import { weight } from "./data.js";
 import { setColour } from "./names.js";
 import { layOut } from "./grid.js";
 import { WEIGHTS } from "./colours.js";
@@ -417,6 +418,12 @@ function expected(label, p, isRight, was = "", take = null) {
   return item;
 }
 
+/** Returns the head of a card with the largest weight in a cell. */
+const strongestHead = ({ heads }, query, key) => heads.reduce((best, index) => {
+  const [a, b] = [best, index].map((one) => weight(run, state.frame, state.prompt, one, query, key));
+  return b > a ? index : best;
+});
+
 /** Shows what the query token attends to and what the model expects after it. */
 function showReading() {
   const query = readQuery = shownQuery();
@@ -433,7 +440,7 @@ function showReading() {
       setColour(at, data.name);
       if (!run.isTyped) return at;
       const why = make("button", { className: "quiet", textContent: "why?",
-        onclick: () => explain($("story-why"), data.heads[0], query, key) });
+        onclick: () => explain($("story-why"), strongestHead(data, query, key), query, key) });
       why.title = "again: close";
       why.ariaLabel = `why does ${data.places} attend there?`;
       return make("span", {}, at, why);
