@@ -40,19 +40,24 @@ def reader(typed_run):
     return at
 
 
+@pytest.fixture(scope="session")
+def address(typed_run):
+    """The page of the run on a server: another process, as both switch compilation off and on."""
+    with live_command(typed_run.parent, next(ports)) as found:
+        yield f"{found}run/typed/"
+
+
 @pytest.fixture(params=["server", "play.html"])
-def page(window, typed_run, request):
+def page(window, typed_run, address, request):
     """The page of the run with the line to type in."""
     wrong = []
-    with serving(typed_run.parent, next(ports)) as server:
-        lens = window(reduced_motion="reduce").new_page()
-        lens.on("pageerror", lambda error: wrong.append(str(error)))
-        lens.on("console", lambda message: wrong.append(message.text))
-        file = (typed_run / "play.html").as_uri()
-        lens.goto(f"{server.address}run/typed/" if request.param == "server" else file)
-        pages.ready(lens)
-        yield lens
-        lens.close()
+    lens = window(reduced_motion="reduce").new_page()
+    lens.on("pageerror", lambda error: wrong.append(str(error)))
+    lens.on("console", lambda message: wrong.append(message.text))
+    lens.goto(address if request.param == "server" else (typed_run / "play.html").as_uri())
+    pages.ready(lens)
+    yield lens
+    lens.close()
     assert [text for text in wrong if "Failed to load resource" not in text] == []
 
 
@@ -199,17 +204,16 @@ window.fetch = async (...wanted) => {
 
 
 @pytest.fixture
-def slow(window, typed_run):
+def slow(window, address):
     """The page of a server that answers late. Fails when a script failed."""
     wrong = []
-    with serving(typed_run.parent, next(ports)) as server:
-        lens = window(reduced_motion="reduce").new_page()
-        lens.on("pageerror", lambda error: wrong.append(str(error)))
-        lens.add_init_script(SLOW)
-        lens.goto(f"{server.address}run/typed/")
-        pages.ready(lens)
-        yield lens
-        lens.close()
+    lens = window(reduced_motion="reduce").new_page()
+    lens.on("pageerror", lambda error: wrong.append(str(error)))
+    lens.add_init_script(SLOW)
+    lens.goto(address)
+    pages.ready(lens)
+    yield lens
+    lens.close()
     assert wrong == []
 
 
