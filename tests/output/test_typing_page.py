@@ -3,7 +3,6 @@ does on it. The model is behind a server, or in the page."""
 
 import contextlib
 import itertools
-import re
 import shutil
 
 import numpy as np
@@ -22,8 +21,9 @@ WORDS = "the dog jumps"
 
 @pytest.fixture(scope="session")
 def typed_run(tmp_path_factory):
-    """A run with checkpoints of the steps 1 to 4."""
-    kept = ("trainer.save_every=1", "trainer.keep=4", "optimizer.lr=0.03")
+    """A run with checkpoints of the steps 10 to 40."""
+    kept = ("trainer.save_every=10", "trainer.keep=4", "trainer.max_steps=40", "lens.every=10")
+    kept += ("trainer.eval_every=0", "optimizer.lr=0.02")
     return train_in(tmp_path_factory.mktemp("typed"), "name=typed", *RUN, *kept)
 
 
@@ -91,7 +91,7 @@ def go_to(lens, frame):
 
 def test_what_the_model_does_on_a_typed_text(page, reader):
     type_in(page, WORDS)
-    reading = reader(4).read(WORDS)
+    reading = reader(40).read(WORDS)
     expects(page, reading)
     expect(page.locator("#story-headline")).to_contain_text(f"“{reading.next.labels[0]}”")
     for layer, head in np.ndindex(2, 2):
@@ -108,14 +108,14 @@ def test_what_the_model_does_on_a_typed_text(page, reader):
 
 def test_each_kept_checkpoint(page, reader):
     type_in(page, WORDS)
-    for frame, step in enumerate((1, 2, 3, 4)):
+    for frame, step in enumerate((10, 20, 30, 40)):
         go_to(page, frame)
         expect(page.locator("#story-now b")).to_have_text(f"step {step}")
         expects(page, reader(step).read(WORDS))
     go_to(page, 1)
-    expect(page.locator("#story-now b")).to_have_text("step 2")
+    expect(page.locator("#story-now b")).to_have_text("step 20")
     type_in(page, "a dog")  # the step stays
-    expects(page, reader(2).read("a dog"))
+    expects(page, reader(20).read("a dog"))
 
 
 def test_heads_that_are_switched_off(page, reader):
@@ -125,34 +125,36 @@ def test_heads_that_are_switched_off(page, reader):
         pages.tile(page, layer, head).click()
         page.locator("#switch-head").click()
         expect(page.locator("#switch-head")).to_have_text("switch on")
-        without = reader(4).read(WORDS, off=off)
+        without = reader(40).read(WORDS, off=off)
         found = codes(page, 1, 1, len(WORDS))
         assert np.allclose(found, without.codes.reshape(4, -1)[3], atol=1.01)
     expect(page.locator(".head.off")).to_have_count(2)
     page.locator("#show-story").click()
     expects(page, without)
     was = page.locator("#story-next li small").first.inner_text().removeprefix("was ")
-    whole = reader(4).read(WORDS)
+    whole = reader(40).read(WORDS)
     likely = dict(zip(whole.likely.ids[-1], whole.likely.probabilities[-1], strict=True))
     known = likely.get(without.likely.ids[-1][0], min(likely.values()))
     assert abs(float(was.strip("<\xa0%")) - 100 * known) <= 0.6
     type_in(page, "a dog")  # they stay off
-    expects(page, reader(4).read("a dog", off=[1, 2]))
+    expects(page, reader(40).read("a dog", off=[1, 2]))
     page.locator("#all-on").click()
-    expects(page, reader(4).read("a dog"))
+    expects(page, reader(40).read("a dog"))
 
 
-def test_the_card_says_what_its_heads_do_on_the_text(page, reader):
+def test_the_card_says_what_its_heads_do_on_the_text(page):
+    asked = []  # heads that are off in each request to the server
+
+    def note(request):
+        if request.method == "POST":
+            asked.append(request.post_data_json["off"])
+
+    page.on("request", note)
     type_in(page, WORDS)
-    card = page.evaluate("window.lens.runs[0].story.prompts[0].cards[0].group")
-    chances = [
-        np.exp(-np.array(reader(4).read(WORDS, off=off).losses)).mean() for off in ([], card)
-    ]
     effect = page.locator("#story-cards .effect").first
-    expect(effect).to_contain_text("without")
-    if "as likely" not in effect.inner_text():
-        without, whole = re.findall(r"([\d.]+)\xa0%", effect.inner_text())
-        assert np.allclose([float(whole), float(without)], 100 * np.array(chances), atol=0.6)
+    expect(effect).to_contain_text("right letter")
+    group = page.evaluate("window.lens.runs[0].story.prompts[0].cards[0].group")
+    assert group in asked or page.url.startswith("file:")
     page.locator("#story-cards .switch").first.click()
     expect(effect).to_be_empty()
 
@@ -185,14 +187,14 @@ def test_continue_until_the_text_is_full_and_take_another_token(page, reader):
     page.locator("#continue").click()
     expect(page.locator("#story-tokens [data-token]")).to_have_count(32)  # the context length
     expect(page.locator("#continue")).to_contain_text("continue")
-    ids = greedy(reader(4), [*WORDS.encode()], 32 - len(WORDS))
+    ids = greedy(reader(40), [*WORDS.encode()], 32 - len(WORDS))
     assert page.locator("#typed").input_value() == bytes(ids).decode("utf-8", "replace")
     page.locator("#story-tokens [data-token='9']").click()
-    second = reader(4).read(ids=ids[:10]).next.ids[1]
+    second = reader(40).read(ids=ids[:10]).next.ids[1]
     page.locator("#story-next li button").nth(1).click()  # the text continues from there
     expect(page.locator("#continue")).to_contain_text("continue")
     expect(page.locator("#story-tokens [data-token]")).to_have_count(32)
-    ids = greedy(reader(4), [*ids[:10], second], 21)
+    ids = greedy(reader(40), [*ids[:10], second], 21)
     expect(page.locator("#typed")).to_have_value(bytes(ids).decode("utf-8", "replace"))
 
 
@@ -225,16 +227,16 @@ def test_what_one_does_while_a_text_is_read_is_not_lost(slow, reader):
         slow.locator("#switch-head").click()
     slow.locator("#show-story").click()
     expect(slow.locator("#all-on")).to_be_visible()
-    expects(slow, reader(4).read(WORDS, off=[1, 2]))
+    expects(slow, reader(40).read(WORDS, off=[1, 2]))
     slow.locator("#typed").fill("a dog")
     slow.locator("#all-on").click()  # before the new text is there
     expect(slow.locator("#story-tokens")).to_have_text("a dog")
-    expects(slow, reader(4).read("a dog"))
+    expects(slow, reader(40).read("a dog"))
     slow.locator("#typed").fill("a fox")
     go_to(slow, 1)
     expect(slow.locator("#story-tokens")).to_have_text("a fox")
-    expect(slow.locator("#story-now b")).to_have_text("step 2")
-    expects(slow, reader(2).read("a fox"))
+    expect(slow.locator("#story-now b")).to_have_text("step 20")
+    expects(slow, reader(20).read("a fox"))
 
 
 TYPE = "(node, text) => { node.value = text; node.dispatchEvent(new Event('input')); }"
@@ -307,7 +309,7 @@ def test_a_hostile_text_is_text(page):
 
 def test_the_page_of_a_model_without_a_run(tmp_path, typed_run, reader, window):
     folder = shutil.copytree(
-        typed_run / "checkpoints" / "step_00000003", tmp_path / "step_00000003"
+        typed_run / "checkpoints" / "step_00000030", tmp_path / "step_00000030"
     )
     lens = window(reduced_motion="reduce").new_page()
     with (
@@ -317,4 +319,4 @@ def test_the_page_of_a_model_without_a_run(tmp_path, typed_run, reader, window):
         lens.goto(address)
         pages.ready(lens)
         type_in(lens, WORDS)
-        expects(lens, reader(3).read(WORDS))
+        expects(lens, reader(30).read(WORDS))
