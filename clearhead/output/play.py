@@ -3,7 +3,7 @@
     if not why_not(Path("runs/first")):
         page = play_page(Path("runs/first"), state="finished")
 
-It is run.html with the key `model` in its data. headlens/page/play.js runs the model:
+It is run.html with the key `model` in its data. headlens/page/embedded.js runs the model:
 
     config       {vocab_size, context_length, emb_dim, num_heads, num_layers}
     tokenizer    see headlens/page/tokenizer.js
@@ -50,8 +50,8 @@ def why_not(folder: Path) -> tuple[str, str] | None:
     if problems or settings.vocab_size is None or not list_checkpoints(folder):
         return "not a run directory with a checkpoint", "give runs/NAME"
     if settings.attention in SCORES:
-        own = f"model.attention={settings.attention} has scores of its own"
-        return own, "train with one of the other kernels"
+        reason = f"model.attention={settings.attention} has other attention scores than GPT-2"
+        return reason, "train with one of the other kernels"
     count = model_without_values(ModelConfig(**settings.model_dump())).num_parameters()
     if count > MAX_PARAMETERS:
         reason = f"the model has {count:,} parameters; a page runs at most {MAX_PARAMETERS:,}"

@@ -210,7 +210,7 @@ def page_html(
 ) -> str:
     """Returns the page as HTML, for one run, for two runs to compare, or for `training` alone.
     runs: of run_data. training: losses, samples and settings, as training.js describes them. model:
-    that of the run, into which people type, as play.js describes it."""
+    that of the run, into which people type, as embedded.js describes it."""
     content = {"version": VERSION, "runs": list(runs), "training": training}
     return _filled(content | ({"model": model} if model else {}), title)
 

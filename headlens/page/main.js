@@ -31,7 +31,7 @@ import { showTraining } from "./training.js";
 import { buildTabs, shownTab, showTab, tabOfLink } from "./tabs.js";
 import { buildTyping } from "./typing.js";
 import { servedEngine } from "./served.js";
-import { playEngine } from "./play.js";
+import { embeddedEngine } from "./embedded.js";
 
 function drawAll() {
   if (shownTab() !== "heads") return; // nothing has a size
@@ -113,7 +113,7 @@ async function startHeads({ runs: found, training, live, token, model }) {
   buildHelp();
   buildStory();
   buildControls();
-  const engine = live ? servedEngine(token) : model ? playEngine(model) : null;
+  const engine = live ? servedEngine(token) : model ? embeddedEngine(model) : null;
   if (engine) buildTyping(engine, buildAgain);
   $("typing-hint").hidden = Boolean(engine) || !training;
   Object.assign(state, readLink(location.hash));

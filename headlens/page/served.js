@@ -1,5 +1,5 @@
 /* The model behind a page of a server, which computes in Python (clearhead/output/live_typing.py). It has
- * the same functions as that of play.js, which computes in the page. */
+ * the same functions as that of embedded.js, which computes in the page. */
 
 const MOST_LETTERS = 10_000;
 

@@ -1,5 +1,5 @@
 /* The line to type in. A typed text is shown as a run with one prompt: its frames are the checkpoints that
- * the run has kept, and an engine computes them when they are needed: served.js or play.js. An engine:
+ * the run has kept, and an engine computes them when they are needed: served.js or embedded.js. An engine:
  *
  *   steps, limit   steps of the checkpoints, ascending; most tokens of a text
  *   read({text | ids, step, off, signal})   what the model does on a text, with these heads off

@@ -161,6 +161,6 @@ if __name__ == "__main__":
         )
         animation(browser, "story-induction.webp")
         still(browser, EXAMPLE, "#view=all", 1200, 910, "lens-page.png")
-        if (RUNS / "book" / "run.html").exists():
-            still(browser, RUNS / "book" / "run.html", "", 900, 1100, "story-book.png")
+        if (RUNS / "book" / "play.html").exists():
+            still(browser, RUNS / "book" / "play.html", "", 900, 1100, "story-book.png")
             typing(browser, RUNS / "book" / "play.html", "typing.webp")

@@ -126,7 +126,7 @@ def test_the_state_of_a_run_names_its_checkpoints(home, server):
     (checkpoints / "step_00000004").rename(home / "step_00000004")
     assert typing() == {"steps": [2], "limit": 32}
     assert post(server, "/run/first/read", READ)[0] == 404
-    (home / "step_00000004").rename(checkpoints / "step_00000004")  # the run goes on
+    (home / "step_00000004").rename(checkpoints / "step_00000004")  # the run continues
     assert typing() == {"steps": [2, 4], "limit": 32}
     assert read(server, READ)[0]["step"] == 4
     checkpoints.rename(home / "elsewhere")

@@ -29,7 +29,7 @@ MANY = ("trainer.max_steps=11", "trainer.save_every=1", "trainer.keep=11")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A finished run with the checkpoints of steps 1 to 11 and a tokenizer of its own."""
+    """A finished run with the checkpoints of steps 1 to 11 and a trained tokenizer."""
     settings = (*LENS, *MANY, "data.tokenizer=bpe", "model.vocab_size=280", "data.vocab_size=280")
     return train_in(tmp_path_factory.mktemp("saved"), "name=saved", *settings)
 

@@ -13,20 +13,24 @@ import { Gpt } from "./gpt.js";
 import { readTokenizer } from "./tokenizer.js";
 
 /** Returns the engine of a model: see typing.js. */
-export function playEngine(model) {
+export function embeddedEngine(model) {
   const { config, checkpoints } = model;
   const models = new Map(); // of the checkpoints that were used, by step: at most about 100 MB
   const limit = config.context_length;
   let tokenizer;
 
-  /** Returns [tokenizer, Gpt of this step]. */
-  const load = (step) => {
+  /** Returns [tokenizer, Gpt of this step]. Texts with all heads have another one than texts with fewer:
+   * each of them keeps what it has computed. */
+  const load = async (step, off) => {
     const checkpoint = checkpoints.find((one) => one.step === step);
-    if (!models.has(step)) models.set(step, unpackedModel(model, checkpoint));
+    if (!models.has(step)) models.set(step, unpackedModels(model, checkpoint));
     tokenizer ??= readTokenizer(model.tokenizer);
-    return Promise.all([tokenizer, models.get(step)]).catch(() => {
+    try {
+      const [tokens, pair] = await Promise.all([tokenizer, models.get(step)]);
+      return [tokens, pair[off.length ? 1 : 0]];
+    } catch {
       throw new Error("The weights in this page are damaged.");
-    });
+    }
   };
 
   return {
@@ -34,7 +38,7 @@ export function playEngine(model) {
     limit,
 
     async read({ text, ids, step, off = [], signal }) {
-      const [tokens, gpt] = await load(step);
+      const [tokens, gpt] = await load(step, off);
       const all = ids ?? tokens.encode(text, limit);
       if (!all.length) throw new Error("The text has no tokens.");
       const used = all.slice(0, limit);
@@ -56,13 +60,14 @@ export function playEngine(model) {
     },
 
     async parts({ ids, step, off = [], layer, head, query, key, signal }) {
-      const [, gpt] = await load(step);
+      const [, gpt] = await load(step, off);
       return gpt.parts(ids, off, layer, head, query, key, signal);
     },
   };
 }
 
-async function unpackedModel({ config, tensors }, { weights, means }) {
+/** Returns two Gpt with the same weights. */
+async function unpackedModels({ config, tensors }, { weights, means }) {
   const [bytes, meanBytes] = await Promise.all([inflate(weights), inflate(means)]);
   const named = new Map();
   let at = 0;
@@ -76,5 +81,5 @@ async function unpackedModel({ config, tensors }, { weights, means }) {
     at += 2 * rows * width;
     named.set(name, Float32Array.from(values, (value, n) => value * scales[Math.floor(n / width)]));
   }
-  return new Gpt(config, named, new Float32Array(meanBytes.buffer));
+  return [0, 1].map(() => new Gpt(config, named, new Float32Array(meanBytes.buffer)));
 }

@@ -1,4 +1,4 @@
-"""The engine of a page with a model (play.js) in Chromium: it computes what the model computes."""
+"""The engine of a page with a model (embedded.js) in Chromium: it computes what the model computes."""
 
 import base64
 import functools
@@ -36,8 +36,8 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def page(run, opened, tmp_path):
-    page = module_page(opened, tmp_path, "play.js", "playEngine")
-    page.evaluate("(model) => { window.engine = playEngine(model); }", packed_model(run))
+    page = module_page(opened, tmp_path, "embedded.js", "embeddedEngine")
+    page.evaluate("(model) => { window.engine = embeddedEngine(model); }", packed_model(run))
     return page
 
 
@@ -133,9 +133,9 @@ def test_parts_sum_to_the_score(page):
 
 
 def test_damaged_weights_are_an_error_for_users(run, opened, tmp_path):
-    page = module_page(opened, tmp_path, "play.js", "playEngine")
+    page = module_page(opened, tmp_path, "embedded.js", "embeddedEngine")
     model = packed_model(run)
     model["checkpoints"][0]["weights"] = model["checkpoints"][0]["weights"][:200]
-    page.evaluate("(model) => { window.engine = playEngine(model); }", model)
+    page.evaluate("(model) => { window.engine = embeddedEngine(model); }", model)
     code = "() => engine.read({ text: 'a', step: 2 }).catch((error) => error.message)"
     assert "damaged" in page.evaluate(code)
