@@ -239,6 +239,13 @@ def test_what_one_does_while_a_text_is_read_is_not_lost(slow, reader):
     expects(slow, reader(20).read("a fox"))
 
 
+# Stops unless the text is already full: a fast model may be that fast.
+START_AND_STOP = """async () => {
+  const button = document.querySelector("#continue");
+  button.click();
+  await new Promise((done) => setTimeout(done, 30));
+  if (button.textContent.includes("stop")) button.click();
+}"""
 TYPE = "(node, text) => { node.value = text; node.dispatchEvent(new Event('input')); }"
 
 
@@ -247,14 +254,13 @@ def test_a_continuation_is_stopped(page, reader):
     type_in(page, WORDS)
     tokens = page.locator("#story-tokens [data-token]")
     for _ in range(3):
-        page.locator("#continue").click()
-        expect(page.locator("#continue")).to_contain_text("stop")
-        page.locator("#continue").click()
+        page.evaluate(START_AND_STOP)
         expect(page.locator("#continue")).to_contain_text("continue")
         length = "document.querySelector('#typed').value.length"
         page.wait_for_timeout(300)  # it could go on in this time
         assert tokens.count() == page.evaluate(length)
-        page.locator("#continue").click()
+        type_in(page, "a dog")
+        page.locator("#continue").evaluate("node => node.click()")
         page.locator("#typed").evaluate(TYPE, WORDS)  # at once: the model writes there, too
         page.wait_for_timeout(300)
         expect(tokens).to_have_count(len(WORDS))

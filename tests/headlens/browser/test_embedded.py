@@ -1,4 +1,4 @@
-"""The engine of a page with a model (embedded.js) in Chromium: it computes what the model computes."""
+"""The engine of a page with a model (embedded.js) in Chromium: it computes what PyTorch does."""
 
 import base64
 import functools
