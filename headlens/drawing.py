@@ -1,8 +1,7 @@
-"""Images of attention heads: of a step, of the clearest head, of a run, and figures.
+"""Images of attention heads: of a step, of the clearest head, and figures.
 
     image = heads_image(codes, prompt, step, named)     # all heads on a prompt
     image = largest_image(read_snapshot(path))          # the clearest head, with its tokens
-    write_animation(path, prompt, codes, steps, heads)  # heads_image of each step, animated
     png = draw_figure(read_snapshot(path))              # a PNG for a paper
 
 All of them consist of the same parts: a title, the grid of all heads, an enlarged head with tokens.
@@ -11,14 +10,11 @@ Pillow draws an image in a few milliseconds; training waits until it is written.
 Shapes: L layers, H heads, T tokens of the prompt.
 """
 
-import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
-import PIL.WebPImagePlugin  # noqa: F401  so that Pillow does not import all of its plugins
 from PIL import Image, ImageDraw, ImageFont
 
 from . import finding
@@ -28,16 +24,13 @@ from .heads import title_of as title_of_name
 from .heatmap import (
     ACCENT_INDEX,
     INK,
-    MASKED_INDEX,
     PALE_INK,
     WHITE,
     colour_bar,
     fitted,
-    in_colour,
     png_of,
     tile,
 )
-from .history import atomic_write, evenly_spaced
 from .prompts import Prompt, clipped
 from .rounding import formatted
 from .snapshot_data import SnapshotData, triangle_to_square
@@ -55,8 +48,6 @@ MARGIN = 40  # pixels around a figure
 LINE = 0.85  # size of a font / height of the rows into which it fits, with descenders
 GAP = 6  # pixels between two heatmaps, at most
 TICKS = (0, 0.01, 0.1, 0.25, 0.5, 1)  # of the colour bar
-MAX_STEPS = 24  # of the animation: a file of about 1 MB
-MILLISECONDS, LAST_MILLISECONDS = 350, 2500  # how long each step and the last step are shown
 AXES = "row: query token, column: key token"
 
 
@@ -65,12 +56,11 @@ def heads_image(
     prompt: Prompt,
     step: int,
     named: Sequence[Mapping] = (),
-    last_step: int | None = None,
 ) -> Image.Image:
     """Returns the image of all heads on a prompt. Its size depends on (L, H) alone.
 
     codes: uint8 (L, H, T (T + 1) / 2). named: rows of heads.head_table, whose heads are named and
-    outlined. last_step: of the run, for a progress bar.
+    outlined.
     """
     num_layers, num_heads, _ = codes.shape
     font = font_of(20)
@@ -79,9 +69,6 @@ def heads_image(
     pitch = max(2, min(room))
     width = max(640, left + num_heads * pitch + 12)
     image, draw = _canvas(width, HEADS_TOP + num_layers * pitch + 12)
-    if last_step is not None:
-        draw.rectangle((0, 0, width, 3), MASKED_INDEX)
-        draw.rectangle((0, 0, step * width // max(1, last_step), 3), ACCENT_INDEX)
     draw.text((16, 8), f"step {step:,}", INK, font_of(28, "Bold"))
     draw.text((width - 16, 18), AXES, PALE_INK, font_of(17), anchor="ra")
     names = [_name_of(row) for row in named]
@@ -196,31 +183,6 @@ def _one_head(codes: np.ndarray, prompt: Prompt) -> Image.Image:
     image, _ = _canvas(MARGIN + width + MARGIN, 10 + size)
     _draw_head(image, (MARGIN, 10), codes, labels, size, 40)
     return image
-
-
-def write_animation(
-    path: Path,
-    prompt: Prompt,
-    codes: Sequence[np.ndarray],
-    steps: Sequence[int],
-    heads: Sequence[Sequence[dict]],
-) -> None:
-    """Writes an animated WebP of all heads, with a frame for each step, at most MAX_STEPS.
-
-    The first frame is the last step, so a viewer that does not animate shows the end of the run.
-    codes: for each step uint8 (L, H, T (T + 1) / 2). heads: for each step the rows of
-    heads.head_table that are named and outlined.
-    """
-    frames = evenly_spaced(list(zip(codes, steps, heads, strict=True)), MAX_STEPS)
-    images = [
-        in_colour(heads_image(maps, prompt, step, named, steps[-1])).convert("RGB")
-        for maps, step, named in frames
-    ]
-    file = io.BytesIO()
-    durations = [LAST_MILLISECONDS] + [MILLISECONDS] * (len(images) - 1)
-    options = {"save_all": True, "duration": durations, "quality": 60, "method": 1}
-    images[-1].save(file, "WEBP", append_images=images[:-1], **options)
-    atomic_write(path, file.getvalue())
 
 
 # ------------------------------------------------------------------------------ parts of images

@@ -36,7 +36,7 @@ from .page import MAX_HISTORY
 from .passages import excerpts, text_prompts
 from .prompts import make_prompt, repeated_prompt
 from .recording import record, record_without
-from .render import draw_animation, draw_snapshot, folder_page
+from .render import draw_snapshot, folder_page
 from .snapshot_data import SnapshotData, write_snapshot
 from .statistics import STATISTICS
 from .tokens import lens_tokenizer
@@ -61,7 +61,7 @@ class Snapshot:
     # Statistics of each head, {} in models with many heads; dashboards hide them by default.
     heads: dict[str, float] = field(repr=False)
     histograms: dict[str, np.ndarray] = field(repr=False)  # values of each statistic, all heads
-    # PNG or WebP; of several prompts, in their order, under one key.
+    # PNG; of several prompts, in their order, under one key.
     images: dict[str, list[Path]] = field(default_factory=dict)
     captions: dict[str, list[str]] = field(default_factory=dict)  # of images, by the same keys
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
@@ -182,8 +182,6 @@ class Lens:
         if self.draws(step):
             write_snapshot(self.folder / f"step_{step:08d}.npz", data)
             snapshot.images, snapshot.captions = draw_snapshot(data, self.folder)
-            if is_last:
-                snapshot.images |= draw_animation(self.folder)
             is_power = len(rows) & (len(rows) - 1) == 0  # 1, 2, 4, 8, ... rows
             if self.has_page and (step >= self.max_steps or is_power):
                 path = self.folder / "page.html"
@@ -263,7 +261,7 @@ class Lens:
     def _with_thumbnails(self, data: SnapshotData) -> list[dict]:
         """Returns the table with a heatmap of the first heads, each on the prompt that shows it."""
         of = finding.Heads(data)
-        rows, most = [], MAX_IMAGES - len(data.prompts) - 2  # the clearest head, the animation
+        rows, most = [], MAX_IMAGES - len(data.prompts) - 1  # the clearest head
         for row in self.table:
             layer, head = row["layer"], row["head"]
             codes = data.codes[of.shown_prompt(row)][layer, head]
@@ -325,7 +323,7 @@ def _remove_from(folder: Path, step: int) -> None:
         if path.name[5:13].isdigit() and int(path.name[5:13]) >= step:
             path.unlink()
     if not any(folder.glob("step_*")):
-        for name in ("page.html", "timelapse.webp", "heads.csv", "ablation.json"):
+        for name in ("page.html", "heads.csv", "ablation.json"):
             (folder / name).unlink(missing_ok=True)
 
 

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 from PIL.Image import Image
 
-from . import finding
-from .drawing import heads_image, largest_image, title_of, write_animation
+from .drawing import heads_image, largest_image, title_of
 from .heads import clearest, head_table
 from .heatmap import png_of
 from .history import Row, atomic_write, evenly_spaced, read_history
 from .page import page_html, run_data
 from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
 
-FRAMES, SMALL_FRAMES = 24, 48  # steps of a page and of the animated image, at most
+FRAMES, SMALL_FRAMES = 24, 48  # steps of a page, at most
 SMALL = 2**18  # weights of a step: a page with SMALL_FRAMES of them has about 8 MB
 Images = dict[str, list[Path]]  # by the key on a dashboard
 
@@ -30,7 +29,6 @@ def draw_run(folder: Path) -> None:
     invalid snapshot file."""
     for path in snapshot_files(folder):
         draw_snapshot(read_snapshot(path), folder)
-    draw_animation(folder)
 
 
 def draw_snapshot(data: SnapshotData, folder: Path) -> tuple[Images, dict[str, list[str]]]:
@@ -54,25 +52,6 @@ def draw_snapshot(data: SnapshotData, folder: Path) -> tuple[Images, dict[str, l
         write("attention/heads", f"_{prompt.name}", image, caption)
     write("attention/largest", "", *largest_image(data))
     return images, captions
-
-
-def draw_animation(folder: Path) -> Images:
-    """Writes the animated image of a run. Returns it by its key on a dashboard."""
-    snapshots = shown_snapshots(folder)
-    if not snapshots:
-        return {}
-    path = folder / "timelapse.webp"
-    last = snapshots[-1]
-    of = finding.Heads(last)
-    number = of.shown_prompt(of.first)
-    write_animation(
-        path,
-        last.prompts[number],
-        [snapshot.codes[number] for snapshot in snapshots],
-        [snapshot.step for snapshot in snapshots],
-        [clearest(head_table([snapshot.row], last.uniform))[:3] for snapshot in snapshots],
-    )
-    return {"attention/animation": [path]}
 
 
 def shown_snapshots(folder: Path) -> list[SnapshotData]:

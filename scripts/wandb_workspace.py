@@ -19,7 +19,7 @@ from clearhead.output.wandb_process import cause
 if TYPE_CHECKING:  # wandb takes 0.5 s, and wandb_workspaces is an optional package
     from wandb_workspaces.workspaces import Section
 
-IMAGES = ("attention/largest", "attention/heads", "attention/animation")
+IMAGES = ("attention/largest", "attention/heads")
 LOSSES = (("train/loss", "val/loss"), ("val/bits_per_byte",), ("val/accuracy",))
 OF_ALL = {"attention_names": "heads with a name", "attention_best": "largest of all heads"}
 WandbName = Annotated[Label, Field(pattern=NO_SEPARATORS)]

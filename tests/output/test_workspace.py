@@ -10,7 +10,7 @@ from helpers.wandb_server import WandbServer
 from headlens import KINDS
 from scripts import wandb_workspace
 
-IMAGES = ["attention/largest", "attention/heads", "attention/animation"]
+IMAGES = ["attention/largest", "attention/heads"]
 KEY = "k" * 40
 LOGGED = [f"attention_{what}/{key}" for key in KINDS for what in ("best", "names")]
 
