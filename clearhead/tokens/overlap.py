@@ -16,10 +16,11 @@ import numpy as np
 from clearhead.tokens.token_stream import TokenStream
 
 PIECE_BYTES = 64
-MIN_FOUND, MIN_BYTES = 0.01, 1024  # less is not reported: a refrain, a heading
+MIN_FOUND, MIN_BYTES = 0.01, 256  # less is not reported: a refrain, a heading
 # The hashed tokens of a piece. Neighbours alone would often be the same in a text with templates.
 KEY = (0, 1, 3, 5)
 MAX_VAL, MAX_TRAIN = 2**12, 2**18  # about the largest numbers of pieces that are compared
+BLOCK = 2**18  # ids; in the cache of a processor
 MAX_READ = 2**29  # ids, the size of token files that are verified; of more, blocks are read
 FACTORS = np.random.default_rng(0).integers(2**63, size=PIECE_BYTES, dtype=np.uint64) * 2 + 1
 
@@ -32,19 +33,19 @@ def overlap(train: Any, val: Any, byte_lengths: np.ndarray) -> str | None:
         [each.tokens for each in getattr(dataset, "datasets", [dataset])]
         for dataset in (train, val)
     )
-    sample = next(val[0].blocks())
+    sample = next(val[0].blocks(BLOCK))
     token_bytes = byte_lengths.take(sample, mode="clip").mean()
     size = int(np.clip(PIECE_BYTES / max(1, token_bytes), 8, PIECE_BYTES))
     num_val, num_train = (sum(map(len, streams)) for streams in (val, train))
-    density = min(
-        1, *(most / min(n, MAX_READ) for most, n in ((MAX_VAL, num_val), (MAX_TRAIN, num_train)))
-    )
+    density = min(1, MAX_VAL / min(num_val, MAX_READ), MAX_TRAIN / min(num_train, MAX_READ))
     wanted = np.unique(np.concatenate([*_pieces(val, size, density)]))
+    if not len(wanted):
+        return None
     found = np.zeros(len(wanted), bool)
     for hashes in _pieces(train, size, density):
         at = np.searchsorted(wanted, hashes)
         found[at[wanted.take(at, mode="clip") == hashes]] = True
-    fraction = float(found.mean()) if len(found) else 0.0
+    fraction = float(found.mean())
     if fraction < MIN_FOUND or fraction * num_val * token_bytes < MIN_BYTES:
         return None
     return f"{'about' if num_train <= MAX_READ else 'at least'} {100 * fraction:.0f} %"
@@ -55,7 +56,7 @@ def _pieces(streams: list[TokenStream], size: int, density: float) -> Iterator[n
     every = -(-sum(map(len, streams)) // MAX_READ)
     for stream in streams:
         end_of_text = np.uint16(stream.end_of_text)
-        for ids in stream.blocks(every):
+        for ids in stream.blocks(BLOCK, every):
             count = max(0, len(ids) - size + 1)
             key = np.zeros(count, np.uint16)
             for n in KEY:

@@ -35,7 +35,7 @@ from clearhead.tokens.readers import (
     split_file,
     translate_read_errors,
 )
-from clearhead.tokens.shards import MANIFEST, open_shards, read_manifest, split_by_name
+from clearhead.tokens.shards import MANIFEST, open_shards, read_manifest
 from clearhead.tokens.token_stream import Checksums, TokenStream
 from clearhead.tokens.tokenizer import Tokenizer
 
@@ -135,12 +135,6 @@ def _token_files_of(entry: str) -> list[Path]:
     return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))
 
 
-def files_by_name(path: str | list[str]) -> dict[str, list]:
-    """Returns the files of data.path: {"train": files}, or with "val" as in `split_by_name`."""
-    shards = token_files(path)
-    return split_by_name(shards) if shards else {"train": find_files(path)}
-
-
 def notes_about_repeated(files: Iterable[str | Path]) -> list[str]:
     """Returns notes about files that are read more than once."""
     counts = Counter(map(os.path.realpath, files))
@@ -184,7 +178,7 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
             loaded.notes.append(sanitize(f"data.path={source}: {reason}", keep=""))
         loaded.train.append(train)
         loaded.val += [] if val is None else [val]
-        files += files_by_name(source)["train"]
+        files += token_files(source) or find_files(source)
     if config.val_path:
         sources, key = [config.val_path], "data.val_path"
         try:

@@ -135,10 +135,10 @@ class TokenStream:
             names.append((name, byte))
         return TokenStream(arrays, self.vocab_size, self.end_of_text, names)
 
-    def blocks(self, every: int = 1) -> Iterator[np.ndarray]:
-        """Yields the ids in blocks of SEARCH_BLOCK, or only each `every`-th block."""
-        for start in range(0, len(self), every * SEARCH_BLOCK):
-            for n, _, ids in self._slices(start, start + SEARCH_BLOCK):
+    def blocks(self, size: int, every: int = 1) -> Iterator[np.ndarray]:
+        """Yields the ids in blocks of at most `size`, or only each `every`-th block."""
+        for start in range(0, len(self), every * size):
+            for n, _, ids in self._slices(start, start + size):
                 yield ids
                 self._release_pages(n)
 
