@@ -73,8 +73,8 @@ CASES = {
         100,
     ),
     "records that are shorter than a piece": (
-        END_OF_TEXT.join(shuffled(SHORT) + ["end"]),
-        END_OF_TEXT.join(SHORT + ["end"]),
+        END_OF_TEXT.join([*shuffled(SHORT), "end"]),
+        END_OF_TEXT.join([*SHORT, "end"]),
         90,
         100,
     ),
@@ -108,6 +108,7 @@ def test_the_sample_text_has_no_note():
 
 def test_of_more_tokens_than_are_read_some_are_compared(monkeypatch):
     text = lines(3000)
+    val = "".join(re.findall("(?:.*\n){3}", text)[::15])  # everywhere in the text
     monkeypatch.setattr(overlap, "BLOCK", 2**11)
     monkeypatch.setattr(overlap, "MAX_READ", 2**14)
     read, blocks = [], TokenStream.blocks
@@ -118,7 +119,7 @@ def test_of_more_tokens_than_are_read_some_are_compared(monkeypatch):
             yield ids
 
     monkeypatch.setattr(TokenStream, "blocks", counted)
-    assert 5 < found(text, text[-9000:], "byte") < 30  # a part of it
+    assert 3 < found(text, val, "byte") < 30
     assert sum(read) < 2**15
 
 
