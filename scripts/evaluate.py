@@ -64,9 +64,7 @@ class TextConfig(Settings):
         None, description="encoding of text files, such as cp1252; null: as in the run"
     )
     trim: bool | None = Field(
-        None,
-        description="whether only the text of a book of Project Gutenberg is used; null: as "
-        "in the run",
+        None, description="leave out the licence in a book of Project Gutenberg; null: as trained"
     )
 
 

@@ -26,7 +26,7 @@ from clearhead.config.command_line import (
 from clearhead.config.schema import Encoding, Names, Positive, Settings, VocabSize
 from clearhead.errors import DataError, sanitize
 from clearhead.output.console import progress
-from clearhead.tokens.readers import documents, no_text, notes_about_trimmed, split_file
+from clearhead.tokens.readers import NO_TEXT, documents, notes_about_trimmed, split_file
 from clearhead.tokens.sources import find_files, notes_about_repeated
 from clearhead.tokens.tokenizer import SAMPLE_BYTES, Sample, train_tokenizer
 
@@ -43,9 +43,7 @@ class SourceConfig(Settings):
         "text", description="JSON field or Parquet column that has the text, or a list of several"
     )
     encoding: Encoding = Field("utf-8", description="of text files, such as cp1252")
-    trim: bool = Field(
-        True, description="of a text file from Project Gutenberg, only the text between its markers"
-    )
+    trim: bool = Field(True, description="of a book of Project Gutenberg, leave out its licence")
 
     def files(self) -> list[str]:
         """Returns the files of `path`. Prints notes about them. Raises DataError."""
@@ -84,7 +82,7 @@ def main(settings: TokenizerConfig) -> None:
                 sample.add(block)
             report(done, len(parts))
     if not sample.text_bytes:
-        raise DataError("data.path", data.path, *no_text(trimmed))
+        raise DataError("data.path", data.path, *NO_TEXT)
     print(*notes_about_trimmed(data.path, trimmed), sep="\n", end="\n" * bool(trimmed))
     print(f"training on {sample.size:,} of {sample.text_bytes:,} bytes ...", flush=True)
     try:

@@ -34,11 +34,11 @@ from clearhead.errors import DataError, PreparationError
 from clearhead.files import atomic_write, read_json, remove_temporary_files
 from clearhead.tokens.encoding import StreamEncoder
 from clearhead.tokens.readers import (
+    NO_TEXT,
     FilePart,
     documents,
     encode_part,
     format_of,
-    no_text,
     split_file,
     translate_read_errors,
 )
@@ -210,7 +210,7 @@ class Preparation:
         shards = [shard for record in records for shard in record.shards]
         self.trimmed = sum((Counter(record.trimmed) for record in records), Counter())
         if not shards:
-            raise DataError("out", self.folder, *no_text(self.trimmed))
+            raise DataError("out", self.folder, *NO_TEXT)
         remove_temporary_files(self.folder)
         found = set(self.folder.glob("shard_[0-9]*_[0-9]*.bin"))
         for path in found - {self.folder / shard.file for shard in shards}:

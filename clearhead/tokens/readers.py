@@ -42,6 +42,7 @@ ROWS = 16  # of Parquet, read at once; each may have MAX_RECORD characters
 MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
 TEXT_HINT = "set data.encoding, such as cp1252 or utf-16, or correct the byte; archives other than "
 TEXT_HINT += f"{' and '.join(f'*{ending}' for ending in COMPRESSED)} must be decompressed"
+NO_TEXT = ("the files contain no text", "use other files, or data.trim=false if they have markers")
 CREATE_AGAIN = "create or download it again"
 READ_ERRORS = (OSError, EOFError, zlib.error)
 # The lines around a book of Project Gutenberg, in all their forms. The title may have a line break.
@@ -172,7 +173,8 @@ def _split_bytes(part: FilePart, max_bytes: int) -> Iterator[FilePart]:
     size = os.path.getsize(part.path)
     is_utf8 = not part.format.is_text or codecs.lookup(part.encoding).name == "utf-8"
     can_split = part.format.boundary and is_utf8 and not part.path.lower().endswith(COMPRESSED)
-    can_split = can_split and not (part.trim and part.format.is_text and _has_markers(part.path))
+    if can_split and size > max_bytes and part.format.is_text and part.trim:
+        can_split = not _has_markers(part.path)
     bounds = _boundaries(part, size, -(-size // max_bytes)) if can_split else []
     for start, stop in itertools.pairwise([0, *bounds, size]):
         yield replace(part, start=start, stop=None if stop == size else stop, size=stop - start)
@@ -276,12 +278,6 @@ def notes_about_trimmed(path: str | list[str], trimmed: Counter) -> list[str]:
     sizes = f"{trimmed['kept']:,} of {trimmed['read']:,} bytes"
     used = f"only the part between the markers of Project Gutenberg is used, {sizes}"
     return [sanitize(f"{where} {used}; data.trim=false uses all", keep="")] * bool(trimmed)
-
-
-def no_text(trimmed: Counter) -> tuple[str, str]:
-    """Returns the reason and the hint of the error about files without text."""
-    hint = "data.trim=false uses what is not between the markers of Project Gutenberg"
-    return "the files contain no text", hint if trimmed else "use other files"
 
 
 # ---------------------------------------------------------------------------- JSON, Parquet, hub

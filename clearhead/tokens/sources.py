@@ -25,12 +25,12 @@ from clearhead.tokens import HUB
 from clearhead.tokens.encoding import StreamEncoder, available_cores, concatenate
 from clearhead.tokens.readers import (
     IN_FOLDERS,
+    NO_TEXT,
     FilePart,
     check_regular_file,
     encode_part,
     extension_of,
     format_of,
-    no_text,
     notes_about_trimmed,
     split_file,
     translate_read_errors,
@@ -207,7 +207,7 @@ def load_streams(
     options = {key: getattr(config, key) for key in ("text_key", "encoding", "trim")}
     tokens, empty, trimmed = encode_files(find_files(path, notes), tokenizer, **options)
     if not len(tokens):
-        raise DataError("data.path", path, *no_text(trimmed))
+        raise DataError("data.path", path, *NO_TEXT)
     notes += notes_about_trimmed(path, trimmed)
     if empty:
         notes.append(f"data.path: {empty:,} empty texts skipped")
