@@ -229,6 +229,7 @@ class LoadedData:
     val: WindowDataset | None
     checksums: Checksums  # of the tokens; checkpoints store them
     notes: list[str]  # messages for the user
+    overlap: str | None = None  # of the validation text with the training text, see overlap.py
 
 
 def load_datasets(config: DataConfig, tokenizer: Tokenizer) -> LoadedData:

@@ -151,6 +151,7 @@ def data_config(trained: "PretrainedModel", **changes: object) -> DataConfig:
     """Returns the data settings of a run, or default settings. Raises ConfigError."""
     stored = trained.state.settings["data"] if trained.state else {}
     values = {key: value for key, value in stored.items() if key in DataConfig.model_fields}
+    values = {"trim": not stored} | values  # earlier runs read all of a text
     values |= changes | {"max_length": trained.window}
     return DataConfig.with_defaults(**values)
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from clearhead.tokens.token_stream import TokenStream
 
 # The settings of the run are the default.
-FROM_RUN = ("text_key", "encoding", "val_fraction")
+FROM_RUN = ("text_key", "encoding", "trim", "val_fraction")
 
 
 class TextConfig(Settings):
@@ -62,6 +62,9 @@ class TextConfig(Settings):
     )
     encoding: Encoding | None = Field(
         None, description="encoding of text files, such as cp1252; null: as in the run"
+    )
+    trim: bool | None = Field(
+        None, description="leave out the licence in a book of Project Gutenberg; null: as trained"
     )
 
 
@@ -167,7 +170,7 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
     from clearhead.tokens.sources import load_streams, split_tokens
 
     own = pretrained.state.settings["data"] if pretrained.state else {}
-    values = {key: own[key] for key in FROM_RUN if key in own}
+    values = {"trim": not own} | {key: own[key] for key in FROM_RUN if key in own}
     values |= settings.data.model_dump(exclude_none=True, exclude={"within_documents"})
     values |= {"max_length": 1}
     config, notes = DataConfig.with_defaults(**values), []

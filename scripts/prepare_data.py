@@ -24,6 +24,7 @@ from clearhead.output.console import progress
 from clearhead.tokens import TRAINED
 from clearhead.tokens.encoding import available_cores
 from clearhead.tokens.prepare import Preparation, PrepareSettings
+from clearhead.tokens.readers import notes_about_trimmed
 from scripts.train_tokenizer import SourceConfig
 
 
@@ -81,6 +82,8 @@ def main(settings: PrepareConfig) -> None:
         print("stopped; to resume, rerun the same command", file=sys.stderr)
         raise
     report(manifest, settings)
+    for note in notes_about_trimmed(data.path, preparation.trimmed):
+        print(note)
 
 
 def report(manifest: dict, settings: PrepareConfig) -> None:

@@ -12,6 +12,7 @@ which AutoTokenizer of transformers reads too.
 """
 
 import itertools
+from collections import Counter
 from typing import Annotated
 
 from pydantic import Field
@@ -25,7 +26,7 @@ from clearhead.config.command_line import (
 from clearhead.config.schema import Encoding, Names, Positive, Settings, VocabSize
 from clearhead.errors import DataError, sanitize
 from clearhead.output.console import progress
-from clearhead.tokens.readers import documents, split_file
+from clearhead.tokens.readers import NO_TEXT, documents, notes_about_trimmed, split_file
 from clearhead.tokens.sources import find_files, notes_about_repeated
 from clearhead.tokens.tokenizer import SAMPLE_BYTES, Sample, train_tokenizer
 
@@ -42,6 +43,7 @@ class SourceConfig(Settings):
         "text", description="JSON field or Parquet column that has the text, or a list of several"
     )
     encoding: Encoding = Field("utf-8", description="of text files, such as cp1252")
+    trim: bool = Field(True, description="of a book of Project Gutenberg, leave out its licence")
 
     def files(self) -> list[str]:
         """Returns the files of `path`. Prints notes about them. Raises DataError."""
@@ -71,16 +73,17 @@ def main(settings: TokenizerConfig) -> None:
 
     data = settings.data
     files = data.files()
-    options = {"text_key": data.text_key, "encoding": data.encoding}
+    options = data.model_dump(exclude={"path"})
     parts = [part for file in files for part in split_file(file, PART_BYTES, **options)]
-    sample = Sample(settings.sample_mb * 10**6)
+    sample, trimmed = Sample(settings.sample_mb * 10**6), Counter()
     with progress("parts read") as report:
         for done, part in enumerate(parts, start=1):
-            for block in itertools.chain.from_iterable(documents(part)):
+            for block in itertools.chain.from_iterable(documents(part, trimmed)):
                 sample.add(block)
             report(done, len(parts))
     if not sample.text_bytes:
-        raise DataError("data.path", data.path, "the files contain no text", "use other files")
+        raise DataError("data.path", data.path, *NO_TEXT)
+    print(*notes_about_trimmed(data.path, trimmed), sep="\n", end="\n" * bool(trimmed))
     print(f"training on {sample.size:,} of {sample.text_bytes:,} bytes ...", flush=True)
     try:
         tokenizer = train_tokenizer(sample, settings.vocab_size)

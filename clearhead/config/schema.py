@@ -202,6 +202,7 @@ class DataConfig(Settings):
     val_path: Names | None
     text_key: Names
     encoding: Encoding
+    trim: bool
     stride: Positive | None
     within_documents: bool
     val_fraction: Fractional

@@ -27,6 +27,8 @@ DROPPED = {
     "optimizer.ns_steps": 5,
     "trainer.schedule_steps": None,
 }
+# Settings that were added later and change what is read, with the value of all earlier runs.
+ADDED = {"data.trim": False}
 PROMPTS = ("lens.prompts", "trainer.sample_prompt")  # passages of the text, unless they are given
 
 
@@ -102,7 +104,7 @@ def with_settings_of(path: Path, config: Config, given: list[str], is_new: bool)
     if (stored := settings_of(run)) is None:
         reason = f"contains no run (no valid {SETTINGS_JSON})"
         raise CheckpointError(key, path, reason, "give the directory of a run")
-    known = flat(stored)
+    known = ADDED | flat(stored)
     if known.get("wandb.mode") == "auto":  # then WANDB_MODE decides at each start
         del known["wandb.mode"]
     if broken := sorted(GROUPS.keys() & known.keys()):

@@ -37,6 +37,8 @@ MAX_CONFIG = 2**20  # bytes; a larger file is ignored
 ROWS = (*KEYS, "train/tokens")  # of metrics.jsonl
 WHOLE = "{:,.0f}".format
 HITS = "how often the most likely next token is right, of the predictable tokens"
+OVERLAP = "validation_text_in_training_text"  # in starts.jsonl, such as "about 12 %"
+IN_TRAINING_TEXT = "of the validation text also occurs in the training text"
 SHOWN_SAMPLES = 4  # evenly spaced; the page folds the others away
 LOSS = functools.partial(rounded, digits=4)
 
@@ -126,7 +128,8 @@ def validation_loss(folder: Path, rows: list[dict]) -> dict:
     since; else that of the validation at the end, which has more windows; else the last.
 
     {"loss", "step", "where": the step and the windows in words, "risen": whether it has risen
-    since}, and if they are known "loss_error" (standard error), "bits_per_byte", "accuracy".
+    since, "overlap": how much of the text is also in the training text, "" if little}, and if they
+    are known "loss_error" (standard error), "bits_per_byte", "accuracy".
     """
     if not (losses := finite(points_of(rows, "val/loss"))):
         return {}
@@ -142,7 +145,9 @@ def validation_loss(folder: Path, rows: list[dict]) -> dict:
     keys = ("loss", "loss_error", "bits_per_byte", "accuracy")
     values = {key: number(found.get(key)) for key in keys}
     known = {key: value for key, value in values.items() if not math.isnan(value)}
-    return known | {"step": step, "where": where, "risen": lowest is not None}
+    start = (read_rows(folder / "starts.jsonl") or [{}])[-1]
+    overlap = sanitize(str(start.get(OVERLAP) or ""), keep="")
+    return known | {"step": step, "where": where, "risen": lowest is not None, "overlap": overlap}
 
 
 def result(rows: list[dict], found: dict) -> str:
@@ -159,10 +164,12 @@ def result(rows: list[dict], found: dict) -> str:
     text = f"The {name} loss {verb} {rounded(loss, 4)} nats per token after {step:,} steps"
     if first[1] > loss:
         text += f", down from {rounded(first[1], 4)}"
-    if not found.get("risen"):
-        return f"{text}."
-    helps = "more text helps, maybe also a smaller model or dropout"
-    return f"{text}; it has risen since (if the text was read several times, {helps})."
+    if found.get("risen"):
+        helps = "more text helps, maybe also a smaller model or dropout"
+        text += f"; it has risen since (if the text was read several times, {helps})"
+    if overlap := found.get("overlap"):
+        text += f"; {overlap} {IN_TRAINING_TEXT}"
+    return f"{text}."
 
 
 def facts(rows: list[dict], starts: list[dict], found: dict) -> list[tuple[str, str, str]]:
@@ -224,5 +231,5 @@ def environment(starts: list[dict]) -> list[tuple[str, str]]:
     return [
         (sanitize(key.replace("_", " "), keep=""), sanitize(str(value), keep=""))
         for key, value in start.items()
-        if value is not None and key not in ("step", "parameters")
+        if value is not None and key not in ("step", "parameters", OVERLAP)
     ]

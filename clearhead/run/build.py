@@ -25,6 +25,7 @@ from clearhead.config.schema import Config
 from clearhead.errors import RunDirectoryError, exit_code_of, refuse, shorten
 from clearhead.files import RowFile, drop_rows_after
 from clearhead.output.console import Console
+from clearhead.output.report import OVERLAP
 from clearhead.output.run_log import Metrics, RunLog
 from clearhead.output.summary import describe, introduce
 from clearhead.output.tracker import NoTracker, Tracker
@@ -256,7 +257,8 @@ def open_tracker(
     drop_rows_after(directory, state.step if inputs.resumed else -1)
     started = environment(str(strategy.device), strategy.world_size)
     starts = RowFile(directory / "starts.jsonl")
-    starts.append({"step": state.step, "parameters": parameters} | started)
+    about = {"step": state.step, "parameters": parameters, OVERLAP: inputs.data.overlap}
+    starts.append(about | started)
     starts.close()
     settings = state.settings | {"environment": started, "tokenizer": inputs.tokenizer.name}
     tracker = Tracker(inputs.config.wandb, directory, settings, state.wandb_id)

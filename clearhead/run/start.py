@@ -8,6 +8,7 @@ trainer.resume=PATH names before.
 """
 
 import contextlib
+import functools
 import json
 import math
 from dataclasses import dataclass
@@ -26,12 +27,14 @@ from clearhead.config.stored import PROMPTS
 from clearhead.config.yaml_files import flat
 from clearhead.errors import DataError, Problem, as_yaml, refuse
 from clearhead.models.pretrained import load_pretrained
+from clearhead.output.report import IN_TRAINING_TEXT
 from clearhead.parallel import device
 from clearhead.parallel.memory import check_memory, find_micro_batch, meta_model
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.lens_runner import choose_prompts
 from clearhead.run.tokenizer import find_tokenizer, vocabulary_size
 from clearhead.tokens import VOCABULARIES
+from clearhead.tokens.overlap import overlap
 from clearhead.tokens.token_stream import check_checksums
 from clearhead.tokens.tokenizer import Tokenizer
 from data import LoadedData, load_datasets
@@ -114,6 +117,12 @@ def load_data(
                 raise DataError("data.weights", weights, reason, hint)
             saved = resumed.state.data or []
             check_checksums(saved, data.checksums, path, "the checkpoint", hint)
+    if data.val and not config.data.synthetic:
+        find = functools.partial(overlap, data.train, data.val, tokenizer.byte_lengths)
+        data.overlap = strategy.on_rank_0(find)
+    if data.overlap:
+        reason = "so the validation loss is too low; data.val_path=FILE validates on another text"
+        data.notes.append(f"{data.overlap} {IN_TRAINING_TEXT}, {reason}")
     of_rank_0 = strategy.broadcast(data.checksums)
     with strategy.raise_on_all_ranks():
         hint = "give every machine the same data"

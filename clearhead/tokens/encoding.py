@@ -27,6 +27,7 @@ import itertools
 import mmap
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -86,6 +87,7 @@ class StreamEncoder:
         self.tokenizer = tokenizer
         self.chunk_bytes = max(chunk_bytes, 32)  # several times the longest character
         self.empty_documents = 0  # until now
+        self.trimmed = Counter()  # of readers.between_markers
         self._lengths = tokenizer.byte_lengths.copy()
         self._lengths[tokenizer.eot_token] = len(END_OF_TEXT)
 

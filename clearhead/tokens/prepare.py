@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -33,6 +34,7 @@ from clearhead.errors import DataError, PreparationError
 from clearhead.files import atomic_write, read_json, remove_temporary_files
 from clearhead.tokens.encoding import StreamEncoder
 from clearhead.tokens.readers import (
+    NO_TEXT,
     FilePart,
     documents,
     encode_part,
@@ -62,6 +64,7 @@ class PrepareSettings:
     shard_tokens: int
     text_key: str | list[str]
     encoding: str = "utf-8"
+    trim: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class TaskRecord(BaseModel):
     plan: str  # Preparation.plan
     fingerprint: str  # of the files
     empty_documents: NonNegativeInt = 0
+    trimmed: dict[str, NonNegativeInt] = {}  # readers.between_markers
     shards: list[ShardEntry]
 
 
@@ -105,7 +109,7 @@ def make_tasks(files: list[str], shard_tokens: int, **options) -> list[Task]:
     """Divides files into tasks of similar size, in order.
 
     Large files are split and small ones combined. A task has at most about one shard of tokens.
-    options: text_key and encoding.
+    options: text_key, encoding and trim.
     """
     total = sum(os.path.getsize(file) for file in files if format_of(file).is_file)
     task_bytes = min(max(MIN_TASK_BYTES, total // MIN_TASKS), 4 * shard_tokens)
@@ -129,12 +133,13 @@ class Preparation:
     def __init__(self, files: list[str], folder: Path, settings: PrepareSettings):
         self.folder = folder
         self.settings = settings
-        options = {"text_key": settings.text_key, "encoding": settings.encoding}
+        options = {key: getattr(settings, key) for key in ("text_key", "encoding", "trim")}
         self.tasks = make_tasks(files, settings.shard_tokens, **options)
         # Identifies a preparation by file names and settings. Changed files are detected per task.
         names = [os.path.basename(file) for file in files]
         self.tokenizer = load_tokenizer(settings.tokenizer)
-        values = [settings.shard_tokens, *options.values()]
+        values = [settings.shard_tokens, settings.text_key, settings.encoding]
+        values += [True] * settings.trim  # as before there was this setting, if it is false
         self.plan = hash_of([MANIFEST_VERSION, self.tokenizer.name, names, values])
 
     def start(self) -> None:
@@ -203,8 +208,9 @@ class Preparation:
         known = self._records()
         records = [known[task.number] for task in self.tasks]
         shards = [shard for record in records for shard in record.shards]
+        self.trimmed = sum((Counter(record.trimmed) for record in records), Counter())
         if not shards:
-            raise DataError("out", self.folder, "the files contain no text", "check data.path")
+            raise DataError("out", self.folder, *NO_TEXT)
         remove_temporary_files(self.folder)
         found = set(self.folder.glob("shard_[0-9]*_[0-9]*.bin"))
         for path in found - {self.folder / shard.file for shard in shards}:
@@ -290,6 +296,7 @@ def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> 
         plan=plan,
         fingerprint=task.fingerprint,
         empty_documents=encoder.empty_documents,
+        trimmed=encoder.trimmed,
         shards=shards,
     )
     atomic_write(record_file, record.model_dump_json().encode())

@@ -26,12 +26,13 @@ import mmap
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from clearhead.errors import DataError, message_of
+from clearhead.errors import DataError, message_of, sanitize
 from clearhead.tokens import HUB
 from clearhead.tokens.encoding import StreamEncoder, find_boundary, utf8_blocks
 
@@ -41,8 +42,14 @@ ROWS = 16  # of Parquet, read at once; each may have MAX_RECORD characters
 MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
 TEXT_HINT = "set data.encoding, such as cp1252 or utf-16, or correct the byte; archives other than "
 TEXT_HINT += f"{' and '.join(f'*{ending}' for ending in COMPRESSED)} must be decompressed"
+NO_TEXT = ("the files contain no text", "use other files, or data.trim=false if they have markers")
 CREATE_AGAIN = "create or download it again"
 READ_ERRORS = (OSError, EOFError, zlib.error)
+# The lines around a book of Project Gutenberg, in all their forms. The title may have a line break.
+MARKER = rb"\*\*\* ?%s OF TH(?:E|IS) (?:COPYRIGHTED )?PROJECT GUTENBERG E-?(?:BOOK|TEXT)"
+START = MARKER % b"START" + rb"(?:[^*]{0,400}\*\*\*|[^\n]*)\s*|\*END[* ]THE SMALL PRINT![^\n]*\s*"
+START, END = (re.compile(text, re.IGNORECASE) for text in (START, MARKER % b"END"))
+FRAME = 2**16  # bytes; a header before a book is shorter, and so is a licence after it
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class FilePart:
     stop: int | None = None
     text_key: str | list[str] = "text"  # of JSON and Parquet; of several, a record has one
     encoding: str = "utf-8"  # of plain text
+    trim: bool = True  # of plain text: only what is between the markers of Project Gutenberg
     size: int = 0  # approximate number of bytes to read; 0 for a hub dataset
 
     @property
@@ -67,15 +75,19 @@ class FilePart:
 
 def split_file(path: str, max_bytes: int, **options) -> Iterator[FilePart]:
     """Splits a file into parts of about `max_bytes` bytes, which have the same tokens as the file.
-    options: text_key and encoding of the parts. Raises DataError."""
+    options: text_key, encoding and trim of the parts. Raises DataError."""
     part = FilePart(path, **options)
     return _translated(part, part.format.split(part, max_bytes))
 
 
-def documents(part: FilePart) -> Iterator[Iterable[bytes]]:
-    """Yields the documents of a part, each as an iterable of blocks of UTF-8. Raises DataError."""
+def documents(part: FilePart, trimmed: Counter | None = None) -> Iterator[Iterable[bytes]]:
+    """Yields the documents of a part, each as an iterable of blocks of UTF-8. Raises DataError.
+    trimmed: counts what `between_markers` removes."""
     found = _translated(part, part.format.read(part))
     if part.format.is_text:
+        is_whole = part.start == 0 and part.stop is None
+        if part.trim and is_whole:
+            found = between_markers(found, Counter() if trimmed is None else trimmed)
         yield found
     else:
         for text in found:
@@ -87,7 +99,7 @@ def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
     that does not start with one. Empty documents are skipped and counted by the encoder."""
     end_of_text = np.array([encoder.tokenizer.eot_token], np.uint16)
     offset = part.start if part.format.is_text else 0  # > 0: the part starts inside a document
-    for blocks in documents(part):
+    for blocks in documents(part, encoder.trimmed):
         is_empty = True
         for ids in encoder.encode(blocks):
             if is_empty and not offset and ids[0] != end_of_text[0]:
@@ -161,9 +173,19 @@ def _split_bytes(part: FilePart, max_bytes: int) -> Iterator[FilePart]:
     size = os.path.getsize(part.path)
     is_utf8 = not part.format.is_text or codecs.lookup(part.encoding).name == "utf-8"
     can_split = part.format.boundary and is_utf8 and not part.path.lower().endswith(COMPRESSED)
+    if can_split and size > max_bytes and part.format.is_text and part.trim:
+        can_split = not _has_markers(part.path)
     bounds = _boundaries(part, size, -(-size // max_bytes)) if can_split else []
     for start, stop in itertools.pairwise([0, *bounds, size]):
         yield replace(part, start=start, stop=None if stop == size else stop, size=stop - start)
+
+
+def _has_markers(path: str) -> bool:
+    """Returns whether `between_markers` removes something from a file in UTF-8."""
+    with open(path, "rb") as file:
+        start = file.read(FRAME + 3)  # with a byte-order mark
+        file.seek(max(0, os.path.getsize(path) - FRAME))
+        return bool(START.search(start) or END.search(file.read()))
 
 
 def _boundaries(part: FilePart, size: int, count: int) -> list[int]:
@@ -213,6 +235,49 @@ def decoded_blocks(part: FilePart) -> Iterator[bytes]:
             offset += len(raw)
             if block:
                 yield block
+
+
+def between_markers(blocks: Iterable[bytes], trimmed: Counter) -> Iterator[bytes]:
+    """Yields the blocks of a text without the headers and licences of Project Gutenberg.
+
+    Removed is what precedes a start marker in the first FRAME bytes, what is between the end marker
+    of such a text and the next start marker, up to 2 * FRAME bytes, and what follows an end marker
+    in the last FRAME bytes. Then `trimmed` counts the text, its bytes, and those that are kept.
+    """
+    text, is_book, read, kept = b"", None, 0, 0
+    for block in itertools.chain(blocks, [b""]):  # b"": the end
+        text, read, position, found = text + block, read + len(block), 0, []
+        known = len(text) - 3 * FRAME * bool(block)  # what matters for a marker before it is read
+        if known <= 0:
+            continue
+        if is_book is None and (is_book := START.search(text, 0, FRAME)):
+            position = is_book.end()
+        while (end := END.search(text, position)) and end.start() < known:
+            stop = after = end.end()  # not removed
+            if following := is_book and START.search(text, stop, stop + 2 * FRAME):
+                stop, after = end.start(), following.end()
+            elif not block and len(text) - end.start() <= FRAME:
+                stop, after = end.start(), len(text)
+            found.append(text[position:stop])
+            position = after
+        known = max(known, position)
+        while known < len(text) and text[known] & 0xC0 == 0x80:  # inside a character
+            known += 1
+        found = b"".join([*found, text[position:known]])
+        text, kept, is_book = text[known:], kept + len(found), is_book or False
+        if found:
+            yield found
+    if kept < read:
+        trimmed.update(texts=1, read=read, kept=kept)
+
+
+def notes_about_trimmed(path: str | list[str], trimmed: Counter) -> list[str]:
+    """Returns a note about what `between_markers` has removed."""
+    where = path if isinstance(path, str) else "data.path"
+    where += f": of {trimmed['texts']:,} texts," if trimmed["texts"] > 1 else ":"
+    sizes = f"{trimmed['kept']:,} of {trimmed['read']:,} bytes"
+    used = f"only the part between the markers of Project Gutenberg is used, {sizes}"
+    return [sanitize(f"{where} {used}; data.trim=false uses all", keep="")] * bool(trimmed)
 
 
 # ---------------------------------------------------------------------------- JSON, Parquet, hub

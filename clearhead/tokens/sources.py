@@ -25,15 +25,17 @@ from clearhead.tokens import HUB
 from clearhead.tokens.encoding import StreamEncoder, available_cores, concatenate
 from clearhead.tokens.readers import (
     IN_FOLDERS,
+    NO_TEXT,
     FilePart,
     check_regular_file,
     encode_part,
     extension_of,
     format_of,
+    notes_about_trimmed,
     split_file,
     translate_read_errors,
 )
-from clearhead.tokens.shards import MANIFEST, open_shards, read_manifest, split_by_name
+from clearhead.tokens.shards import MANIFEST, open_shards, read_manifest
 from clearhead.tokens.token_stream import Checksums, TokenStream
 from clearhead.tokens.tokenizer import Tokenizer
 
@@ -133,18 +135,10 @@ def _token_files_of(entry: str) -> list[Path]:
     return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))
 
 
-def files_by_name(path: str | list[str]) -> dict[str, list]:
-    """Returns the files of data.path: {"train": files}, or with "val" as in `split_by_name`."""
-    shards = token_files(path)
-    return split_by_name(shards) if shards else {"train": find_files(path)}
-
-
-def notes_about_repeated(files: Iterable[str | Path], val_files: Iterable = ()) -> list[str]:
-    """Returns notes about files that are read more than once. val_files: those of data.val_path."""
+def notes_about_repeated(files: Iterable[str | Path]) -> list[str]:
+    """Returns notes about files that are read more than once."""
     counts = Counter(map(os.path.realpath, files))
     notes = [f"{file} is read more than once" for file, n in counts.most_common(3) if n > 1]
-    both = counts.keys() & {*map(os.path.realpath, val_files)}
-    notes += [f"{file} is also in data.val_path, so training sees it" for file in sorted(both)[:1]]
     return [sanitize(f"data.path: {note}", keep="") for note in notes]
 
 
@@ -169,7 +163,7 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
     """
     loaded, is_mixture = LoadedTokens(), config.weights and isinstance(config.path, list)
     sources, key = (config.path if is_mixture else [config.path]), "data.path"
-    files, val_files = [], []
+    files = []
     for source in sources:
         streams = load_streams(config, source, tokenizer, loaded.notes)
         loaded.checksums += itertools.chain(*(s.checksums() for s in streams.values()))
@@ -184,7 +178,7 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
             loaded.notes.append(sanitize(f"data.path={source}: {reason}", keep=""))
         loaded.train.append(train)
         loaded.val += [] if val is None else [val]
-        files += files_by_name(source)["train"]
+        files += token_files(source) or find_files(source)
     if config.val_path:
         sources, key = [config.val_path], "data.val_path"
         try:
@@ -194,14 +188,12 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
             raise
         loaded.val = [streams.get("val", streams["train"])]
         loaded.checksums += loaded.val[0].checksums()
-        by_name = files_by_name(config.val_path)
-        val_files = by_name.get("val", by_name["train"])
     for source, val in zip(sources, loaded.val, strict=False):  # no validation data, or of each
         if len(val) <= config.max_length:
             reason = f"{len(val)} validation tokens, but a window needs {config.max_length + 1}"
             hint = "use a longer text, a smaller data.max_length, or another data.val_fraction"
             raise DataError(key, source, reason, f"{hint} (0: no validation)")
-    loaded.notes += notes_about_repeated(files, val_files)
+    loaded.notes += notes_about_repeated(files)
     return loaded
 
 
@@ -212,34 +204,39 @@ def load_streams(
     notes about skipped files and texts."""
     if shards := token_files(path):
         return open_shards(shards, tokenizer)
-    options = {"text_key": config.text_key, "encoding": config.encoding}
-    tokens, empty = encode_files(find_files(path, notes), tokenizer, **options)
+    options = {key: getattr(config, key) for key in ("text_key", "encoding", "trim")}
+    tokens, empty, trimmed = encode_files(find_files(path, notes), tokenizer, **options)
     if not len(tokens):
-        raise DataError("data.path", path, "the files contain no text", "use other files")
+        raise DataError("data.path", path, *NO_TEXT)
+    notes += notes_about_trimmed(path, trimmed)
     if empty:
         notes.append(f"data.path: {empty:,} empty texts skipped")
     return {"train": TokenStream([tokens], tokenizer.n_vocab, tokenizer.eot_token)}
 
 
-def encode_files(files: list[str], tokenizer: Tokenizer, **options) -> tuple[np.ndarray, int]:
-    """Returns the token ids of text files, uint16, and the number of their empty documents. Encodes
-    parts of the files in threads. options: text_key and encoding. Raises DataError."""
+def encode_files(
+    files: list[str], tokenizer: Tokenizer, **options
+) -> tuple[np.ndarray, int, Counter]:
+    """Returns the token ids of text files, uint16, the number of their empty documents, and what
+    was trimmed. Encodes parts of the files in threads. options: those of a FilePart. Raises
+    DataError."""
 
-    def encode(part: FilePart) -> tuple[np.ndarray, int]:
+    def encode(part: FilePart) -> tuple[np.ndarray, StreamEncoder]:
         encoder = StreamEncoder(tokenizer)
-        return concatenate(encode_part(part, encoder)), encoder.empty_documents
+        return concatenate(encode_part(part, encoder)), encoder
 
-    parts, ids, num_empty = [], bytearray(), 0
+    parts, ids, num_empty, trimmed = [], bytearray(), 0, Counter()
     for file in files:
         if format_of(file).is_file:
             parts += split_file(file, PART_BYTES, **options)
         else:  # each part of a dataset of the hub would need requests
             parts.append(FilePart(file, **options))
     with ThreadPoolExecutor(available_cores()) as threads:
-        for of_part, empty in threads.map(encode, parts):
+        for of_part, encoder in threads.map(encode, parts):
             ids += memoryview(of_part)
-            num_empty += empty
-    return np.frombuffer(ids, np.uint16), num_empty
+            num_empty += encoder.empty_documents
+            trimmed += encoder.trimmed
+    return np.frombuffer(ids, np.uint16), num_empty, trimmed
 
 
 def split_tokens(

@@ -135,6 +135,13 @@ class TokenStream:
             names.append((name, byte))
         return TokenStream(arrays, self.vocab_size, self.end_of_text, names)
 
+    def blocks(self, size: int, every: int = 1) -> Iterator[np.ndarray]:
+        """Yields the ids in blocks of at most `size`, or only each `every`-th block."""
+        for start in range(0, len(self), every * size):
+            for n, _, ids in self._slices(start, start + size):
+                yield ids
+                self._release_pages(n)
+
     def document_starts(self) -> np.ndarray:
         """Returns the first position of each document, int64: 0 and those of end-of-text tokens."""
         blocks = range(0, len(self), SEARCH_BLOCK)

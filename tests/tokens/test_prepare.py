@@ -114,7 +114,7 @@ def test_other_texts_or_settings_are_refused(tmp_path, subtests):
     path = write_source(tmp_path / "a.txt", [TEXT])
     other = str(write_source(tmp_path / "other.txt", [TEXT.replace("text", "test")]))
     others = [{"path": [str(path), other]}, {"tokenizer": "byte"}]
-    others += [{"text_key": "body"}, {"shard_tokens": 29}]
+    others += [{"text_key": "body"}, {"shard_tokens": 29}, {"trim": False}]
     for make in (prepare, prepare_half):  # a complete preparation and an incomplete one
         out = tmp_path / make.func.__name__
         make(path, out)

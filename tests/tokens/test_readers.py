@@ -5,6 +5,8 @@ import json
 import os
 import re
 import sys
+from collections import Counter
+from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -215,6 +217,53 @@ def test_text_in_another_encoding(tmp_path):
         assert "data.encoding" in check_refused(path).hint
         (part,) = split_file(str(path), 50, encoding=encoding)
         assert b"".join(b"".join(blocks) for blocks in documents(part)).decode() == text * 9
+
+
+HEADER = "The Project Gutenberg eBook of A Tale\r\n\r\nTitle: A Tale\r\n\r\n"
+STARTS = (
+    "*** START OF THE PROJECT GUTENBERG EBOOK A TALE ***\n",
+    "***START OF THIS PROJECT GUTENBERG EBOOK A TALE***\r\n\r\n",
+    "*** Start of this Project Gutenberg EBook A TALE\nOF TWO TOWNS ***\n",
+    "*** START OF THE COPYRIGHTED PROJECT GUTENBERG ETEXT A TALE ***\n",
+    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n",
+)
+END, END_OLD = (f"{stars}END OF {which} PROJECT GUTENBERG EBOOK A TALE ***\r\n"
+                for stars, which in (("*** ", "THE"), ("***", "THIS")))  # fmt: skip
+LICENCE = "You agree to comply with paragraph 1.E.8 of this licence.\r\n" * 300
+TALE, LONG_TALE = (f"Où est la marée{n}? demanda-t-il.\n" * n for n in (70, 9000))
+BOOKS = {
+    **{f"start {n}": (HEADER + start + TALE + END, TALE) for n, start in enumerate(STARTS)},
+    "with a licence": (HEADER + STARTS[0] + LONG_TALE + END_OLD + LICENCE, LONG_TALE),
+    "two books": (
+        (HEADER + STARTS[0] + TALE + END + LICENCE) + HEADER + STARTS[1] + LONG_TALE + END,
+        TALE + LONG_TALE,
+    ),
+    "without an end": (HEADER + STARTS[0] + TALE, TALE),
+    "without a start": (LONG_TALE + END + LICENCE, LONG_TALE),
+    "empty": (HEADER + STARTS[0] + END + LICENCE, ""),
+    # Nothing may be lost of a text that only contains a book or speaks of one.
+    "start in the middle": (LONG_TALE + STARTS[0] + TALE, None),
+    "end in the middle": (TALE + END + LONG_TALE, None),
+    "another text after it": (HEADER + STARTS[0] + TALE + END + LONG_TALE, TALE + END + LONG_TALE),
+}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252", "utf-16"])
+@pytest.mark.parametrize("case", BOOKS)
+def test_a_book_is_what_is_between_its_markers(tmp_path, monkeypatch, case, encoding, name):
+    content, expected = BOOKS[case]
+    expected = content if expected is None else expected
+    path = str(write(tmp_path / name, content.encode(encoding)))
+    for block in (readers.BLOCK, 999):
+        monkeypatch.setattr(readers, "BLOCK", block)
+        for trim, text in ((True, expected), (False, content)):
+            counted = Counter()
+            parts = split_file(path, 2**14, encoding=encoding, trim=trim)
+            blocks = [*chain(*(chain(*documents(part, counted)) for part in parts))]
+            assert "".join(block.decode() for block in blocks) == text
+            sizes = {"texts": 1, "read": len(content.encode()), "kept": len(text.encode())}
+            assert counted == (sizes if text != content else {})
 
 
 def test_a_new_text_format(tmp_path, monkeypatch, encoder):
