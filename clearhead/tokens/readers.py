@@ -256,7 +256,7 @@ def between_markers(blocks: Iterable[bytes], trimmed: Counter) -> Iterator[bytes
             stop = after = end.end()  # not removed
             if following := is_book and START.search(text, stop, stop + 2 * FRAME):
                 stop, after = end.start(), following.end()
-            elif not block and len(text) - end.start() <= FRAME:
+            elif len(text) - end.start() <= FRAME:  # at the end of the text
                 stop, after = end.start(), len(text)
             found.append(text[position:stop])
             position = after

@@ -75,12 +75,12 @@ def test_a_run_is_resumed_with_its_tokens(make_run, book, tmp_path):
     for folder in (run / "checkpoints").glob("step_*"):
         checksums = [list(pair) for pair in read_all.state.data]
         change_state(folder, **{"settings.data": stored["settings"]["data"], "data": checksums})
+    new = make_run(f"from={run}", "name=new", f"data.path={text}", tiny=False)
+    assert new.state.data == read_all.state.data
     for again in (given, [f"trainer.resume={run}", "trainer.max_steps=6"]):
         resumed = make_run(*again, tiny=again is given)
         assert not resumed.config.data.trim
         assert resumed.state.data == read_all.state.data
-    new = make_run(f"from={run}", "name=new", f"data.path={text}", tiny=False)
-    assert new.state.data == read_all.state.data
 
 
 def test_a_run_says_how_much_of_its_validation_text_is_training_text(book, tmp_path):

@@ -244,6 +244,7 @@ BOOKS = {
     # Nothing may be lost of a text that only contains a book or speaks of one.
     "start in the middle": (LONG_TALE + STARTS[0] + TALE, None),
     "end in the middle": (TALE + END + LONG_TALE, None),
+    "a book in the middle": (LONG_TALE + END + LICENCE + STARTS[0] + LONG_TALE, None),
     "another text after it": (HEADER + STARTS[0] + TALE + END + LONG_TALE, TALE + END + LONG_TALE),
 }
 
