@@ -37,6 +37,8 @@ VOCABULARY = ("tokenizer.json", "vocab.json", "*.model", "vocab.txt")
 MAX_WINDOW = 1024  # tokens; the weights of all heads grow with its square
 MERGE = "merge it: AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()"
 SAFE = {"trust_remote_code": False, "local_files_only": True}
+# config.json may name another implementation, which may not be installed.
+EAGER = {"attn_implementation": "eager"}
 
 
 @dataclass
@@ -86,7 +88,12 @@ def _load(path: str, key: str, tokenizer: str | None, config: Path) -> ForeignMo
     transformers.logging.disable_progress_bar()
     try:
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, use_safetensors=True, dtype=torch.float32, output_loading_info=True, **SAFE
+            folder,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+            **EAGER,
+            **SAFE,
         )
     except Exception as error:  # of the config, the files or the weights; it has many types
         hint = "give a decoder that transformers loads, with model.safetensors"

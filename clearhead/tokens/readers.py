@@ -59,6 +59,7 @@ class FilePart:
     text_key: str | list[str] = "text"  # of JSON and Parquet; of several, a record has one
     encoding: str = "utf-8"  # of plain text
     size: int = 0  # approximate number of bytes to read; 0 for a hub dataset
+    special: tuple[str, ...] = ()  # special tokens of the tokenizer, which are not split
 
     @property
     def format(self) -> "Format":
@@ -67,7 +68,7 @@ class FilePart:
 
 def split_file(path: str, max_bytes: int, **options) -> Iterator[FilePart]:
     """Splits a file into parts of about `max_bytes` bytes, which have the same tokens as the file.
-    options: text_key and encoding of the parts. Raises DataError."""
+    options: text_key, encoding and special of the parts. Raises DataError."""
     part = FilePart(path, **options)
     return _translated(part, part.format.split(part, max_bytes))
 
@@ -179,7 +180,8 @@ def _boundaries(part: FilePart, size: int, count: int) -> list[int]:
         for number in range(1, count):
             position = max(4, number * size // count)  # after a byte-order mark
             if position > bounds[-1]:  # otherwise the search would find the same boundary
-                bounds.append(part.format.boundary(text, position) or size)
+                found = part.format.boundary(text, position, special=part.special)
+                bounds.append(found or size)
     return [bound for bound in bounds[1:] if bound < size]
 
 
@@ -218,7 +220,7 @@ def decoded_blocks(part: FilePart) -> Iterator[bytes]:
 # ---------------------------------------------------------------------------- JSON, Parquet, hub
 
 
-def _next_line(text: mmap.mmap, position: int) -> int | None:
+def _next_line(text: mmap.mmap, position: int, special: tuple[str, ...]) -> int | None:
     """Returns the first position from this one on where a line starts."""
     return text.find(b"\n", position - 1) + 1 or None
 
@@ -370,11 +372,11 @@ class Format:
     read: Callable[[FilePart], Iterator[str] | Iterator[bytes]]  # yields the text of each document
     extensions: tuple[str, ...] = ()  # of its files, before one of COMPRESSED
     is_text: bool = False  # one document per file, in data.encoding; `read` yields blocks of UTF-8
-    # (bytes, position) -> the first position from this one on where a new part may start, or None.
-    # In a text, it must be between two tokens (tokens/encoding.py), such as after a single line
-    # break, and `read` must find text before it: the end-of-text token precedes that of the first
-    # part. Without this function, a file has one part.
-    boundary: Callable[[mmap.mmap, int], int | None] | None = None
+    # (bytes, position, special) -> the first position from this one on where a new part may start,
+    # or None. In a text, it must be between two tokens (tokens/encoding.py), such as after a single
+    # line break, and `read` must find text before it: the end-of-text token precedes that of the
+    # first part. Without this function, a file has one part.
+    boundary: Callable[..., int | None] | None = None
     split: Callable[[FilePart, int], Iterator[FilePart]] = _split_bytes
     errors: tuple[type[Exception], ...] = READ_ERRORS  # of files that cannot be read
     hint: str = CREATE_AGAIN  # what to do then

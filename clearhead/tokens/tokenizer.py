@@ -55,14 +55,23 @@ class Tokenizer(tiktoken.Encoding):
     """A tiktoken encoding, with what it was built from.
 
     ranks: the id of each token of text; a token with a smaller id is merged first. pattern: a key
-    of PATTERNS. special: ids of other tokens, which never result from text, except END_OF_TEXT.
-    name: of a built-in tokenizer; otherwise "bpe-" and a checksum of the arguments.
+    of PATTERNS. special: the ids of special tokens, which have their id wherever they are written
+    in a text. No two of them overlap. end: the special token that ends a text. name: of a built-in
+    tokenizer; otherwise "bpe-" and a checksum of the arguments.
     """
 
+    merges: list[tuple[bytes, bytes]] | None = None  # the pair of each token, if it is known
+
     def __init__(
-        self, ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], name: str = ""
+        self,
+        ranks: Mapping[bytes, int],
+        pattern: str,
+        special: Mapping[str, int],
+        name: str = "",
+        end: str = END_OF_TEXT,
     ):
         self.ranks, self.pattern, self.special = dict(ranks), pattern, dict(special)
+        self.end = end
         super().__init__(
             name or f"bpe-{self.checksum}",
             pat_str=PATTERNS[pattern],
@@ -72,13 +81,20 @@ class Tokenizer(tiktoken.Encoding):
         )
 
     def __reduce__(self) -> tuple:
-        return Tokenizer, (self.ranks, self.pattern, self.special, self.name)  # for other processes
+        # for other processes
+        return Tokenizer, (self.ranks, self.pattern, self.special, self.name, self.end)
+
+    @property
+    def eot_token(self) -> int:
+        """The id of the end-of-text token."""
+        return self.special[self.end]
 
     @functools.cached_property
     def checksum(self) -> str:
         """12 hexadecimal digits that are equal if and only if all ids are."""
-        content = repr((self.pattern, sorted(self.special.items()), sorted(self.ranks.items())))
-        return hashlib.sha256(content.encode()).hexdigest()[:12]
+        values = (self.pattern, sorted(self.special.items()), sorted(self.ranks.items()))
+        values += (self.end,) * (self.end != END_OF_TEXT)
+        return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
 
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:

@@ -38,9 +38,7 @@ def home(tmp_path_factory):
     (folder / "text.txt").write_text(TEXT + GERMAN, encoding="utf-8")
     (folder / "de.txt").write_text(GERMAN, encoding="utf-8")
     train_in(folder, *BPE, "data.val_fraction=0.5", "name=bpe")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("signal.signal", lambda *_: None)
-        assert run_command(export_hf.main, folder, "checkpoint=runs/bpe", "out=hf")[0] == 0
+    assert run_command(export_hf.main, folder, "checkpoint=runs/bpe", "out=hf")[0] == 0
     return folder
 
 
