@@ -37,8 +37,6 @@ VOCABULARY = ("tokenizer.json", "vocab.json", "*.model", "vocab.txt")
 MAX_WINDOW = 1024  # tokens; the weights of all heads grow with its square
 MERGE = "merge it: AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()"
 SAFE = {"trust_remote_code": False, "local_files_only": True}
-# config.json may name another implementation, which may not be installed.
-EAGER = {"attn_implementation": "eager"}
 
 
 @dataclass
@@ -87,12 +85,14 @@ def _load(path: str, key: str, tokenizer: str | None, config: Path) -> ForeignMo
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
+        # With the config as an argument, an implementation of attention in config.json is not used.
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
+            config=transformers.AutoConfig.from_pretrained(folder, **SAFE),
+            attn_implementation="eager",
             use_safetensors=True,
             dtype=torch.float32,
             output_loading_info=True,
-            **EAGER,
             **SAFE,
         )
     except Exception as error:  # of the config, the files or the weights; it has many types

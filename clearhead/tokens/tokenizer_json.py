@@ -29,6 +29,7 @@ MAX_TOKEN_BYTES, MAX_SPECIAL = 2**10, 2**7  # bytes of a token of text, and of a
 CONFIG = "tokenizer_config.json"
 NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 NAMED += ["additional_special_tokens", "extra_special_tokens"]
+ADDING = ("SpecialToken", "BertProcessing", "RobertaProcessing")  # post-processors that add tokens
 # Settings in tokenizer_config.json that add something to a text, or change it.
 CHANGES = ("add_bos_token", "add_eos_token", "add_prefix_space", "do_lower_case")
 CHANGES += ("split_special_tokens",)
@@ -156,25 +157,28 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     """Returns the tokenizer of a directory, None if it has no files of one. Raises OSError, and
     ValueError if they are damaged or not those of byte-level BPE."""
     file, ids, merges = (folder / name for name in (TOKENIZER, "vocab.json", "merges.txt"))
+    others, eos = _added_tokens(folder)
     if file.is_file():
-        return from_json(read_bounded(file, MAX_BYTES), *_added_tokens(folder))
+        return from_json(read_bounded(file, MAX_BYTES), others, eos)
     if not ids.is_file() or not merges.is_file():
         return None
     lines = read_bounded(merges, MAX_BYTES).decode().splitlines()
     pairs = [line for line in lines if line and not line.startswith("#version")]
     model = {"vocab": read_json(ids, MAX_BYTES), "merges": pairs}
+    others += (_added_token(END_OF_TEXT, None, True),) * (END_OF_TEXT in model["vocab"])
     content = {"model": model, "pre_tokenizer": {"type": "ByteLevel"}}
-    added, eos = _added_tokens(folder)
-    added += ((END_OF_TEXT, None, True, False),) * (END_OF_TEXT in model["vocab"])
-    return _from_values(content, added, eos)
+    return from_json(json.dumps(content).encode(), others, eos)
 
 
-AddedToken = tuple[object, object, bool, bool]  # text, id, is it special, does it change the text
+AddedToken = tuple[str, int | None, bool, bool]  # text, id, is it special, does it change the text
 
 
-def _added_token(token: dict, number: object) -> AddedToken:
+def _added_token(token: object, number: object, special: bool = False) -> AddedToken:
+    token = token if isinstance(token, dict) else {"content": token}
+    if not isinstance(text := token.get("content"), str) or isinstance(number, dict | list):
+        raise ValueError("has an added token without a text or an id")
     changes = any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip"))
-    return token.get("content"), number, bool(token.get("special")), changes
+    return text, number, special or bool(token.get("special")), changes
 
 
 def _added_tokens(folder: Path) -> tuple[tuple[AddedToken, ...], str | None]:
@@ -183,23 +187,17 @@ def _added_tokens(folder: Path) -> tuple[tuple[AddedToken, ...], str | None]:
     settings = read_object(folder / "special_tokens_map.json") | read_object(folder / CONFIG)
     if changes := [key for key in CHANGES if settings.get(key)]:
         raise ValueError(f"adds to a text or changes it ({changes[0]} in {CONFIG})")
-    added = [(*pair, False, False) for pair in read_object(folder / "added_tokens.json").items()]
+    items = read_object(folder / "added_tokens.json").items()
+    added = [_added_token(text, number) for text, number in items]
     decoder = settings.get("added_tokens_decoder")
     for number, token in (decoder if isinstance(decoder, dict) else {}).items():
         if isinstance(token, dict) and number.isdecimal():
             added.append(_added_token(token, int(number)))
-    for value in (settings.get(key) for key in NAMED):
-        for token in value if isinstance(value, list) else [value]:
-            token = token if isinstance(token, dict) else {"content": token}
-            if isinstance(token.get("content"), str):
-                added.append(_added_token(token | {"special": True}, None))
-    if not all(
-        isinstance(text, str) and type(number) in (int, type(None)) for text, number, *_ in added
-    ):
-        raise ValueError("has an added token without a text or an id")
-    eos = settings.get("eos_token")
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    return tuple(added), eos if isinstance(eos, str) else None
+    named = {key: settings[key] for key in NAMED if settings.get(key)}
+    for value in named.values():
+        values = value if isinstance(value, list) else [value]
+        added += [_added_token(token, None, special=True) for token in values]
+    return tuple(added), _added_token(named.get("eos_token", ""), None)[0] or None
 
 
 @functools.lru_cache(maxsize=4)
@@ -208,23 +206,20 @@ def from_json(
 ) -> Tokenizer:
     """Returns the tokenizer for the content of a tokenizer.json. others: more added tokens. eos:
     its end-of-text token, if it is not <|endoftext|>. Raises ValueError."""
-    return _from_values(parse_json(content), others, eos)
-
-
-def _from_values(content: object, others: tuple[AddedToken, ...], eos: str | None) -> Tokenizer:
+    values = parse_json(content)
     try:
-        model, added = content["model"], content.get("added_tokens") or []
+        model, added = values["model"], values.get("added_tokens") or []
         added = [*(_added_token(token, token["id"]) for token in added), *others]
         if (kind := model.get("type", "BPE")) != "BPE":
             raise ValueError(f"is a {kind:.40} tokenizer, not byte-level BPE")
-        if normalizer := content.get("normalizer"):
+        if normalizer := values.get("normalizer"):
             raise ValueError(f"changes the text before it is encoded ({normalizer['type']:.40})")
         affixes = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
         if any(model.get(key) for key in affixes):
             raise ValueError("is not byte-level BPE")
         if model.get("dropout"):
             raise ValueError("has random ids (dropout)")
-        if (processor := content.get("post_processor")) and _adds_tokens(processor):
+        if any(part in str(values.get("post_processor")) for part in ADDING):
             raise ValueError("adds tokens to a text (post_processor)")
         ids = dict(model["vocab"])
         ids |= {token: number for token, number, *_ in added if number is not None}
@@ -236,21 +231,12 @@ def _from_values(content: object, others: tuple[AddedToken, ...], eos: str | Non
                 raise ValueError(f"has an added token for text, {token!r:.40}")
             if changes:
                 raise ValueError(f"has a token that changes the text next to it, {token!r:.40}")
-        pattern = _pattern(content.get("pre_tokenizer"))
+        pattern = _pattern(values.get("pre_tokenizer"))
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         pairs = [(left, right) for left, right in pairs]
         return build_tokenizer(ids, pairs, pattern, special, end)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"is damaged ({type(error).__name__}: {message_of(error)})") from error
-
-
-def _adds_tokens(processor: dict) -> bool:
-    """Returns whether a post-processor adds tokens to a text."""
-    if processor["type"] == "Sequence":
-        return any(map(_adds_tokens, processor["processors"]))
-    if processor["type"] == "TemplateProcessing":
-        return any("SpecialToken" in piece for piece in processor["single"])
-    return processor["type"] != "ByteLevel"
 
 
 def _pattern(pre_tokenizer: dict | None) -> str:
@@ -315,11 +301,9 @@ def _check_special(names: set[str]) -> None:
             raise ValueError(f"has a special token of 0 or over {MAX_SPECIAL} bytes: {name!r:.40}")
         for at in range(len(name)):
             rest = name[at:]
-            place = bisect(ordered, rest)  # the names before it are <= rest
-            before, after = ordered[place - 1 : place], ordered[place : place + 1]
-            if (at and any(rest.startswith(other) for other in before)) or any(
-                other.startswith(rest) for other in after
-            ):
+            place = bisect(ordered, rest)  # ordered[place - 1] <= rest < ordered[place]
+            contains = at and place and rest.startswith(ordered[place - 1])
+            if contains or any(other.startswith(rest) for other in ordered[place : place + 1]):
                 raise ValueError(f"has special tokens that overlap, such as {name!r:.40}")
 
 
