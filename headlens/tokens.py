@@ -47,7 +47,7 @@ def lens_tokenizer(tokenizer: Any) -> LensTokenizer:
             tokenizer.decode_single_token_bytes,
             tokenizer.n_vocab,
             tokenizer.eot_token,
-            frozenset(map(tokenizer.encode_single_token, tokenizer.special_tokens_set)),
+            frozenset(tokenizer.encode_single_token(s) for s in tokenizer.special_tokens_set),
         )
     if not hasattr(tokenizer, "backend_tokenizer"):
         reason = "is not like tiktoken's and not a fast tokenizer of transformers"

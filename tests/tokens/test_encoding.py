@@ -92,6 +92,7 @@ special_mixes = st.lists(
 )
 @example("a1 b2!c" * 90, "gpt2", 32, 7, 20)
 @example("<s>" * 300 + "x", "gpt2", 32, 1000, 20)
+@example("x" * 62 + "a1 b2!c", "gpt2", 32, 1, 20)  # read in part when a chunk is full
 @example(" 漢 é" * 90, "qwen35", 33, 20, 20)
 def test_special_tokens_of_chunks_and_parts_are_those_of_one_call(
     text, pattern, chunk_bytes, size, part_bytes
