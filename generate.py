@@ -12,7 +12,6 @@ import codecs
 import json
 import math
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class GenerateConfig(ScriptConfig):
         None, description="sample from the most likely tokens with total probability p; null: all"
     )
     seed: Seed = Field(0, description="random seed")
-    ignore_end: bool = Field(False, description="true: continue after <|endoftext|>")
+    ignore_end: bool = Field(False, description="true: continue after the end-of-text token")
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
     threads: Threads = None
     precision: Precision = Field("auto", description="auto | fp32 | bf16 | fp16")
@@ -273,7 +272,6 @@ def write_rows(generator: TextGenerator, prompts: list[str], settings: GenerateC
     all are generated."""
     from clearhead.output.console import progress
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # to remove the temporary file
     state = generator.pretrained.state
     of_all = {"checkpoint": settings.checkpoint, "step": state and state.step}
     of_all |= settings.model_dump(include=set(SETTINGS_OF_A_ROW))

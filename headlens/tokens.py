@@ -19,11 +19,12 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # of SentencePiece: one byte
 class LensTokenizer:
     """A tokenizer with the same functions for each kind of tokenizer."""
 
-    encode: Callable[[str], list[int]]  # ids of a text, without special tokens
+    # ids of a text; a special token that is written in it is its id
+    encode: Callable[[str], list[int]]
     token_bytes: Callable[[int], bytes]  # bytes of a token; KeyError if the id is unknown
     num_ids: int  # ids are below
     bos: int  # the token at the start of a text, see lens_tokenizer
-    special: frozenset[int]  # ids of special tokens, which are no text
+    special: frozenset[int]  # ids of special tokens
     prefix: tuple[int, ...] = ()  # ids that the tokenizer puts in front of a text, such as (bos,)
 
     def encode_text(self, text: str) -> list[int]:
@@ -34,20 +35,19 @@ class LensTokenizer:
 def lens_tokenizer(tokenizer: Any) -> LensTokenizer:
     """Returns the functions of a tokenizer.
 
-    tokenizer: with encode_ordinary, decode_single_token_bytes, n_vocab and eot_token, as tiktoken's
-    and ours; or a fast tokenizer of transformers. `bos` of the latter is its bos_token, without one
+    tokenizer: with the methods of tiktoken's encodings, as ours; or a fast tokenizer of
+    transformers. `bos` of the latter is its bos_token, without one
     its eos_token, without both 0. Raises TypeError for another object.
     """
     if isinstance(tokenizer, LensTokenizer):
         return tokenizer
     if hasattr(tokenizer, "decode_single_token_bytes"):
-        end = tokenizer.eot_token
         return LensTokenizer(
-            tokenizer.encode_ordinary,
+            functools.partial(tokenizer.encode, allowed_special="all"),
             tokenizer.decode_single_token_bytes,
             tokenizer.n_vocab,
-            end,
-            frozenset([end]),
+            tokenizer.eot_token,
+            frozenset(tokenizer.encode_single_token(s) for s in tokenizer.special_tokens_set),
         )
     if not hasattr(tokenizer, "backend_tokenizer"):
         reason = "is not like tiktoken's and not a fast tokenizer of transformers"

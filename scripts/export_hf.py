@@ -6,9 +6,6 @@
 may still be training. The folder is written atomically: under a temporary name, then renamed.
 """
 
-import signal
-import sys
-
 from safetensors import SafetensorError
 
 from clearhead.config.command_line import OutFolder, ScriptConfig, new_folder, settings_command
@@ -27,7 +24,6 @@ class ExportConfig(ScriptConfig):
 def main(settings: ExportConfig) -> None:
     from clearhead.models import export, pretrained
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # to remove the temporary folder
     model = pretrained.load_pretrained(settings.checkpoint)
     with new_folder(settings.out) as folder:
         try:

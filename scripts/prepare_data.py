@@ -9,7 +9,6 @@ Reads text, JSON lines and Parquet. Writes shards in the format of llm.c, and a 
 """
 
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -74,7 +73,6 @@ def main(settings: PrepareConfig) -> None:
     tasks = len(preparation.tasks)
     if done := tasks - len(preparation.unfinished()):
         print(f"{done} of {tasks} tasks are already complete")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers also end
     try:
         with progress("tasks") as report_progress:
             manifest = preparation.run(settings.workers or available_cores(), report_progress)

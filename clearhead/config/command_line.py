@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
 import yaml
+from filelock import FileLock
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, DirectoryPath, Field
@@ -37,7 +39,16 @@ from clearhead.errors import (
     message_of,
     refuse,
 )
-from clearhead.files import as_json, atomic_write, fsync, make_folder, rename, temporary_name
+from clearhead.files import (
+    as_json,
+    atomic_write,
+    fsync,
+    make_folder,
+    remove,
+    rename,
+    temporary_files,
+    temporary_name,
+)
 
 WAIT_FOR_RANK_0 = 10  # seconds
 # Raised for values that are not YAML, such as [a or ${.
@@ -76,9 +87,17 @@ def new_folder(out: str) -> Iterator[Path]:
     Raises ConfigError for an OSError inside the context."""
     path = Path(os.path.abspath(out))
     part = temporary_name(path)
+    lock = FileLock(part / "lock", timeout=0)  # the system releases it if the process dies
     try:
+        for found in temporary_files(path.parent, path.name):
+            with contextlib.suppress(OSError):  # locked: its process still writes
+                with FileLock(found / "lock", timeout=0):
+                    pass
+                remove(found)
         make_folder(part)
-        yield part
+        with lock:
+            yield part
+        os.unlink(lock.lock_file)
         for file in (*part.iterdir(), part):
             fsync(file)
         rename(part, path)
@@ -102,7 +121,7 @@ def settings_command(schema: type[Schema]) -> Callable:
 
     def decorate(run: Callable[[Schema], None]) -> Callable[[], None]:
         def main() -> None:
-            with command_line() as arguments:
+            with command_line() as arguments, clean_exit_on_sigterm():
                 if {"-h", "--help"}.isdisjoint(arguments):
                     run(parse(schema, arguments))
                 else:
@@ -111,6 +130,16 @@ def settings_command(schema: type[Schema]) -> Callable:
         return main
 
     return decorate
+
+
+@contextlib.contextmanager
+def clean_exit_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit(143), so that temporary files are removed and workers end."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:

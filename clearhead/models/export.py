@@ -12,7 +12,6 @@ from pathlib import Path
 
 from clearhead.models.huggingface import to_hf, write_json
 from clearhead.models.pretrained import PretrainedModel
-from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.tokenizer_json import TOKENIZER, to_json
 
@@ -59,16 +58,19 @@ def write(pretrained: PretrainedModel, folder: Path) -> None:
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, window: int | None = None) -> None:
     """Writes files from which AutoTokenizer loads a tokenizer with the same ids.
 
-    window: number of tokens that a model with it can read. The exported tokenizers encode the
-    characters <|endoftext|> as the end-of-text token, as training does.
+    window: number of tokens that a model with it can read. A batch is padded with the end-of-text
+    token on the right, as the documentation of GPT-2 in transformers advises: its positions are
+    absolute, so only `generate` reads a text with padding before it as one without, and that warns
+    of padding after it.
     """
     (folder / TOKENIZER).write_bytes(to_json(tokenizer))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # GPT2Tokenizer has GPT-2's pattern only
-        "model_max_length": window,
         "clean_up_tokenization_spaces": False,
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
+        "padding_side": "right",
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.end),
     }
+    settings |= {"model_max_length": window} if window else {}
     write_json(folder / "tokenizer_config.json", settings)
 
 

@@ -85,8 +85,15 @@ def _load(path: str, key: str, tokenizer: str | None, config: Path) -> ForeignMo
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
+        # With the config as an argument, an implementation of attention in config.json is not used.
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, use_safetensors=True, dtype=torch.float32, output_loading_info=True, **SAFE
+            folder,
+            config=transformers.AutoConfig.from_pretrained(folder, **SAFE),
+            attn_implementation="eager",
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+            **SAFE,
         )
     except Exception as error:  # of the config, the files or the weights; it has many types
         hint = "give a decoder that transformers loads, with model.safetensors"

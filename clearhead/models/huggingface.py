@@ -113,7 +113,7 @@ def to_hf(
     settings = REQUIRED | {name: getattr(c, key) for key, name in SIZES.items()}
     settings["n_ctx"] = c.context_length  # llama.cpp reads it to convert the directory to GGUF
     settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), c.dropout)
-    settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
+    settings |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
     settings["architectures"] = ["GPT2LMHeadModel"]
     if tokenizer:
         window = window or c.context_length

@@ -152,7 +152,7 @@ class Evaluator:
         """Continues trainer.sample_prompt with the same random numbers at every step, so that
         samples are comparable. Returns the row of samples.jsonl."""
         prompt, tokenizer = self.config.trainer.sample_prompt or "", self.tokenizer
-        prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
+        prompt_ids = tokenizer.encode(prompt, allowed_special="all") or [tokenizer.eot_token]
         with self.strategy.inference(model):
             steps = generate(
                 model,

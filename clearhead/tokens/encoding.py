@@ -19,17 +19,21 @@ white space depends on what follows it, so a chunk can end between two character
   another visible character, or the left one is such a character, but not an apostrophe, which
   starts a contraction, and the right one is a digit.
 
+tiktoken and transformers first split a text at its special tokens. No two of them overlap, so each
+place where one is written is one, wherever encoding starts, and a chunk does not end inside it.
+
 Text in which BOUNDARY finds no such position, for example a gigabyte of one letter, is also
 encoded in chunks, based on a property of byte-pair encoding; see `StreamEncoder`.
 """
 
+import functools
 import itertools
 import mmap
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tiktoken
@@ -40,7 +44,7 @@ from clearhead.tokens.tokenizer import Tokenizer
 CHUNK_BYTES = 2**16
 
 # Finds boundaries between two matches of every pattern, in UTF-8, but only those that do not need a
-# table of all Unicode characters. "|" is in none of these sets, so <|endoftext|> is never split.
+# table of all Unicode characters. "|" is in none of these sets, so <|endoftext|> has none inside.
 _SPACES = (rb"[\t-\r\x1c-\x20]", rb"\xc2[\x85\xa0]", rb"\xe1\x9a\x80")
 _SPACES += (rb"\xe2\x80[\x80-\x8a\xa8\xa9\xaf]", rb"\xe2\x81\x9f", rb"\xe3\x80\x80")
 _OTHER = rb"\x00-\x08\x0e-\x1b\x7f!-/:-@\[-`{}~"
@@ -59,20 +63,37 @@ BOUNDARY = re.compile(
 
 
 def find_boundary(
-    text: bytes | bytearray | mmap.mmap, start: int, stop: int | None = None
+    text: bytes | bytearray | mmap.mmap,
+    start: int,
+    stop: int | None = None,
+    special: tuple[str, ...] = (),
 ) -> int | None:
     """Returns the first boundary at a position p with 0 < start <= p < stop, or None. stop: None
-    for the end of the text."""
+    for the end of the text. special: tokens that have no boundary inside."""
+    pattern, longest = _boundary_or(special)
     stop = len(text) if stop is None else stop
     # + 3: it reads the next character, up to three bytes of it.
-    found = BOUNDARY.search(text, start, min(len(text), stop + 3))
-    return found.start() if found and found.start() < stop else None
+    end = min(len(text), stop + max(3, longest))
+    for found in pattern.finditer(text, max(0, start - longest), end):
+        if found.start() >= stop:
+            return None
+        if found.start() >= start and found.start() == found.end():  # not a special token
+            return found.start()
+    return None
+
+
+@functools.lru_cache
+def _boundary_or(special: tuple[str, ...]) -> tuple[re.Pattern[bytes], int]:
+    """Returns a pattern of boundaries and special tokens, and the bytes of the longest token."""
+    names = [name.encode() for name in special]
+    pattern = b"|".join([BOUNDARY.pattern, *map(re.escape, names)])
+    return re.compile(pattern), max(map(len, names), default=0)
 
 
 class StreamEncoder:
     """Encodes texts of any length, chunk by chunk, with a few megabytes of memory.
 
-    "<|endoftext|>" in a text is the end-of-text token. tiktoken releases the GIL, so several
+    A special token of the tokenizer in a text is its id. tiktoken releases the GIL, so several
     encoders can work in threads.
 
     Text without a boundary. Byte-pair encoding has this property: a sequence of tokens is the
@@ -89,7 +110,10 @@ class StreamEncoder:
         self.empty_documents = 0  # until now
         self.trimmed = Counter()  # of readers.between_markers
         self._lengths = tokenizer.byte_lengths.copy()
-        self._lengths[tokenizer.eot_token] = len(END_OF_TEXT)
+        for name, number in tokenizer.special.items():
+            self._lengths[number] = len(name.encode())
+        self._special = tuple(tokenizer.special)
+        self._longest = int(self._lengths[[*tokenizer.special.values()]].max())
 
     def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:
         """Encodes blocks of UTF-8 (no character split between blocks); yields uint16 arrays of
@@ -99,10 +123,10 @@ class StreamEncoder:
         next_id: int | None = None  # after a chunk without a boundary: the first id of the next one
         for block in itertools.chain(blocks, [None]):
             buffer += block or b""
-            while len(buffer) > limit or (block is None and buffer):
+            while len(buffer) > limit + self._longest or (block is None and buffer):
                 end = boundary = len(buffer)
                 if len(buffer) > limit:
-                    end = boundary = find_boundary(buffer, self.chunk_bytes, limit)
+                    end = boundary = find_boundary(buffer, self.chunk_bytes, limit, self._special)
                 if boundary is None:
                     end = limit
                     while buffer[end] & 0xC0 == 0x80:  # inside a character
@@ -142,8 +166,8 @@ class StreamEncoder:
         """Returns the ids of a chunk, uint16."""
         if self.tokenizer.name == "byte":
             return _encode_bytes(text)
-        special = {"allowed_special": {END_OF_TEXT}, "disallowed_special": ()}
-        return self.tokenizer.encode_to_numpy(text.decode(), **special).astype(np.uint16)
+        ids = self.tokenizer.encode_to_numpy(text.decode(), allowed_special="all")
+        return ids.astype(np.uint16)
 
 
 def _encode_bytes(text: bytes) -> np.ndarray:
@@ -163,7 +187,7 @@ def available_cores() -> int:
 class AnyTokenizer(Protocol):
     """An object that can be the tokenizer of GPTDatasetV1, as tiktoken's encodings."""
 
-    def encode(self, text: str, *, allowed_special: set[str]) -> Sequence[int]: ...
+    def encode(self, text: str, *, allowed_special: Any) -> Sequence[int]: ...
 
 
 def encode_text(txt: str, tokenizer: AnyTokenizer) -> np.ndarray:
@@ -172,8 +196,8 @@ def encode_text(txt: str, tokenizer: AnyTokenizer) -> np.ndarray:
         return concatenate(StreamEncoder(tokenizer).encode(utf8_blocks(txt)))
     is_tiktoken = isinstance(tokenizer, tiktoken.Encoding)
     txt = b"".join(utf8_blocks(txt)).decode()  # without lone surrogates
-    options = {"disallowed_special": ()} if is_tiktoken else {}
-    ids = np.array(tokenizer.encode(txt, allowed_special={END_OF_TEXT}, **options), np.uint32)
+    special = "all" if is_tiktoken else {END_OF_TEXT}
+    ids = np.array(tokenizer.encode(txt, allowed_special=special), np.uint32)
     return ids.astype(np.uint16) if ids.max(initial=0) < 2**16 else ids
 
 

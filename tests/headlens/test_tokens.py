@@ -4,6 +4,7 @@ import pytest
 import tiktoken
 from helpers.foreign import WORDS, byte_level_tokenizer, sentencepiece_tokenizer
 
+from clearhead.tokens.tokenizer import Tokenizer
 from data import get_tokenizer
 from headlens import lens_tokenizer
 
@@ -72,11 +73,13 @@ def test_ours_and_tiktokens():
     theirs = tiktoken.Encoding(
         "small", pat_str=r"\S+|\s", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257}
     )
-    for tokenizer, end in ((ours, 50256), (theirs, 257)):
-        tokens = lens_tokenizer(tokenizer)
-        assert tokens.encode("The <|endoftext|>") == tokenizer.encode_ordinary("The <|endoftext|>")
+    chat = Tokenizer(ranks, "gpt2", {"</s>": 257, "<user>": 258}, end="</s>")
+    for tokenizer, end in ((ours, 50256), (theirs, 257), (chat, 257)):
+        tokens, special = lens_tokenizer(tokenizer), tokenizer.special_tokens_set
+        found = tokens.encode("The ".join(["", *special, ""]))
+        assert tokens.special == {*map(tokenizer.encode_single_token, special)} < {*found}
         assert b"".join(map(tokens.token_bytes, tokens.encode(WORDS))) == WORDS.encode()
-        assert (tokens.bos, tokens.num_ids, tokens.special) == (end, end + 1, {end})
+        assert (tokens.bos, tokens.num_ids) == (end, tokenizer.n_vocab)
     assert lens_tokenizer(tokens) is tokens
 
 

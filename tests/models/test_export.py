@@ -6,8 +6,12 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from helpers import REPOSITORY
 from helpers.models import tiny_model
@@ -37,19 +41,15 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
     train_in(folder, "name=one", "model.context_length=64", "model.qkv_bias=false")
     to_hf(tiny_model(vocab_size=50257, context_length=48), folder / "gpt2")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("signal.signal", lambda *_: None)
-        for out, source in SOURCES.items():
-            assert run_command(main, folder, f"checkpoint={source}", f"out={out}")[0] == 0
+    for out, source in SOURCES.items():
+        assert run_command(main, folder, f"checkpoint={source}", f"out={out}")[0] == 0
     return folder
 
 
 @pytest.fixture
 def run(in_process, home):
     """run(*arguments) -> (exit code, out, err), in `home`, in this process."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield functools.partial(in_process, main, home)
-    signal.signal(signal.SIGTERM, before)
+    return functools.partial(in_process, main, home)
 
 
 characters = st.characters(exclude_categories=["Cs"])
@@ -171,3 +171,53 @@ def test_stopped_halfway_leaves_nothing(run, tmp_path, monkeypatch):
         found, _, err = run("checkpoint=runs/one", f"out={tmp_path / 'out'}")
         assert (found, printed_keys(err)) == (code, ["out"] if code == 2 else [])
         assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from clearhead.config.command_line import new_folder
+with new_folder(sys.argv[1]) as folder:
+    (folder / "half").write_text("")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_next_command_removes_what_a_killed_one_left(run, tmp_path):
+    """But not the folder of a command that still runs, or of another name."""
+    other = tmp_path / f"out2.part-{'0' * 16}"
+    other.mkdir()
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "out")]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPOSITORY}
+    killed, running = (subprocess.Popen(command, **options) for _ in range(2))
+    folders = [Path(process.stdout.readline().strip()) for process in (killed, running)]
+    killed.kill()
+    killed.wait()
+    assert all((folder / "half").exists() for folder in folders)
+    assert run("checkpoint=runs/one", f"out={tmp_path / 'out'}")[0] == 0
+    assert {*tmp_path.iterdir()} == {other, folders[1], tmp_path / "out"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == FILES
+    running.communicate()
+
+
+def test_padded_batches(home):
+    """As without padding: right for logits and classes, left for continuations (`generate` warns of
+    the other side). docs of GPT-2 in transformers: pad on the right."""
+    import transformers
+
+    folder, texts = home / "bytes", ["The quick brown fox", "The", "a" * 90]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    assert batch["input_ids"].shape == (3, load_pretrained(folder).window)
+    for kind in ("CausalLM", "SequenceClassification"):
+        model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(folder).eval()
+        logits = model(**tokenizer(texts[:2], padding=True, return_tensors="pt")).logits
+        for row, text in zip(logits, texts, strict=False):
+            (alone,) = model(**tokenizer(text, return_tensors="pt")).logits
+            torch.testing.assert_close(row[: len(alone)], alone)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    left = tokenizer(texts[:2], padding=True, padding_side="left", return_tensors="pt")
+    options = {"max_new_tokens": 5, "do_sample": False}
+    for row, text in zip(model.generate(**left, **options), texts, strict=False):
+        (alone,) = model.generate(**tokenizer(text, return_tensors="pt"), **options)
+        assert row[-5:].tolist() == alone[-5:].tolist()

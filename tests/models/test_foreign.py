@@ -38,6 +38,15 @@ def test_a_model_and_its_tokenizer(folder, dtype):
     assert (loaded.window, loaded.state, loaded.folder) == (64, None, folder)
 
 
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "unknown"])
+def test_the_attention_of_a_config_is_not_used(folder, name):
+    expected = load_any(str(folder)).model.config._attn_implementation
+    content = json.loads((folder / "config.json").read_text())
+    keys = ("attn_implementation", "_attn_implementation")
+    (folder / "config.json").write_text(json.dumps(content | dict.fromkeys(keys, name)))
+    assert load_any(str(folder)).model.config._attn_implementation == expected
+
+
 def test_a_gpt2_that_model_py_does_not_compute_is_loaded_through_transformers(tmp_path):
     model = foreign_model("gpt2", vocab_size=320, activation_function="relu")
     model.save_pretrained(tmp_path)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from clearhead.errors import CheckpointError
 from clearhead.models.huggingface import from_hf, model_config, to_hf
 from clearhead.models.pretrained import load_pretrained
-from clearhead.tokens.tokenizer import vocabulary_files
+from clearhead.tokens.tokenizer import get_tokenizer
+from clearhead.tokens.tokenizer_json import to_json
 from model import ModelConfig
 
 VOCAB_SIZE = 61
@@ -168,13 +169,15 @@ def with_tokenizer(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("with_tokenizer")
     to_hf(tiny_model(vocab_size=50260), folder)  # the matrix is padded
-    for file, name in zip(vocabulary_files(), ("merges.txt", "vocab.json"), strict=True):
-        shutil.copy(file, folder / name)
+    model = json.loads(to_json(get_tokenizer("gpt2")))["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
+    merges = ["#version: 0.2", *map(" ".join, model["merges"])]
+    (folder / "merges.txt").write_text("\n".join(merges), encoding="utf-8")
     transformers.GPT2Tokenizer.from_pretrained(folder).save_pretrained(folder)
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text(encoding="utf-8"))
     content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
-    content["added_tokens"][0] |= {"normalized": True, "lstrip": True}
+    content["added_tokens"][0] |= {"normalized": True}
     file.write_text(json.dumps(content), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 1024}', encoding="utf-8")
     return folder

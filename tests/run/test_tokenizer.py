@@ -18,9 +18,12 @@ import train
 from clearhead.checkpoint.format import remove_optimizer
 from clearhead.errors import CheckpointError, ConfigError, DataError
 from clearhead.models.pretrained import load_pretrained
+from clearhead.run import evaluation
+from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.encoding import encode_text
-from clearhead.tokens.tokenizer import Sample, get_tokenizer, train_tokenizer
+from clearhead.tokens.tokenizer import Sample, Tokenizer, get_tokenizer, train_tokenizer
 from clearhead.tokens.tokenizer_json import load_tokenizer, to_json
+from data import load_datasets
 from scripts import compare, evaluate, export_hf, prepare_data
 from scripts import train_tokenizer as command
 from train import fit
@@ -38,9 +41,7 @@ def home(tmp_path_factory):
     (folder / "text.txt").write_text(TEXT + GERMAN, encoding="utf-8")
     (folder / "de.txt").write_text(GERMAN, encoding="utf-8")
     train_in(folder, *BPE, "data.val_fraction=0.5", "name=bpe")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("signal.signal", lambda *_: None)
-        assert run_command(export_hf.main, folder, "checkpoint=runs/bpe", "out=hf")[0] == 0
+    assert run_command(export_hf.main, folder, "checkpoint=runs/bpe", "out=hf")[0] == 0
     return folder
 
 
@@ -107,6 +108,44 @@ def test_a_resumed_run_continues_with_its_tokenizer(make_run, tmp_path):
     fit(rest)
     assert_same(weights(rest), weights(whole))
     assert rows(rest.directory)[-1]["val/loss"] == rows(whole.directory)[-1]["val/loss"]
+
+
+def test_special_tokens_have_one_meaning_everywhere(make_run, tmp_path, monkeypatch, capsys):
+    """In the training text, in samples and in the export. The end of a text has its own name, so
+    <|endoftext|> is text."""
+    ranks = get_tokenizer("byte").ranks
+    chat = Tokenizer(ranks, "gpt2", {"<user>": 256, "</s>": 257, "a b": 258}, end="</s>")
+    own = tmp_path / "chat"
+    own.mkdir()
+    (own / "tokenizer.json").write_bytes(to_json(chat))
+    text = "<user>hi a bee</s><|endoftext|>" * 40
+    expected = [256, *b"hi ", 258, *b"ee", 257, *END_OF_TEXT.encode()]
+    Path("chat.txt").write_text(text)
+    import transformers
+
+    continued = []
+    generated = evaluation.generate
+    monkeypatch.setattr(
+        evaluation, "generate", lambda *a, **k: continued.append(a[1]) or generated(*a, **k)
+    )
+    settings = ["data.tokenizer=chat", "model.vocab_size=null", "data.path=chat.txt", "name=chat"]
+    run = make_run(*settings, 'trainer.sample_prompt="<user>a b"')
+    capsys.readouterr()
+    data = load_datasets(run.config.data, run.evaluator.tokenizer)
+    (note,) = [note for note in data.notes if "<user> (" in note]
+    assert "a b (" in note
+    assert "</s>" not in note
+    tokens = data.train.tokens.gather(np.array([0]), 2 * len(expected) + 1)[0].tolist()
+    assert tokens == [257, *expected, *expected]
+    fit(run)
+    assert continued[0] == [[256, 258]]
+    assert run_command(export_hf.main, tmp_path, "checkpoint=runs/chat", "out=hf")[0] == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs(text)["input_ids"] == expected * 40
+    assert {theirs.eos_token, theirs.pad_token, theirs.bos_token} == {"</s>"}
+    for source in ("hf", "runs/chat"):
+        found = load_pretrained(tmp_path / source).tokenizer
+        assert (found.name, found.eot_token) == (chat.name, 257)
 
 
 def test_a_run_has_its_own_copy_and_accepts_no_other_tokenizer(make_run, here):

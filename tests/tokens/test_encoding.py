@@ -6,7 +6,9 @@ Chunks have tens of bytes here instead of 64 KiB, so that a short text has many.
 import functools
 import itertools
 import random
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ from hypothesis import strategies as st
 
 from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.encoding import BOUNDARY, StreamEncoder, find_boundary, utf8_blocks
-from clearhead.tokens.tokenizer import PATTERNS, get_tokenizer
+from clearhead.tokens.sources import encode_files
+from clearhead.tokens.tokenizer import PATTERNS, Tokenizer, get_tokenizer
 
 FRAGMENTS = [
     *FRAGMENTS,
@@ -59,6 +62,53 @@ def check_ids(name: str, text: str, blocks: Iterable[bytes], chunk_bytes: int) -
 @example(END_OF_TEXT * 300, "gpt2", 32, 1000)
 def test_streamed_ids_are_those_of_one_call(text, name, chunk_bytes, size):
     check_ids(name, text, utf8_blocks(text, size), chunk_bytes)
+
+
+# Most have a boundary inside. The first one ends a text.
+SPECIAL = ["</s>", "<s>", "<fim_prefix>", "a1 b2!c", "\nUser: ", "x\n\ny 3", " 漢 é", "-5", "...1"]
+
+
+@functools.cache
+def chat_tokenizer(pattern: str) -> Tokenizer:
+    ranks = get_tokenizer("gpt2").ranks
+    special = {name: len(ranks) + number for number, name in enumerate(SPECIAL)}
+    return Tokenizer(ranks, pattern, special, end=SPECIAL[0])
+
+
+special_mixes = st.lists(
+    st.sampled_from([*SPECIAL, *"<s>1 \na5.", " 漢", "<fim", "a1 b2", "\nUser", END_OF_TEXT])
+    | fragments,
+    max_size=60,
+).map(lambda parts: "x" + "".join(parts).replace("\0", ""))  # a file starts with no BOM
+
+
+@trials(60, 600)
+@given(
+    special_mixes,
+    st.sampled_from([*PATTERNS]),
+    st.integers(32, 100),
+    st.integers(1, 60),
+    st.integers(1, 40),
+)
+@example("a1 b2!c" * 90, "gpt2", 32, 7, 20)
+@example("<s>" * 300 + "x", "gpt2", 32, 1000, 20)
+@example("x" * 62 + "a1 b2!c", "gpt2", 32, 1, 20)  # read in part when a chunk is full
+@example(" 漢 é" * 90, "qwen35", 33, 20, 20)
+def test_special_tokens_of_chunks_and_parts_are_those_of_one_call(
+    text, pattern, chunk_bytes, size, part_bytes
+):
+    """They have boundaries inside, and lie across the ends of blocks, chunks and parts of files."""
+    tokenizer = chat_tokenizer(pattern)
+    expected = tokenizer.encode(text, allowed_special="all")
+    arrays = StreamEncoder(tokenizer, chunk_bytes).encode(utf8_blocks(text, size))
+    assert np.concatenate([[], *arrays]).tolist() == expected
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        file = Path(folder, "a.txt")
+        file.write_bytes(text.encode())
+        patch.setattr("clearhead.tokens.sources.PART_BYTES", part_bytes)
+        found, _ = encode_files([str(file)], tokenizer)
+    starts = [tokenizer.eot_token] * (expected[0] != tokenizer.eot_token)
+    assert found.tolist() == starts + expected
 
 
 def characters(first: int, last: int) -> str:

@@ -273,7 +273,7 @@ def test_a_new_text_format(tmp_path, monkeypatch, encoder):
     def without_times(part: FilePart):
         yield re.sub(rb"00:[^\n]*\n", b"", b"".join(decoded_blocks(part)))  # lines cross blocks
 
-    def next_time(text, position: int) -> int | None:
+    def next_time(text, position: int, special) -> int | None:
         return text.find(b"\n00:", position) + 1 or None
 
     subtitles = readers.Format(without_times, (".srt",), is_text=True, boundary=next_time)

