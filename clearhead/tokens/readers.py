@@ -6,9 +6,10 @@
                 ...
 
 The file extension selects the format, an entry of FORMATS: plain text (one document per file),
-JSON lines (one JSON object per line), a JSON array of objects, Parquet, and data sets on the
-Hugging Face hub. Text and JSON may be compressed (*.gz, *.zst). Parquet and zstd need the package
-pyarrow, the hub needs datasets; both are imported on first use.
+JSON lines (one JSON object per line), a JSON array of objects, CSV, Parquet, and data sets on the
+Hugging Face hub. Text, JSON and CSV may be compressed (*.gz, *.zst). Parquet and zstd need the
+package pyarrow, the hub needs datasets; both are imported on first use. Files with other content
+(file_kinds.py) are refused.
 
 An error in a file raises DataError with the byte or the row. A byte-order mark at the start of a
 file and empty texts are skipped, as is null in place of a text. A lone surrogate in JSON becomes
@@ -17,6 +18,7 @@ U+FFFD, as in tiktoken.
 
 import codecs
 import contextlib
+import csv
 import gzip
 import importlib
 import io
@@ -34,13 +36,20 @@ import numpy as np
 from clearhead.errors import DataError, message_of
 from clearhead.tokens import HUB
 from clearhead.tokens.encoding import StreamEncoder, find_boundary, utf8_blocks
+from clearhead.tokens.file_kinds import (
+    HEAD,
+    Kind,
+    chat_command,
+    is_utf8_instead,
+    kind_of,
+    likely_encodings,
+    seven_bit_encoding,
+)
 
 COMPRESSED = (".gz", ".zst")
 BLOCK = 2**20  # bytes read at once
-ROWS = 16  # of Parquet, read at once; each may have MAX_RECORD characters
+ROWS = 16  # maximum rows of Parquet that are read at once
 MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
-TEXT_HINT = "set data.encoding, such as cp1252 or utf-16, or correct the byte; archives other than "
-TEXT_HINT += f"{' and '.join(f'*{ending}' for ending in COMPRESSED)} must be decompressed"
 CREATE_AGAIN = "create or download it again"
 READ_ERRORS = (OSError, EOFError, zlib.error)
 
@@ -128,10 +137,31 @@ def check_regular_file(path: str) -> None:
         raise DataError("data.path", path, "not a regular file", "give a text file")
 
 
-def open_decompressed(path: str) -> io.BufferedIOBase:
-    """Opens a file for reading, and decompresses it."""
+@contextlib.contextmanager
+def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
+    """Opens a file for reading, and decompresses it. Raises DataError for files that KINDS
+    refuses."""
     check_regular_file(path)
-    return OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)(path)
+    with OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)(path) as file:
+        kind = kind_of(extension_of(path), file.peek(HEAD))
+        if kind and not kind.is_read:
+            raise DataError("data.path", path, f"is {kind.what}", kind.advice)
+        yield file
+
+
+def notes_about_kinds(files: Iterable[str]) -> list[str]:
+    """Returns a note for each kind of text files that are probably not plain text."""
+    found: dict[Kind, list[str]] = {}
+    for path in files:
+        if format_of(path) is FORMATS["text"]:
+            with translate_read_errors(path, *READ_ERRORS), open_decompressed(path) as file:
+                if kind := kind_of(extension_of(path), file.peek(HEAD)):
+                    found.setdefault(kind, []).append(path)
+    return [
+        f"data.path: {paths[0]}{f' and {len(paths) - 1} more' if paths[1:] else ''}: read as plain "
+        f"text, with {kind.what}; {kind.advice}"
+        for kind, paths in found.items()
+    ]
 
 
 def _open_plain(path: str) -> io.BufferedIOBase:
@@ -196,6 +226,7 @@ def decoded_blocks(part: FilePart) -> Iterator[bytes]:
         raw = b" "
         while raw:
             raw = file.read(BLOCK if end is None else min(BLOCK, end - offset))
+            _check_encoding(part, raw, offset)
             carried = decoder.getstate()[0]  # first bytes of a character that continues here
             try:
                 text = decoder.decode(raw, final=not raw)
@@ -208,19 +239,55 @@ def decoded_blocks(part: FilePart) -> Iterator[bytes]:
                 byte = f"0x{(carried + raw)[start : start + 1].hex()}"
                 position = offset - len(carried) + start
                 reason = f"not {part.encoding} text ({byte} at byte {position})"
-                hint = TEXT_HINT if part.format.is_text else "it must be UTF-8: convert it"
+                hint = _encoding_hint(part, raw, start - len(carried))
                 raise DataError("data.path", part.path, reason, hint) from error
             offset += len(raw)
             if block:
                 yield block
 
 
-# ---------------------------------------------------------------------------- JSON, Parquet, hub
+def _check_encoding(part: FilePart, raw: bytes, offset: int) -> None:
+    """Raises DataError for a text that can be decoded, but is probably in another encoding."""
+    if codecs.lookup(part.encoding).name == "utf-8":
+        if not part.format.is_utf8 and (name := seven_bit_encoding(raw)):
+            reason = f"is {name} text, not {part.encoding}"
+            raise DataError("data.path", part.path, reason, f"set data.encoding={name}")
+    elif not offset and is_utf8_instead(raw, part.encoding):
+        reason = f"is utf-8 text, not {part.encoding}"
+        hint = "remove data.encoding, or convert the file if other files need it"
+        raise DataError("data.path", part.path, reason, hint)
+
+
+def _encoding_hint(part: FilePart, raw: bytes, position: int) -> str:
+    """Returns what to do about a byte of a block that cannot be decoded."""
+    encoding, position = codecs.lookup(part.encoding).name, max(0, position)
+    start = max(0, position - HEAD // 4) // 4 * 4
+    names = likely_encodings(raw[start : position + HEAD // 4])
+    is_zero = raw[position : position + 1] == b"\0" and position > 16  # not UTF-16
+    is_utf8 = encoding == "utf-8" and (is_zero or is_utf8_instead(raw[:position], encoding))
+    if not raw or is_utf8 or encoding in [codecs.lookup(name).name for name in names[:1]]:
+        return f"most of it is {part.encoding}: correct the byte, or convert what follows"
+    if part.format.is_utf8:
+        return f"JSON must be in UTF-8: iconv -f {names[0] if names else 'ENCODING'} -t utf-8 FILE"
+    which = f"probably {' or '.join(names)}" if names else "which an editor may show"
+    return f"set data.encoding, {which}, or correct the byte"
+
+
+# ----------------------------------------------------------------------- JSON, CSV, Parquet, hub
 
 
 def _next_line(text: mmap.mmap, position: int) -> int | None:
     """Returns the first position from this one on where a line starts."""
     return text.find(b"\n", position - 1) + 1 or None
+
+
+# Lines that are not valid JSON, and what to do.
+LINE_HINTS = (
+    (rb".*\}\s*,\s*$", "remove the comma at the end of each line"),
+    (rb"\s*\[", "an array is read from a file that is named *.json"),
+    (rb"\s*\{(.*[,\[{])?\s*$", "write one object per line, or an array in a *.json file"),
+    (rb"", "correct the line"),
+)
 
 
 def _json_lines(part: FilePart) -> Iterator[str]:
@@ -237,7 +304,10 @@ def _json_lines(part: FilePart) -> Iterator[str]:
                     record = json.loads(line.decode("utf-8-sig"))
                 except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
                     reason = f"{where} is not valid JSON ({message_of(error)})"
-                    raise DataError("data.path", part.path, reason, "correct the line") from error
+                    hint = next(h for line_end, h in LINE_HINTS if re.match(line_end, line, re.S))
+                    if isinstance(error, UnicodeDecodeError):
+                        hint = _encoding_hint(part, line, error.start)
+                    raise DataError("data.path", part.path, reason, hint) from error
                 yield text_field(record, part, where)
             offset += len(line)
 
@@ -272,19 +342,30 @@ def _json_records(part: FilePart) -> Iterator[str]:
 def text_field(record: object, part: FilePart, where: str) -> str:
     """Returns the text of a record, "" for null. Raises DataError if it has none. where: its
     position."""
-    keys = record if isinstance(record, dict) else {}
-    key = _text_key(keys, part, where)
-    text = keys[key]
+    if not isinstance(record, dict):
+        reason = f"{where} is not an object with keys, but has the type {type(record).__name__}"
+        hint = 'write objects such as {"text": ...}, one per line, or an array in *.json'
+        raise DataError("data.path", part.path, reason, hint)
+    key = _text_key(record, part, where)
+    text = record[key]
     if isinstance(text, str):
         _check_length(text, part, where)
         return text
     if text is None:
         return ""
     reason = f"the value of {key!r} in {where} has the type {type(text).__name__}, not text"
-    raise DataError("data.path", part.path, reason, "set data.text_key, or correct the file")
+    hint = _chat_hint(record, part, where) or "set data.text_key, or correct the file"
+    raise DataError("data.path", part.path, reason, hint)
 
 
-def _text_key(keys: Iterable[str], part: FilePart, where: str) -> str:
+def _chat_hint(record: dict, part: FilePart, where: str) -> str:
+    """Returns a hint for a record of a chat or an instruction, or ""."""
+    of = FORMATS["JSON lines"] if where.startswith("the line") else part.format
+    command = chat_command(record, part.path, of.rows)
+    return f"write its parts to one field: {command}" if command else ""
+
+
+def _text_key(keys: dict, part: FilePart, where: str) -> str:
     """Returns the key of the text. Raises DataError unless exactly one is in `keys`."""
     wanted = [part.text_key] if isinstance(part.text_key, str) else part.text_key
     found = [key for key in wanted if key in keys]
@@ -294,6 +375,7 @@ def _text_key(keys: Iterable[str], part: FilePart, where: str) -> str:
     how_many = "no key" if not found else "more than one key of"
     reason = f"{where} has {how_many} {shown[0]} (its keys: {shown[1] or 'none'})"
     hint = "set data.text_key, to a list such as [text,content] if files differ"
+    hint = (not found and _chat_hint(keys, part, where)) or hint
     raise DataError("data.path", part.path, reason, hint)
 
 
@@ -305,16 +387,85 @@ def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
         raise DataError("data.path", part.path, reason, "split the text into several records")
 
 
+def _csv_rows(part: FilePart) -> Iterator[str]:
+    """Reads the text of each row. The first row has the names of the columns. The delimiter is the
+    one that separates data.text_key in it."""
+    csv.field_size_limit(MAX_RECORD)
+    wanted = {part.text_key} if isinstance(part.text_key, str) else {*part.text_key}
+    lines = _text_lines(part)
+    first = next(lines, "")
+    delimiters = "\t,;" if extension_of(part.path) == ".tsv" else ",;\t"
+    names = {d: next(csv.reader([first], delimiter=d), []) for d in delimiters}
+    with_key = [delimiter for delimiter in delimiters if wanted & {*names[delimiter]}]
+    delimiter = (with_key or sorted(delimiters, key=lambda d: -len(names[d])))[0]
+    header = names[delimiter]
+    if first.strip():
+        _text_key(dict.fromkeys(header, ""), part, "the first line")
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    where = "the row in line 2"
+    try:
+        for row in rows:
+            if row and (len(row) != len(header) or len({*header}) != len(header)):
+                raise csv.Error(f"{len(row)} fields, but {len({*header})} names in the first line")
+            if row:
+                yield text_field(dict(zip(header, row, strict=True)), part, where)
+            where = f"the row in line {rows.line_num + 2}"
+    except csv.Error as error:
+        reason = f"{where} is not valid CSV ({message_of(error)})"
+        hint = f"each row needs one field per name, separated by {delimiter!r}; quote texts"
+        raise DataError("data.path", part.path, reason, hint) from error
+
+
+def _text_lines(part: FilePart) -> Iterator[str]:
+    """Yields the lines of a text with their ends: line feed, carriage return, or both."""
+    decoder = io.IncrementalNewlineDecoder(None, translate=False)  # keeps both in one block
+    pieces, size = [], 0
+    for block in itertools.chain(decoded_blocks(part), [b""]):
+        for piece in re.split(r"(?<=\n)|(?<=\r)(?!\n)", decoder.decode(block.decode(), not block)):
+            pieces.append(piece)
+            size += len(piece)
+            if piece.endswith(("\n", "\r")):
+                yield "".join(pieces)
+                pieces, size = [], 0
+            if size > MAX_RECORD:
+                _check_length("".join(pieces), part, "a line")
+    if size:
+        yield "".join(pieces)
+
+
 def _parquet_rows(part: FilePart) -> Iterator[str]:
     with _open_parquet(part.path) as file:
-        key = _text_key(file.schema_arrow.names, part, "the file")
+        key = _text_key(_empty_record(file.schema_arrow), part, "the file")
         groups = range(file.num_row_groups)[part.start : part.stop]
         for group in groups:
-            batches = file.iter_batches(ROWS, row_groups=[group], columns=[key])
+            rows = _rows_at_once(file.metadata.row_group(group), key, part, group)
+            batches = file.iter_batches(rows, row_groups=[group], columns=[key])
             values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
             for row, value in enumerate(values):
                 where = f"row {row} of row group {group}"
                 yield text_field({key: value.as_py()}, part, where)
+
+
+def _empty_record(schema) -> dict:
+    """Returns a record of a Parquet file with its keys, and those of lists of objects."""
+    types = {name: str(schema.field(name).type) for name in schema.names}
+    keys = re.compile(r"(\w+): string")
+    return {n: [dict.fromkeys(keys.findall(t))] if "<" in t else "" for n, t in types.items()}
+
+
+def _rows_at_once(metadata, key: str, part: FilePart, group: int) -> int:
+    """Returns how many rows of a row group are read at once: a batch has at most 256 MiB, as a
+    value has at most the size of its column. Raises DataError if few rows have very much text,
+    because Arrow needs five times the memory of their page."""
+    columns = map(metadata.column, range(metadata.num_columns))
+    column = next((column for column in columns if column.path_in_schema == key), None)
+    size = column.total_uncompressed_size if column else 0
+    is_repeated = column and size > 1000 * column.total_compressed_size
+    if size > 4 * MAX_RECORD and (is_repeated or size > metadata.num_rows * MAX_RECORD // 16):
+        reason = f"row group {group} has {size:,} bytes of text in few rows ({metadata.num_rows:,})"
+        hint = "split long texts, or write the file with fewer rows per row group"
+        raise DataError("data.path", part.path, reason, hint)
+    return max(1, min(ROWS, 2**28 // max(1, size)))
 
 
 def _split_row_groups(part: FilePart, max_bytes: int) -> Iterator[FilePart]:
@@ -379,15 +530,34 @@ class Format:
     errors: tuple[type[Exception], ...] = READ_ERRORS  # of files that cannot be read
     hint: str = CREATE_AGAIN  # what to do then
     is_in_folders: bool = True  # whether a folder means these files, too
+    is_utf8: bool = False  # whatever data.encoding is
+    rows: str = ""  # Python code of the records of a file on stdin, for hints
     is_file: bool = True  # not a dataset of the hub
 
 
 # Parquet and the hub have errors of many types: damaged files, the network, unknown names.
 FORMATS = {
     "text": Format(decoded_blocks, (".txt", ".md"), is_text=True, boundary=find_boundary),
-    "JSON lines": Format(_json_lines, (".jsonl", ".ndjson"), boundary=_next_line),
-    "JSON array": Format(_json_records, (".json",), is_in_folders=False),
-    "Parquet": Format(_parquet_rows, (".parquet",), split=_split_row_groups, errors=(Exception,)),
+    "JSON lines": Format(
+        _json_lines,
+        (".jsonl", ".ndjson"),
+        boundary=_next_line,
+        is_utf8=True,
+        rows="map(json.loads, sys.stdin)",
+    ),
+    "JSON array": Format(
+        _json_records, (".json",), is_in_folders=False, is_utf8=True, rows="json.load(sys.stdin)"
+    ),
+    "CSV": Format(
+        _csv_rows, (".csv", ".tsv"), is_in_folders=False, rows="csv.DictReader(sys.stdin)"
+    ),
+    "Parquet": Format(
+        _parquet_rows,
+        (".parquet",),
+        split=_split_row_groups,
+        errors=(Exception,),
+        rows='__import__("pyarrow.parquet").parquet.read_table(sys.stdin.buffer).to_pylist()',
+    ),
     "hub": Format(
         _hub_rows,
         split=_split_hub_dataset,
