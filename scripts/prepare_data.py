@@ -4,7 +4,7 @@
     python -m scripts.prepare_data data.path='web/*.jsonl.gz' out=web
     python train.py data=shards data.path=web
 
-Reads text, JSON lines and Parquet. Writes shards in the format of llm.c, and a manifest
+Reads text, JSON lines, CSV and Parquet. Writes shards in the format of llm.c, and a manifest
 (docs/data.md). Uses all cores and constant memory. To resume, rerun the same command.
 """
 

@@ -39,7 +39,7 @@ class SourceConfig(Settings):
         description="file, folder, glob pattern, a list of these, or hub:NAME:CONFIG:SPLIT"
     )
     text_key: Names = Field(
-        "text", description="JSON field or Parquet column that has the text, or a list of several"
+        "text", description="JSON field or column that has the text, or a list of several"
     )
     encoding: Encoding = Field("utf-8", description="of text files, such as cp1252")
 

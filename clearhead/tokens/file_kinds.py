@@ -2,7 +2,7 @@ r"""What a file contains that is not plain UTF-8, and what to do with it.
 
 kind_of(".docx", b"PK\x03\x04...").advice         # "save it as plain text (UTF-8) or as CSV"
 likely_encodings("Größe".encode("cp1252"))        # ["cp1252"]
-chat_command({"prompt": "", "completion": ""}, path, rows)    # writes a field for data.text_key
+chat_command({"prompt": "", "completion": ""}, "a.jsonl", ".jsonl")    # writes a text field
 """
 
 import codecs
@@ -21,83 +21,44 @@ class Kind(NamedTuple):
     what: str
     advice: str
     start: bytes = rb"(?!)"
-    extensions: tuple[str, ...] = ()
+    extensions: str = ""
     is_read: bool = False  # as plain text, with a note. Other files are refused
 
 
-_SAVE = "save it as plain text (UTF-8)"
-_UNPACK = "decompress it, or compress it with gzip or zstd"
-_ZIP = rb"PK\x03\x04.{26}"
+_SAVE = "save it as plain text (UTF-8), a table as CSV"
+_ZIP = rb"PK\x03\x04(.{26}mimetypeapplication/|.*\[Content_Types\]|.*word/)"
+_OTHER = rb"SQLite format 3\0|\x93NUMPY|.{4}\0{4}\{\"|\x80[\2-\5][\x95\]})(c]|ARROW1\0|\x7fELF"
+_OTHER += rb"|MZ.\0|\x89PNG|\xff\xd8\xff|GIF8[79]a|ID3[\2-\4]|RIFF.{4}WAVE|OggS\0|fLaC\0"
 KINDS = (
     Kind("a PDF document", "extract its text: pdftotext FILE", rb"%PDF-"),
     Kind("a PostScript document", "extract its text: ps2ascii FILE", rb"%!PS-"),
-    Kind("a rich-text document", _SAVE, rb"\{\\rtf\d"),
-    Kind("an e-book", "convert it: pandoc -t plain FILE", _ZIP + b"mimetypeapplication/epub"),
-    Kind("an OpenDocument file", _SAVE, _ZIP + b"mimetypeapplication/vnd"),
-    Kind("an Office document", f"{_SAVE} or as CSV", rb"PK\x03\x04.*(\[Content_Types\]|word/)"),
-    Kind("a zip archive", "unpack it and give the folder", rb"PK[\x03\x05][\x04\x06]"),
-    Kind("an Office document of an old format", f"{_SAVE} or as CSV", rb"\xd0\xcf\x11\xe0"),
+    Kind("an office document or e-book", f"{_SAVE}, or convert it: pandoc -t plain FILE", _ZIP),
+    Kind("an old office document, or rich text", _SAVE, rb"\xd0\xcf\x11\xe0|\{\\rtf\d"),
     Kind("a Kindle e-book", "convert it to text with Calibre", rb".{60}BOOKMOBI"),
-    Kind("a tar archive", "unpack it and give the folder", rb".{257}ustar"),
+    Kind("an archive", "unpack it and give the folder", rb"PK\x03\x04|.{257}ustar|7z\xbc|Rar!\x1a"),
     Kind("compressed with gzip", "decompress it, or add .gz to its name", rb"\x1f\x8b\x08"),
     Kind("compressed with zstd", "decompress it, or add .zst to its name", rb"\x28\xb5\x2f\xfd"),
-    Kind("compressed with bzip2", _UNPACK, rb"BZh\d1AY&SY"),
-    Kind("compressed with xz", _UNPACK, rb"\xfd7zXZ\0"),
-    Kind("a 7z or RAR archive", "unpack it", rb"7z\xbc\xaf|Rar!\x1a"),
+    Kind("compressed", "decompress it", rb"BZh\d1AY&SY|\xfd7zXZ\0"),
     Kind("a Parquet file", "name it *.parquet", rb"PAR1[\0-\x1f]"),
-    Kind("an Arrow file", "write it as Parquet", rb"ARROW1\0"),
     Kind("a file of token ids", "name it *.bin", rb"\x88\xd8\x34\x01|\x80\xd4\x34\x01"),
-    Kind("a pickle", "write its texts as JSON lines", rb"\x80[\2-\5][\x95\]})(c]"),
-    Kind("a database", "export a table: sqlite3 -csv FILE 'select ...'", rb"SQLite format 3\0"),
-    Kind("an array or weights, not text", "give text files", rb"\x93NUMPY|.{4}\0{4}\{\""),
     Kind("music as MIDI", "write it as text, such as ABC notation", rb"MThd\0"),
-    Kind("an image, not text", "give text files", rb"\x89PNG|\xff\xd8\xff|GIF8[79]a"),
-    Kind("a recording, not text", "give text files", rb"ID3[\2-\4]|RIFF.{4}WAVE|OggS\0|fLaC\0"),
-    Kind("a program, not text", "give text files", rb"\x7fELF|MZ.\0"),
-    Kind("a notebook", "convert it: jupyter nbconvert --to markdown FILE", extensions=(".ipynb",)),
-    Kind(
-        "HTML tags",
-        "to remove them: pandoc -t plain FILE",
-        rb"\s*<(?i:!doctype html|html)\b",
-        (".html", ".htm", ".xhtml"),
-        is_read=True,
-    ),
-    Kind("XML tags", "remove them if they are not wanted", rb"\s*<\?xml ", (".xml",), is_read=True),
-    Kind(
-        "times",
-        "to remove them: grep -v -e '-->' FILE",
-        rb"WEBVTT\b|1\r?\n\d\d:\d\d:\d\d,\d",
-        (".srt", ".vtt"),
-        is_read=True,
-    ),
-    Kind(
-        "mail headers and encoded attachments",
-        "keep the text of the messages only: Python's module mailbox or email",
-        rb"From \S+ [^\n]+\d\d:\d\d|(Received|Return-Path|Delivered-To|MIME-Version): ",
-        (".eml", ".mbox"),
-        is_read=True,
-    ),
-    Kind("the syntax of JSON", "name it *.jsonl or *.json", rb"\s*(\[\s*)?\{\s*\"", is_read=True),
-    Kind(
-        "colour codes of a terminal",
-        r"to remove them: sed 's/\x1b\[[0-9;]*m//g' FILE",
-        rb".*\x1b\[[0-9;]*m",
-        is_read=True,
-    ),
-    Kind(
-        "U+FFFD, a character that a conversion has lost",
-        "convert it again from the original",
-        rb".*\xef\xbf\xbd",
-        is_read=True,
-    ),
+    Kind("data, an image, a recording or a program", "give text files", _OTHER),
+    Kind("a notebook", "convert it: jupyter nbconvert --to markdown FILE", extensions=".ipynb"),
+    Kind("HTML tags", "pandoc -t plain FILE", rb"\s*<(?i:!doctype )?html\b", ".html .htm", True),
+    Kind("XML tags", "give the texts only", rb"\s*<\?xml ", ".xml", True),
+    Kind("times", "grep -v -e '-->' FILE", rb"WEBVTT\b|1\r?\n\d\d:\d\d:\d\d,", ".srt .vtt", True),
+    Kind("headers of mail", "give the texts only", rb"From \S+ .+?\d:\d\d", ".eml .mbox", True),
+    Kind("the syntax of JSON", "name it *.jsonl or *.json", rb"\s*(\[\s*)?\{\s*\"", "", True),
+    Kind("terminal colours", r"sed 's/\x1b\[[0-9;]*m//g' FILE", rb".*\x1b\[[0-9;]*m", "", True),
+    Kind("U+FFFD for lost characters", "convert the original", rb".*\xef\xbf\xbd", "", True),
 )
 
 
 def kind_of(extension: str, head: bytes) -> Kind | None:
     """Returns the kind of a file, or None for plain text. head: its first bytes."""
     head = head[:HEAD].removeprefix(codecs.BOM_UTF8)
-    matches = (k for k in KINDS if re.match(k.start, head, re.S) or extension in k.extensions)
-    return next(matches, None)
+    found = (k for k in KINDS if re.match(k.start, head, re.S) or extension in k.extensions.split())
+    return next(found, None)
 
 
 # --------------------------------------------------------------------------------------- encodings
@@ -153,11 +114,9 @@ def likely_encodings(sample: bytes) -> list[str]:
     many are frequent in a language that uses it, less those that are implausible where they are.
     The part must begin at a multiple of four bytes of the file.
     """
-    for mark, name in ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")):
-        if sample.startswith(mark):
+    for name in ("utf-32", "utf-16"):  # with a byte-order mark
+        if sample.startswith(tuple("\ufeff".encode(name + order) for order in ("-le", "-be"))):
             return [name]
-    if sample.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return ["utf-16"]
     texts = {}  # the first encoding of each text, and its share of frequent characters
     for name in WIDE if b"\0" in sample else OTHERS.split():
         text = sample.decode(name, "replace")
@@ -176,10 +135,13 @@ PARTS = ("system", "instruction", "prompt", "question", "input", "context")
 PARTS += ("completion", "response", "output", "answer", "chosen")  # in the order of a text
 
 
-def chat_command(record: object, path: str, rows: str) -> str:
+ROWS = {".json": "json.load(sys.stdin)", ".csv": "csv.DictReader(sys.stdin)"}  # Python code
+ROWS[".parquet"] = "__import__('pyarrow.parquet').parquet.read_table(sys.stdin.buffer).to_pylist()"
+
+
+def chat_command(record: dict, path: str, extension: str) -> str:
     """Returns a command that writes the messages or the parts of each record to a field "text", or
-    "" for a record that has none. rows: Python code of the records of the file."""
-    record = record if isinstance(record, dict) else {}
+    "" for a record that has none. extension: of the format of the file."""
     lists = {k: v[0] for k, v in record.items() if isinstance(v, list) and v}
     found = [
         f'"%({who})s: %({what})s" % m for m in r[{json.dumps(key)}]'
@@ -190,8 +152,9 @@ def chat_command(record: object, path: str, rows: str) -> str:
     parts = [key for key in PARTS if isinstance(record.get(key), str)]
     if len(parts) > 1:
         found.append(f"r[k] for k in {json.dumps(parts)} if r[k]")
-    if not found or not rows:
+    if not found:
         return ""
+    rows = ROWS.get(extension, "map(json.loads, sys.stdin)")
     code = f"import csv, json, sys; rows = {rows}; "
     code += rf'[print(json.dumps({{"text": "\n\n".join({found[0]})}})) for r in rows]'
     return f"python -c {shlex.quote(code)} < {shlex.quote(path)} > texts.jsonl"

@@ -152,14 +152,13 @@ def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
 def notes_about_kinds(files: Iterable[str]) -> list[str]:
     """Returns a note for each kind of text files that are probably not plain text."""
     found: dict[Kind, list[str]] = {}
-    for path in files:
-        if format_of(path) is FORMATS["text"]:
-            with translate_read_errors(path, *READ_ERRORS), open_decompressed(path) as file:
-                if kind := kind_of(extension_of(path), file.peek(HEAD)):
-                    found.setdefault(kind, []).append(path)
+    for path in (path for path in files if format_of(path) is FORMATS["text"]):
+        with translate_read_errors(path, *READ_ERRORS), open_decompressed(path) as file:
+            if kind := kind_of(extension_of(path), file.peek(HEAD)):
+                found.setdefault(kind, []).append(path)
     return [
         f"data.path: {paths[0]}{f' and {len(paths) - 1} more' if paths[1:] else ''}: read as plain "
-        f"text, with {kind.what}; {kind.advice}"
+        f"text, with {kind.what}; to change that: {kind.advice}"
         for kind, paths in found.items()
     ]
 
@@ -249,7 +248,7 @@ def decoded_blocks(part: FilePart) -> Iterator[bytes]:
 def _check_encoding(part: FilePart, raw: bytes, offset: int) -> None:
     """Raises DataError for a text that can be decoded, but is probably in another encoding."""
     if codecs.lookup(part.encoding).name == "utf-8":
-        if not part.format.is_utf8 and (name := seven_bit_encoding(raw)):
+        if part.format.read is not _json_records and (name := seven_bit_encoding(raw)):
             reason = f"is {name} text, not {part.encoding}"
             raise DataError("data.path", part.path, reason, f"set data.encoding={name}")
     elif not offset and is_utf8_instead(raw, part.encoding):
@@ -267,7 +266,7 @@ def _encoding_hint(part: FilePart, raw: bytes, position: int) -> str:
     is_utf8 = encoding == "utf-8" and (is_zero or is_utf8_instead(raw[:position], encoding))
     if not raw or is_utf8 or encoding in [codecs.lookup(name).name for name in names[:1]]:
         return f"most of it is {part.encoding}: correct the byte, or convert what follows"
-    if part.format.is_utf8:
+    if part.format.read in (_json_lines, _json_records):
         return f"JSON must be in UTF-8: iconv -f {names[0] if names else 'ENCODING'} -t utf-8 FILE"
     which = f"probably {' or '.join(names)}" if names else "which an editor may show"
     return f"set data.encoding, {which}, or correct the byte"
@@ -342,26 +341,23 @@ def _json_records(part: FilePart) -> Iterator[str]:
 def text_field(record: object, part: FilePart, where: str) -> str:
     """Returns the text of a record, "" for null. Raises DataError if it has none. where: its
     position."""
-    if not isinstance(record, dict):
-        reason = f"{where} is not an object with keys, but has the type {type(record).__name__}"
-        hint = 'write objects such as {"text": ...}, one per line, or an array in *.json'
-        raise DataError("data.path", part.path, reason, hint)
-    key = _text_key(record, part, where)
-    text = record[key]
+    keys = record if isinstance(record, dict) else {}
+    key = _text_key(keys, part, where)
+    text = keys[key]
     if isinstance(text, str):
         _check_length(text, part, where)
         return text
     if text is None:
         return ""
     reason = f"the value of {key!r} in {where} has the type {type(text).__name__}, not text"
-    hint = _chat_hint(record, part, where) or "set data.text_key, or correct the file"
+    hint = _chat_hint(keys, part, where) or "set data.text_key, or correct the file"
     raise DataError("data.path", part.path, reason, hint)
 
 
 def _chat_hint(record: dict, part: FilePart, where: str) -> str:
     """Returns a hint for a record of a chat or an instruction, or ""."""
-    of = FORMATS["JSON lines"] if where.startswith("the line") else part.format
-    command = chat_command(record, part.path, of.rows)
+    extension = ".jsonl" if where.startswith("the line") else part.format.extensions[:1]
+    command = extension and chat_command(record, part.path, "".join(extension))
     return f"write its parts to one field: {command}" if command else ""
 
 
@@ -375,6 +371,8 @@ def _text_key(keys: dict, part: FilePart, where: str) -> str:
     how_many = "no key" if not found else "more than one key of"
     reason = f"{where} has {how_many} {shown[0]} (its keys: {shown[1] or 'none'})"
     hint = "set data.text_key, to a list such as [text,content] if files differ"
+    if not keys:
+        hint = 'write objects such as {"text": ...}, one per line, or an array in a *.json file'
     hint = (not found and _chat_hint(keys, part, where)) or hint
     raise DataError("data.path", part.path, reason, hint)
 
@@ -406,7 +404,7 @@ def _csv_rows(part: FilePart) -> Iterator[str]:
     try:
         for row in rows:
             if row and (len(row) != len(header) or len({*header}) != len(header)):
-                raise csv.Error(f"{len(row)} fields, but {len({*header})} names in the first line")
+                raise csv.Error(f"{len(row)} fields, but {len({*header})} different names")
             if row:
                 yield text_field(dict(zip(header, row, strict=True)), part, where)
             where = f"the row in line {rows.line_num + 2}"
@@ -418,19 +416,15 @@ def _csv_rows(part: FilePart) -> Iterator[str]:
 
 def _text_lines(part: FilePart) -> Iterator[str]:
     """Yields the lines of a text with their ends: line feed, carriage return, or both."""
-    decoder = io.IncrementalNewlineDecoder(None, translate=False)  # keeps both in one block
-    pieces, size = [], 0
+    decoder, line = io.IncrementalNewlineDecoder(None, translate=False), []  # keeps both together
     for block in itertools.chain(decoded_blocks(part), [b""]):
         for piece in re.split(r"(?<=\n)|(?<=\r)(?!\n)", decoder.decode(block.decode(), not block)):
-            pieces.append(piece)
-            size += len(piece)
+            line.append(piece)
             if piece.endswith(("\n", "\r")):
-                yield "".join(pieces)
-                pieces, size = [], 0
-            if size > MAX_RECORD:
-                _check_length("".join(pieces), part, "a line")
-    if size:
-        yield "".join(pieces)
+                yield "".join(line)
+                line = []
+        _check_length("".join(line), part, "a line")
+    yield "".join(line)
 
 
 def _parquet_rows(part: FilePart) -> Iterator[str]:
@@ -530,34 +524,16 @@ class Format:
     errors: tuple[type[Exception], ...] = READ_ERRORS  # of files that cannot be read
     hint: str = CREATE_AGAIN  # what to do then
     is_in_folders: bool = True  # whether a folder means these files, too
-    is_utf8: bool = False  # whatever data.encoding is
-    rows: str = ""  # Python code of the records of a file on stdin, for hints
     is_file: bool = True  # not a dataset of the hub
 
 
 # Parquet and the hub have errors of many types: damaged files, the network, unknown names.
 FORMATS = {
     "text": Format(decoded_blocks, (".txt", ".md"), is_text=True, boundary=find_boundary),
-    "JSON lines": Format(
-        _json_lines,
-        (".jsonl", ".ndjson"),
-        boundary=_next_line,
-        is_utf8=True,
-        rows="map(json.loads, sys.stdin)",
-    ),
-    "JSON array": Format(
-        _json_records, (".json",), is_in_folders=False, is_utf8=True, rows="json.load(sys.stdin)"
-    ),
-    "CSV": Format(
-        _csv_rows, (".csv", ".tsv"), is_in_folders=False, rows="csv.DictReader(sys.stdin)"
-    ),
-    "Parquet": Format(
-        _parquet_rows,
-        (".parquet",),
-        split=_split_row_groups,
-        errors=(Exception,),
-        rows='__import__("pyarrow.parquet").parquet.read_table(sys.stdin.buffer).to_pylist()',
-    ),
+    "JSON lines": Format(_json_lines, (".jsonl", ".ndjson"), boundary=_next_line),
+    "JSON array": Format(_json_records, (".json",), is_in_folders=False),
+    "CSV": Format(_csv_rows, (".csv", ".tsv"), is_in_folders=False),
+    "Parquet": Format(_parquet_rows, (".parquet",), split=_split_row_groups, errors=(Exception,)),
     "hub": Format(
         _hub_rows,
         split=_split_hub_dataset,
