@@ -91,7 +91,8 @@ def seven_bit_encoding(raw: bytes) -> str | None:
             text = codecs.getincrementaldecoder(name)().decode(raw) if mark in raw else ""
         except UnicodeDecodeError:
             continue
-        if sum(c > "\x7f" for c in text) > 2:
+        others = [c for c in text if c > "\x7f"]
+        if sum(c in FREQUENT for c in others) > max(2, len(others) / 4):
             return name
     return None
 
@@ -99,8 +100,13 @@ def seven_bit_encoding(raw: bytes) -> str | None:
 def is_utf8_instead(raw: bytes, encoding: str) -> bool:
     """Returns whether bytes that are read in another encoding are certainly UTF-8."""
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(raw)
+        text = codecs.getincrementaldecoder("utf-8")().decode(raw).lstrip("\ufeff")
     except UnicodeDecodeError:
+        return False
+    read = (
+        raw.decode(encoding, "replace").lstrip("\ufeff").rstrip("\ufffd")
+    )  # may end in a character
+    if text.startswith(read):
         return False
     num_others = sum(c > "\x7f" for c in text)
     is_ascii = len(raw) > 16 and "\0" not in text and "a".encode(encoding) != b"a"

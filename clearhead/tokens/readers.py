@@ -263,7 +263,7 @@ def _encoding_hint(part: FilePart, raw: bytes, position: int) -> str:
     start = max(0, position - HEAD // 4) // 4 * 4
     names = likely_encodings(raw[start : position + HEAD // 4])
     is_zero = raw[position : position + 1] == b"\0" and position > 16  # not UTF-16
-    is_utf8 = encoding == "utf-8" and (is_zero or is_utf8_instead(raw[:position], encoding))
+    is_utf8 = encoding == "utf-8" and (is_zero or is_utf8_instead(raw[:position], "latin-1"))
     if not raw or is_utf8 or encoding in [codecs.lookup(name).name for name in names[:1]]:
         return f"most of it is {part.encoding}: correct the byte, or convert what follows"
     if part.format.read in (_json_lines, _json_records):

@@ -314,6 +314,9 @@ def test_utf8_in_place_of_the_given_encoding_is_refused(tmp_path):
         with refused(DataError, "data.path", path):
             read(path, encoding=encoding)
         assert read(write(path, "plain"), encoding="cp1252") == [b"plain"]
+    for text in (SENTENCES["fr"] * 9, "A text +Facebook and no more"):
+        for encoding in ("utf-8", "UTF8", "utf-8-sig"):
+            assert read(write(path, text), encoding=encoding) == [text.encode()]
     mixed = (SENTENCES["fr"] * 9).encode() + (SENTENCES["fr"] * 99).encode("cp1252")
     assert "cp1252" not in check_refused(write(path, mixed)).hint
 
