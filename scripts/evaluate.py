@@ -58,7 +58,7 @@ class TextConfig(Settings):
         None, description="fraction of the text for split=val; null: as in the run"
     )
     text_key: Names | None = Field(
-        None, description="JSON field or Parquet column with the text, or a list; null: as trained"
+        None, description="JSON field or column with the text, or a list; null: as trained"
     )
     encoding: Encoding | None = Field(
         None, description="encoding of text files, such as cp1252; null: as in the run"

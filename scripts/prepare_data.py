@@ -4,7 +4,7 @@
     python -m scripts.prepare_data data.path='web/*.jsonl.gz' out=web
     python train.py data=shards data.path=web
 
-Reads text, JSON lines and Parquet. Writes shards in the format of llm.c, and a manifest
+Reads text, JSON lines, CSV and Parquet. Writes shards in the format of llm.c, and a manifest
 (docs/data.md). Uses all cores and constant memory. To resume, rerun the same command.
 """
 
@@ -23,7 +23,7 @@ from clearhead.output.console import progress
 from clearhead.tokens import TRAINED
 from clearhead.tokens.encoding import available_cores
 from clearhead.tokens.prepare import Preparation, PrepareSettings
-from clearhead.tokens.readers import notes_about_trimmed
+from clearhead.tokens.gutenberg import notes_about_trimmed
 from scripts.train_tokenizer import SourceConfig
 
 

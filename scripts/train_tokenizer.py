@@ -26,7 +26,8 @@ from clearhead.config.command_line import (
 from clearhead.config.schema import Encoding, Names, Positive, Settings, VocabSize
 from clearhead.errors import DataError, sanitize
 from clearhead.output.console import progress
-from clearhead.tokens.readers import NO_TEXT, documents, notes_about_trimmed, split_file
+from clearhead.tokens.gutenberg import notes_about_trimmed
+from clearhead.tokens.readers import NO_TEXT, documents, split_file
 from clearhead.tokens.sources import find_files, notes_about_repeated
 from clearhead.tokens.tokenizer import SAMPLE_BYTES, Sample, train_tokenizer
 
@@ -40,7 +41,7 @@ class SourceConfig(Settings):
         description="file, folder, glob pattern, a list of these, or hub:NAME:CONFIG:SPLIT"
     )
     text_key: Names = Field(
-        "text", description="JSON field or Parquet column that has the text, or a list of several"
+        "text", description="JSON field or column that has the text, or a list of several"
     )
     encoding: Encoding = Field("utf-8", description="of text files, such as cp1252")
     trim: bool = Field(True, description="of a book of Project Gutenberg, leave out its licence")

@@ -3,7 +3,8 @@
     tokenizer.py       byte-level BPE: GPT-2's tokenizer, bytes, and one trained on a text
     tokenizer_json.py  stored tokenizers: tokenizer.json
     encoding.py        tokenizes texts of any length
-    readers.py         reads documents from text, JSON lines, Parquet and Hugging Face datasets
+    readers.py         reads documents from text, JSON lines, CSV, Parquet and Hugging Face datasets
+    file_kinds.py      recognizes files that are not plain UTF-8, and says what to do with them
     token_stream.py    token ids of many files as one long array
     shards.py          token files (the formats of llm.c and nanoGPT) and their manifest
     prepare.py         writes token files with many processes

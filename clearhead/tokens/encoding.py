@@ -108,7 +108,7 @@ class StreamEncoder:
         self.tokenizer = tokenizer
         self.chunk_bytes = max(chunk_bytes, 32)  # several times the longest character
         self.empty_documents = 0  # until now
-        self.trimmed = Counter()  # of readers.between_markers
+        self.trimmed = Counter()  # of gutenberg.between_markers
         self._lengths = tokenizer.byte_lengths.copy()
         for name, number in tokenizer.special.items():
             self._lengths[number] = len(name.encode())

@@ -84,7 +84,7 @@ class TaskRecord(BaseModel):
     plan: str  # Preparation.plan
     fingerprint: str  # of the files
     empty_documents: NonNegativeInt = 0
-    trimmed: dict[str, NonNegativeInt] = {}  # readers.between_markers
+    trimmed: dict[str, NonNegativeInt] = {}  # gutenberg.between_markers
     shards: list[ShardEntry]
 
 

@@ -6,9 +6,10 @@
                 ...
 
 The file extension selects the format, an entry of FORMATS: plain text (one document per file),
-JSON lines (one JSON object per line), a JSON array of objects, Parquet, and data sets on the
-Hugging Face hub. Text and JSON may be compressed (*.gz, *.zst). Parquet and zstd need the package
-pyarrow, the hub needs datasets; both are imported on first use.
+JSON lines (one JSON object per line), a JSON array of objects, CSV, Parquet, and data sets on the
+Hugging Face hub. Text, JSON and CSV may be compressed (*.gz, *.zst). Parquet and zstd need the
+package pyarrow, the hub needs datasets; both are imported on first use. Files with other content
+(file_kinds.py) are refused.
 
 An error in a file raises DataError with the byte or the row. A byte-order mark at the start of a
 file and empty texts are skipped, as is null in place of a text. A lone surrogate in JSON becomes
@@ -17,6 +18,7 @@ U+FFFD, as in tiktoken.
 
 import codecs
 import contextlib
+import csv
 import gzip
 import importlib
 import io
@@ -32,24 +34,27 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from clearhead.errors import DataError, message_of, sanitize
+from clearhead.errors import DataError, message_of
 from clearhead.tokens import HUB
 from clearhead.tokens.encoding import StreamEncoder, find_boundary, utf8_blocks
+from clearhead.tokens.file_kinds import (
+    HEAD,
+    Kind,
+    chat_command,
+    is_utf8_instead,
+    kind_of,
+    likely_encodings,
+    seven_bit_encoding,
+)
+from clearhead.tokens.gutenberg import between_markers, has_markers
 
 COMPRESSED = (".gz", ".zst")
 BLOCK = 2**20  # bytes read at once
-ROWS = 16  # of Parquet, read at once; each may have MAX_RECORD characters
+ROWS = 16  # maximum rows of Parquet that are read at once
 MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
-TEXT_HINT = "set data.encoding, such as cp1252 or utf-16, or correct the byte; archives other than "
-TEXT_HINT += f"{' and '.join(f'*{ending}' for ending in COMPRESSED)} must be decompressed"
 NO_TEXT = ("the files contain no text", "use other files, or data.trim=false if they have markers")
 CREATE_AGAIN = "create or download it again"
 READ_ERRORS = (OSError, EOFError, zlib.error)
-# The lines around a book of Project Gutenberg, in all their forms. The title may have a line break.
-MARKER = rb"\*\*\* ?%s OF TH(?:E|IS) (?:COPYRIGHTED )?PROJECT GUTENBERG E-?(?:BOOK|TEXT)"
-START = MARKER % b"START" + rb"(?:[^*]{0,400}\*\*\*|[^\n]*)\s*|\*END[* ]THE SMALL PRINT![^\n]*\s*"
-START, END = (re.compile(text, re.IGNORECASE) for text in (START, MARKER % b"END"))
-FRAME = 2**16  # bytes; a header before a book is shorter, and so is a licence after it
 
 
 @dataclass(frozen=True)
@@ -141,10 +146,30 @@ def check_regular_file(path: str) -> None:
         raise DataError("data.path", path, "not a regular file", "give a text file")
 
 
-def open_decompressed(path: str) -> io.BufferedIOBase:
-    """Opens a file for reading, and decompresses it."""
+@contextlib.contextmanager
+def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
+    """Opens a file for reading, and decompresses it. Raises DataError for files that KINDS
+    refuses."""
     check_regular_file(path)
-    return OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)(path)
+    with OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)(path) as file:
+        kind = kind_of(extension_of(path), file.peek(HEAD))
+        if kind and not kind.is_read:
+            raise DataError("data.path", path, f"is {kind.what}", kind.advice)
+        yield file
+
+
+def notes_about_kinds(files: Iterable[str]) -> list[str]:
+    """Returns a note for each kind of text files that are probably not plain text."""
+    found: dict[Kind, list[str]] = {}
+    for path in (path for path in files if format_of(path) is FORMATS["text"]):
+        with translate_read_errors(path, *READ_ERRORS), open_decompressed(path) as file:
+            if kind := kind_of(extension_of(path), file.peek(HEAD)):
+                found.setdefault(kind, []).append(path)
+    return [
+        f"data.path: {paths[0]}{f' and {len(paths) - 1} more' if paths[1:] else ''}: read as plain "
+        f"text, with {kind.what}; to change that: {kind.advice}"
+        for kind, paths in found.items()
+    ]
 
 
 def _open_plain(path: str) -> io.BufferedIOBase:
@@ -175,18 +200,10 @@ def _split_bytes(part: FilePart, max_bytes: int) -> Iterator[FilePart]:
     is_utf8 = not part.format.is_text or codecs.lookup(part.encoding).name == "utf-8"
     can_split = part.format.boundary and is_utf8 and not part.path.lower().endswith(COMPRESSED)
     if can_split and size > max_bytes and part.format.is_text and part.trim:
-        can_split = not _has_markers(part.path)
+        can_split = not has_markers(part.path)
     bounds = _boundaries(part, size, -(-size // max_bytes)) if can_split else []
     for start, stop in itertools.pairwise([0, *bounds, size]):
         yield replace(part, start=start, stop=None if stop == size else stop, size=stop - start)
-
-
-def _has_markers(path: str) -> bool:
-    """Returns whether `between_markers` removes something from a file in UTF-8."""
-    with open(path, "rb") as file:
-        start = file.read(FRAME + 3)  # with a byte-order mark
-        file.seek(max(0, os.path.getsize(path) - FRAME))
-        return bool(START.search(start) or END.search(file.read()))
 
 
 def _boundaries(part: FilePart, size: int, count: int) -> list[int]:
@@ -220,6 +237,7 @@ def decoded_blocks(part: FilePart) -> Iterator[bytes]:
         raw = b" "
         while raw:
             raw = file.read(BLOCK if end is None else min(BLOCK, end - offset))
+            _check_encoding(part, raw, offset)
             carried = decoder.getstate()[0]  # first bytes of a character that continues here
             try:
                 text = decoder.decode(raw, final=not raw)
@@ -232,62 +250,55 @@ def decoded_blocks(part: FilePart) -> Iterator[bytes]:
                 byte = f"0x{(carried + raw)[start : start + 1].hex()}"
                 position = offset - len(carried) + start
                 reason = f"not {part.encoding} text ({byte} at byte {position})"
-                hint = TEXT_HINT if part.format.is_text else "it must be UTF-8: convert it"
+                hint = _encoding_hint(part, raw, start - len(carried))
                 raise DataError("data.path", part.path, reason, hint) from error
             offset += len(raw)
             if block:
                 yield block
 
 
-def between_markers(blocks: Iterable[bytes], trimmed: Counter) -> Iterator[bytes]:
-    """Yields the blocks of a text without the headers and licences of Project Gutenberg.
-
-    Removed is what precedes a start marker in the first FRAME bytes, what is between the end marker
-    of such a text and the next start marker, up to 2 * FRAME bytes, and what follows an end marker
-    in the last FRAME bytes. Then `trimmed` counts the text, its bytes, and those that are kept.
-    """
-    text, is_book, read, kept = b"", None, 0, 0
-    for block in itertools.chain(blocks, [b""]):  # b"": the end
-        text, read, position, found = text + block, read + len(block), 0, []
-        known = len(text) - 3 * FRAME * bool(block)  # what matters for a marker before it is read
-        if known <= 0:
-            continue
-        if is_book is None and (is_book := START.search(text, 0, FRAME)):
-            position = is_book.end()
-        while (end := END.search(text, position)) and end.start() < known:
-            stop = after = end.end()  # not removed
-            if following := is_book and START.search(text, stop, stop + 2 * FRAME):
-                stop, after = end.start(), following.end()
-            elif len(text) - end.start() <= FRAME:  # at the end of the text
-                stop, after = end.start(), len(text)
-            found.append(text[position:stop])
-            position = after
-        known = max(known, position)
-        while known < len(text) and text[known] & 0xC0 == 0x80:  # inside a character
-            known += 1
-        found = b"".join([*found, text[position:known]])
-        text, kept, is_book = text[known:], kept + len(found), is_book or False
-        if found:
-            yield found
-    if kept < read:
-        trimmed.update(texts=1, read=read, kept=kept)
+def _check_encoding(part: FilePart, raw: bytes, offset: int) -> None:
+    """Raises DataError for a text that can be decoded, but is probably in another encoding."""
+    if codecs.lookup(part.encoding).name == "utf-8":
+        if part.format.read is not _json_records and (name := seven_bit_encoding(raw)):
+            reason = f"is {name} text, not {part.encoding}"
+            raise DataError("data.path", part.path, reason, f"set data.encoding={name}")
+    elif not offset and is_utf8_instead(raw, part.encoding):
+        reason = f"is utf-8 text, not {part.encoding}"
+        hint = "remove data.encoding, or convert the file if other files need it"
+        raise DataError("data.path", part.path, reason, hint)
 
 
-def notes_about_trimmed(path: str | list[str], trimmed: Counter) -> list[str]:
-    """Returns a note about what `between_markers` has removed."""
-    where = path if isinstance(path, str) else "data.path"
-    where += f": of {trimmed['texts']:,} texts," if trimmed["texts"] > 1 else ":"
-    sizes = f"{trimmed['kept']:,} of {trimmed['read']:,} bytes"
-    used = f"only the part between the markers of Project Gutenberg is used, {sizes}"
-    return [sanitize(f"{where} {used}; data.trim=false uses all", keep="")] * bool(trimmed)
+def _encoding_hint(part: FilePart, raw: bytes, position: int) -> str:
+    """Returns what to do about a byte of a block that cannot be decoded."""
+    encoding, position = codecs.lookup(part.encoding).name, max(0, position)
+    start = max(0, position - HEAD // 4) // 4 * 4
+    names = likely_encodings(raw[start : position + HEAD // 4])
+    is_zero = raw[position : position + 1] == b"\0" and position > 16  # not UTF-16
+    is_utf8 = encoding == "utf-8" and (is_zero or is_utf8_instead(raw[:position], "latin-1"))
+    if not raw or is_utf8 or encoding in [codecs.lookup(name).name for name in names[:1]]:
+        return f"most of it is {part.encoding}: correct the byte, or convert what follows"
+    if part.format.read in (_json_lines, _json_records):
+        return f"JSON must be in UTF-8: iconv -f {names[0] if names else 'ENCODING'} -t utf-8 FILE"
+    which = f"probably {' or '.join(names)}" if names else "which an editor may show"
+    return f"set data.encoding, {which}, or correct the byte"
 
 
-# ---------------------------------------------------------------------------- JSON, Parquet, hub
+# ----------------------------------------------------------------------- JSON, CSV, Parquet, hub
 
 
 def _next_line(text: mmap.mmap, position: int, special: tuple[str, ...]) -> int | None:
     """Returns the first position from this one on where a line starts."""
     return text.find(b"\n", position - 1) + 1 or None
+
+
+# Lines that are not valid JSON, and what to do.
+LINE_HINTS = (
+    (rb".*\}\s*,\s*$", "remove the comma at the end of each line"),
+    (rb"\s*\[", "an array is read from a file that is named *.json"),
+    (rb"\s*\{(.*[,\[{])?\s*$", "write one object per line, or an array in a *.json file"),
+    (rb"", "correct the line"),
+)
 
 
 def _json_lines(part: FilePart) -> Iterator[str]:
@@ -304,7 +315,10 @@ def _json_lines(part: FilePart) -> Iterator[str]:
                     record = json.loads(line.decode("utf-8-sig"))
                 except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
                     reason = f"{where} is not valid JSON ({message_of(error)})"
-                    raise DataError("data.path", part.path, reason, "correct the line") from error
+                    hint = next(h for line_end, h in LINE_HINTS if re.match(line_end, line, re.S))
+                    if isinstance(error, UnicodeDecodeError):
+                        hint = _encoding_hint(part, line, error.start)
+                    raise DataError("data.path", part.path, reason, hint) from error
                 yield text_field(record, part, where)
             offset += len(line)
 
@@ -348,10 +362,18 @@ def text_field(record: object, part: FilePart, where: str) -> str:
     if text is None:
         return ""
     reason = f"the value of {key!r} in {where} has the type {type(text).__name__}, not text"
-    raise DataError("data.path", part.path, reason, "set data.text_key, or correct the file")
+    hint = _chat_hint(keys, part, where) or "set data.text_key, or correct the file"
+    raise DataError("data.path", part.path, reason, hint)
 
 
-def _text_key(keys: Iterable[str], part: FilePart, where: str) -> str:
+def _chat_hint(record: dict, part: FilePart, where: str) -> str:
+    """Returns a hint for a record of a chat or an instruction, or ""."""
+    extension = ".jsonl" if where.startswith("the line") else part.format.extensions[:1]
+    command = extension and chat_command(record, part.path, "".join(extension))
+    return f"write its parts to one field: {command}" if command else ""
+
+
+def _text_key(keys: dict, part: FilePart, where: str) -> str:
     """Returns the key of the text. Raises DataError unless exactly one is in `keys`."""
     wanted = [part.text_key] if isinstance(part.text_key, str) else part.text_key
     found = [key for key in wanted if key in keys]
@@ -361,6 +383,9 @@ def _text_key(keys: Iterable[str], part: FilePart, where: str) -> str:
     how_many = "no key" if not found else "more than one key of"
     reason = f"{where} has {how_many} {shown[0]} (its keys: {shown[1] or 'none'})"
     hint = "set data.text_key, to a list such as [text,content] if files differ"
+    if not keys:
+        hint = 'write objects such as {"text": ...}, one per line, or an array in a *.json file'
+    hint = (not found and _chat_hint(keys, part, where)) or hint
     raise DataError("data.path", part.path, reason, hint)
 
 
@@ -372,16 +397,81 @@ def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
         raise DataError("data.path", part.path, reason, "split the text into several records")
 
 
+def _csv_rows(part: FilePart) -> Iterator[str]:
+    """Reads the text of each row. The first row has the names of the columns. The delimiter is the
+    one that separates data.text_key in it."""
+    csv.field_size_limit(MAX_RECORD)
+    wanted = {part.text_key} if isinstance(part.text_key, str) else {*part.text_key}
+    lines = _text_lines(part)
+    first = next(lines, "")
+    delimiters = "\t,;" if extension_of(part.path) == ".tsv" else ",;\t"
+    names = {d: next(csv.reader([first], delimiter=d), []) for d in delimiters}
+    with_key = [delimiter for delimiter in delimiters if wanted & {*names[delimiter]}]
+    delimiter = (with_key or sorted(delimiters, key=lambda d: -len(names[d])))[0]
+    header = names[delimiter]
+    if first.strip():
+        _text_key(dict.fromkeys(header, ""), part, "the first line")
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    where = "the row in line 2"
+    try:
+        for row in rows:
+            if row and (len(row) != len(header) or len({*header}) != len(header)):
+                raise csv.Error(f"{len(row)} fields, but {len({*header})} different names")
+            if row:
+                yield text_field(dict(zip(header, row, strict=True)), part, where)
+            where = f"the row in line {rows.line_num + 2}"
+    except csv.Error as error:
+        reason = f"{where} is not valid CSV ({message_of(error)})"
+        hint = f"each row needs one field per name, separated by {delimiter!r}; quote texts"
+        raise DataError("data.path", part.path, reason, hint) from error
+
+
+def _text_lines(part: FilePart) -> Iterator[str]:
+    """Yields the lines of a text with their ends: line feed, carriage return, or both."""
+    decoder, line = io.IncrementalNewlineDecoder(None, translate=False), []  # keeps both together
+    for block in itertools.chain(decoded_blocks(part), [b""]):
+        for piece in re.split(r"(?<=\n)|(?<=\r)(?!\n)", decoder.decode(block.decode(), not block)):
+            line.append(piece)
+            if piece.endswith(("\n", "\r")):
+                yield "".join(line)
+                line = []
+        _check_length("".join(line), part, "a line")
+    yield "".join(line)
+
+
 def _parquet_rows(part: FilePart) -> Iterator[str]:
     with _open_parquet(part.path) as file:
-        key = _text_key(file.schema_arrow.names, part, "the file")
+        key = _text_key(_empty_record(file.schema_arrow), part, "the file")
         groups = range(file.num_row_groups)[part.start : part.stop]
         for group in groups:
-            batches = file.iter_batches(ROWS, row_groups=[group], columns=[key])
+            rows = _rows_at_once(file.metadata.row_group(group), key, part, group)
+            batches = file.iter_batches(rows, row_groups=[group], columns=[key])
             values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
             for row, value in enumerate(values):
                 where = f"row {row} of row group {group}"
                 yield text_field({key: value.as_py()}, part, where)
+
+
+def _empty_record(schema) -> dict:
+    """Returns a record of a Parquet file with its keys, and those of lists of objects."""
+    types = {name: str(schema.field(name).type) for name in schema.names}
+    keys = re.compile(r"(\w+): string")
+    return {n: [dict.fromkeys(keys.findall(t))] if "<" in t else "" for n, t in types.items()}
+
+
+def _rows_at_once(metadata, key: str, part: FilePart, group: int) -> int:
+    """Returns how many rows of a row group are read at once: a batch has at most 256 MiB, as a
+    value has at most the size of its column. Raises DataError if few rows have very much text,
+    because Arrow needs five times the memory of their page."""
+    columns = map(metadata.column, range(metadata.num_columns))
+    column = next((column for column in columns if column.path_in_schema == key), None)
+    size = column.total_uncompressed_size if column else 0
+    is_repeated = column and size > 1000 * column.total_compressed_size
+    if size > 4 * MAX_RECORD and (is_repeated or size > metadata.num_rows * MAX_RECORD // 16):
+        reason = f"row group {group} has {size:,} bytes of text in few rows ({metadata.num_rows:,})"
+        hint = "split long texts, or write the file with fewer rows per row group"
+        raise DataError("data.path", part.path, reason, hint)
+    return max(1, min(ROWS, 2**28 // max(1, size)))
 
 
 def _split_row_groups(part: FilePart, max_bytes: int) -> Iterator[FilePart]:
@@ -454,6 +544,7 @@ FORMATS = {
     "text": Format(decoded_blocks, (".txt", ".md"), is_text=True, boundary=find_boundary),
     "JSON lines": Format(_json_lines, (".jsonl", ".ndjson"), boundary=_next_line),
     "JSON array": Format(_json_records, (".json",), is_in_folders=False),
+    "CSV": Format(_csv_rows, (".csv", ".tsv"), is_in_folders=False),
     "Parquet": Format(_parquet_rows, (".parquet",), split=_split_row_groups, errors=(Exception,)),
     "hub": Format(
         _hub_rows,

@@ -11,7 +11,7 @@ import glob
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from os.path import isfile
@@ -23,6 +23,7 @@ from clearhead.config.schema import DataConfig
 from clearhead.errors import DataError, sanitize
 from clearhead.tokens import HUB
 from clearhead.tokens.encoding import StreamEncoder, available_cores, concatenate
+from clearhead.tokens.gutenberg import notes_about_trimmed
 from clearhead.tokens.readers import (
     IN_FOLDERS,
     NO_TEXT,
@@ -31,7 +32,7 @@ from clearhead.tokens.readers import (
     encode_part,
     extension_of,
     format_of,
-    notes_about_trimmed,
+    notes_about_kinds,
     split_file,
     translate_read_errors,
 )
@@ -40,6 +41,8 @@ from clearhead.tokens.token_stream import MAX_MEASURED, SEARCH_BLOCK, Checksums,
 from clearhead.tokens.tokenizer import Tokenizer
 
 PART_BYTES = 2**19  # of text that a thread encodes at once
+HIDDEN = (".", "~$")  # first characters of the names of hidden files; "~$": of a lock of Word
+NO_FILE = "broken link or special file"
 
 # ------------------------------------------------------------------------------------------- files
 
@@ -47,21 +50,19 @@ PART_BYTES = 2**19  # of text that a thread encodes at once
 def find_files(path: str | list[str], notes: list[str] | None = None) -> list[str]:
     """Returns the files of data.path: a file, a folder (read recursively), a glob, or a list.
 
-    The files of each entry are sorted, so that a folder always gives the same tokens. Appends a
-    note for each folder with other files. Raises DataError if an entry matches no file or a folder
-    cannot be listed.
+    The files of each entry are sorted, so that a folder always gives the same tokens. Folders and
+    globs add only files that are not in the list yet. Appends notes about skipped files, and about
+    text files that are probably not plain text. Raises DataError if an entry matches no file or a
+    folder cannot be listed.
     """
     files: list[str] = []
+    seen: set[str] = set()  # their real paths
     for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
+        others: list[str] = []  # what is skipped
         if entry.startswith(HUB):
             found = [entry]
         elif os.path.isdir(entry):
             found, others = _text_files_in(entry)
-            if others and notes is not None:
-                kinds = Counter(Path(name).suffix.lower() or "without extension" for name in others)
-                skipped = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(9))
-                read = f"{len(found)} file{'s' * (len(found) != 1)} read"
-                notes.append(sanitize(f"{entry}: {read}; skipped: {skipped}", keep=""))
             if not found:
                 hint = "use a glob for files with another extension, such as FOLDER/*.html"
                 names = ", ".join(f"*{extension}" for extension in IN_FOLDERS)
@@ -70,36 +71,66 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
             check_regular_file(entry)
             found = [entry]
         else:
-            found = sorted(filter(os.path.isfile, glob.glob(entry, recursive=True)))
+            names = [name for name in sorted({*_glob(entry)}) if not os.path.isdir(name)]
+            names = [name for name in names if not os.path.basename(name).startswith(HIDDEN[1:])]
+            found = list(filter(isfile, names))
+            others = [NO_FILE] * (len(names) - len(found))
             if not found:
                 reason = "no file matches" if glob.has_magic(entry) else "file not found"
                 hint = f"check the path (relative to {os.getcwd()})"
                 hint += "; write a list as [a,b]" if "," in entry else ""
                 raise DataError("data.path", entry, reason, hint)
+        if found != [entry]:
+            real = {os.path.realpath(file): file for file in reversed(found)}  # each one once
+            others += ["already read"] * len(real.keys() & seen)
+            found = [file for file in found if file in {real[r] for r in real.keys() - seen}]
+        if others and notes is not None:
+            skipped = ", ".join(f"{n} {kind}" for kind, n in Counter(others).most_common(9))
+            read = f"{len(found)} file{'s' * (len(found) != 1)} read"
+            notes.append(sanitize(f"{entry}: {read}; skipped: {skipped}", keep=""))
         files += found
+        seen |= {*map(os.path.realpath, found)}
+    if notes is not None:
+        notes += [sanitize(note, keep="") for note in notes_about_kinds(files)]
     return files
 
 
 def _text_files_in(folder: str) -> tuple[list[str], list[str]]:
-    """Returns the text files in a folder and its subfolders, and the names of its other files, both
-    without hidden ones. Follows links, but lists each folder and each file only once."""
-    found, others, seen = [], [], {*map(str, Path(os.path.realpath(folder)).parents)}
+    """Returns the text files in a folder and its subfolders, and the kinds of its other files."""
+    found, others = [], []
+    for here, names in _folders_in(folder):
+        for path in (str(Path(here, name)) for name in names):
+            if isfile(path) and extension_of(path) in IN_FOLDERS:
+                found.append(path)
+            else:
+                kind = Path(path).suffix.lower() or "without extension"
+                others.append(kind if isfile(path) else NO_FILE)
+    return sorted(found, key=Path), others
+
+
+def _folders_in(folder: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields a folder and its subfolders, with the names of their files, without hidden ones.
+    Follows links, but yields each folder only once."""
+    seen = {*map(str, Path(os.path.realpath(folder)).parents)}
     for here, folders, names in os.walk(folder, onerror=_raise_read_error, followlinks=True):
-        folders[:] = sorted(name for name in folders if name[0] != ".")
+        folders[:] = sorted(name for name in folders if not name.startswith(HIDDEN))
         if (real := os.path.realpath(here)) in seen:
             folders.clear()
             continue
         seen.add(real)
-        for name in sorted(names):
-            path = str(Path(here, name))
-            if name[0] == "." or (real := os.path.realpath(path)) in seen or not isfile(path):
-                continue
-            seen.add(real)
-            if extension_of(name) in IN_FOLDERS:
-                found.append(path)
-            else:
-                others.append(name)
-    return sorted(found, key=Path), others
+        yield here, sorted(name for name in names if not name.startswith(HIDDEN))
+
+
+def _glob(pattern: str) -> list[str]:
+    """Returns the paths that match a pattern. ** stands for all folders of `_folders_in`."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        return glob.glob(pattern)
+    at = parts.index("**")
+    tops = filter(os.path.isdir, glob.glob(str(Path(*parts[:at]))))
+    folders = itertools.chain.from_iterable(map(_folders_in, tops))
+    rest = parts[at + 1 :] or ("*",)
+    return [path for here, _ in folders for path in _glob(str(Path(glob.escape(here), *rest)))]
 
 
 def _raise_read_error(error: OSError) -> None:
@@ -132,7 +163,7 @@ def _token_files_of(entry: str) -> list[Path]:
         return sorted(folder.glob("*.bin"))
     if os.path.isfile(entry):
         return [Path(entry)] if entry.endswith(".bin") else []
-    return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))
+    return sorted(Path(p) for p in _glob(entry) if p.endswith(".bin"))
 
 
 def notes_about_repeated(files: Iterable[str | Path]) -> list[str]:

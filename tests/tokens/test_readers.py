@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from itertools import chain
@@ -95,8 +96,9 @@ def test_find_files(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     texts = "A.TXT B.Jsonl.GZ a.ndjson.zst b/b.txt.gz e.txt.zst f.MD.GZ i.parquet"
     texts = [f"all/{name}" for name in texts.split()]
-    others = "b.txt a.txt c.html deep/z.txt deep/er/y.txt a[1].txt x.txt.bak"
-    ignored = "all/j.bin all/k.json all/l.gz notes/a.html .git/x.txt .hidden .x.txt all/.git/y.txt"
+    others = "b.txt a.txt c.tex deep/z.txt deep/er/y.txt a[1].txt x.txt.bak"
+    ignored = "all/j.bin all/k.json all/l.gz all/~$m.txt"
+    ignored += " notes/a.html .git/x.txt .hidden .x.txt all/.git/y.txt"
     for name in (*texts, *others.split(), *ignored.split()):
         write(tmp_path / name)
     (tmp_path / "folder.txt").mkdir()
@@ -105,16 +107,20 @@ def test_find_files(tmp_path, monkeypatch):
     for path, expected in (
         (".", ["a.txt", "a[1].txt", *texts, "b.txt", *deep]),
         ("a[1].txt", ["a[1].txt"]),  # a file with this name has precedence over the pattern
-        (["b.txt", "deep", "c.html", "b.*"], ["b.txt", *deep, "c.html", "b.txt"]),
+        (["b.txt", "deep", "c.tex", "b.*"], ["b.txt", *deep, "c.tex"]),
+        (["b.txt", "b.txt"], ["b.txt", "b.txt"]),
         ("~/deep", [f"{tmp_path}/{name}" for name in deep]),
         ("*.txt", ["a.txt", "a[1].txt", "b.txt"]),
         ("**/er/**/*.txt", ["deep/er/y.txt"]),
     ):
         assert find_files(path) == expected, path
-    find_files(["all", "deep", "a.txt", "c.html"], notes := [])
+    find_files(["all", "deep", "a.txt", "c.tex"], notes := [])
     (note,) = notes  # of the folder that has other files
     found = {*re.findall(r"\d+ [.\w]+", note)}
     assert found == {f"{len(texts)} files", "1 .bin", "1 .gz", "1 .json"}
+    for path in (".", "**", "*.txt", ["deep", "**"]):  # each has a FIFO or files of another entry
+        find_files(path, notes := [])
+        assert notes, path
     for path in ("missing.txt", "notes", "no/*", "zero byte\0.txt"):
         with refused(DataError, "data.path", path):
             find_files(["a.txt", path])
@@ -129,6 +135,9 @@ def test_links_are_followed_and_not_circular(tmp_path):
     (top / "z.txt").symlink_to(a)  # a linked file is listed once
     with time_limit():
         assert find_files(str(top)) == [str(a), f"{top}/link2/b.txt"]
+        for path in (f"{top}/**/*.txt", f"{top}/**/**/*", [str(top), f"{tmp_path}/**/*.txt"]):
+            files = find_files(path)  # of two links back, glob.glob needs exponential time
+            assert sorted(os.path.basename(file) for file in files) == ["a.txt", "b.txt"]
 
 
 def test_invalid_text_is_refused(tmp_path, monkeypatch):
@@ -137,8 +146,7 @@ def test_invalid_text_is_refused(tmp_path, monkeypatch):
     for content, numbers in (  # numbers: in the reason
         (b"x" * 2_000_000 + b"\0", (2_000_000,)),
         ("text".encode("utf-16"), ()),
-        (b"PK\x03\x04\x14\0", (5,)),  # zip
-        (b"\x88\xd8\x34\x01\1\0\0\0", ()),  # token file
+        (b"a\x03\x04\x14\0", (4,)),
     ):
         for ending in ("", ".gz", ".zst"):
             path = write(tmp_path / f"bad.txt{ending}", content)
@@ -267,6 +275,160 @@ def test_a_book_is_what_is_between_its_markers(tmp_path, monkeypatch, case, enco
             assert counted == (sizes if text != content else {})
 
 
+ZIP = b"PK\x03\x04" + b"\0" * 26
+REFUSED = {  # the first bytes of files that are not text, and a part of the advice
+    "a.pdf": (b"%PDF-1.4\n1 0 obj", "pdftotext"),
+    "a.rtf": (rb"{\rtf1\ansi Hello.}", "plain text"),
+    "a.docx": (ZIP + b"[Content_Types].xml", "plain text"),
+    "a.epub": (ZIP + b"mimetypeapplication/epub+zip", "pandoc"),
+    "a.tar": (b"a.txt".ljust(257, b"\0") + b"ustar", "unpack"),
+    "a.mid": (b"MThd\0\0\0\6", "ABC"),
+    "gzip": (b"\x1f\x8b\x08\0", ".gz"),
+    "a.parquet": (b"PAR1\x15\4", "*.parquet"),
+    "tokens": (b"\x88\xd8\x34\x01\1\0\0\0", "*.bin"),
+    "a.ipynb": (b'{"cells": []}', "nbconvert"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_text_is_refused_with_what_to_do(name, tmp_path):
+    """By its name, or by its first bytes, whatever its name."""
+    content, advice = REFUSED[name]
+    names = [name] if name.endswith(".ipynb") else ["a.txt", "a.csv", "a.txt.gz", "b"]
+    for path in (write(tmp_path / name, content) for name in names):
+        assert advice in check_refused(path).hint
+        if path.suffix != ".csv":  # also before a large text is read
+            with refused(DataError, "data.path", path):
+                find_files([str(path)], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.html", "<p>A page."),
+        ("a.txt", "\ufeff\n<!DOCTYPE html><p>A page."),
+        ("a.srt.gz", "1\n00:00:01,000 --> 00:00:02,000\nA line."),
+        ("a.mbox", "From a"),
+        ("a.txt", '{"text": "one"}\n'),
+        ("a.txt", "\x1b[32mgreen\x1b[0m"),
+        ("a.txt", "caf\ufffd"),
+    ],
+)
+def test_text_with_markup_is_read_with_a_note(name, content, tmp_path):
+    path = write(tmp_path / name, content)
+    assert b"".join(read(path)).decode() == content.removeprefix("\ufeff")
+    find_files([str(path), str(write(tmp_path / "b.txt", "Plain text, 1 < 2."))], notes := [])
+    assert len(notes) == 1
+    assert str(path) in notes[0]
+
+
+SENTENCES = {
+    "fr": "Le café était fermé, mais l’été arrive à Noël. ",
+    "ru": "Все счастливые семьи похожи друг на друга. ",
+    "ja": "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。",
+    "zh": "子曰：学而时习之，不亦说乎？有朋自远方来，不亦乐乎？",
+    "ko": "모든 국민은 인간으로서의 존엄과 가치를 가지며, 행복을 추구할 권리를 가진다. ",
+    "pl": "Zażółć gęślą jaźń, w źródle żółwi. ",
+    "en": "A text of Notepad. ",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("fr:cp1252", "fr:mac_roman", "ru:cp1251", "ru:koi8_r", "ru:cp866", "pl:cp1250"),
+        *("pl:iso8859-2", "zh:gb18030", "ko:cp949", "ja:cp932", "ja:euc_jp", "ja:utf-16-le"),
+        *("en:utf-16", "en:utf-16-be", "fr:utf-32"),
+        *("ja:iso2022_jp", "ko:iso2022_kr", "zh:hz", "fr:utf-7"),
+    ],
+)
+def test_likely_encoding_of_a_text(case, tmp_path):
+    """Also if a byte is lost. Encodings that consist of ASCII would be read as other text."""
+    language, encoding = case.split(":")
+    raw, path = ((SENTENCES[language] + "\n") * 20).encode(encoding), tmp_path / "a.txt"
+    assert encoding in check_refused(write(path, raw)).hint
+    if encoding in ("cp932", "cp949", "gb18030", "euc_jp"):
+        lost = raw[:40] + raw[41:-1] + b"\x81\n"  # each is in a line of its own
+        assert encoding in check_refused(write(path, lost)).hint
+        with refused(DataError, "data.path", path) as caught:
+            read(path, encoding=encoding)
+        assert "correct" in caught.value.hint
+    else:
+        (text,) = read(write(path, raw), encoding=encoding)
+        assert text.decode().startswith(SENTENCES[language])
+
+
+def test_utf8_in_place_of_the_given_encoding_is_refused(tmp_path):
+    for encoding, text in (("cp1252", "fr"), ("latin-1", "zh"), ("utf-16", "en"), ("cp037", "en")):
+        path = write(tmp_path / "a.txt", SENTENCES[text] * 9)
+        with refused(DataError, "data.path", path):
+            read(path, encoding=encoding)
+        assert read(write(path, "plain"), encoding="cp1252") == [b"plain"]
+    for text in (SENTENCES["fr"] * 9, "A text +Facebook and no more"):
+        for encoding in ("utf-8", "UTF8", "utf-8-sig"):
+            assert read(write(path, text), encoding=encoding) == [text.encode()]
+    mixed = (SENTENCES["fr"] * 9).encode() + (SENTENCES["fr"] * 99).encode("cp1252")
+    assert "cp1252" not in check_refused(write(path, mixed)).hint
+
+
+CSV = 'id,text\r\n1,"One, ""two"".\r\nThree."\r\n\r\n2,\r\n3,été\r\n'
+CSV_TEXTS = ['One, "two".\r\nThree.', "", "été"]
+
+
+def test_csv(tmp_path, monkeypatch):
+    """Separated by commas, semicolons or tabs; each line end; blocks of any size."""
+    for block in (2**20, 3):
+        monkeypatch.setattr(readers, "BLOCK", block)
+        for change in ((",", ","), ("id,", "\ufeffid,"), ("\r\n", "\r"), ("\r\n", "\n")):
+            texts = [text.replace(*change).encode() for text in CSV_TEXTS]
+            assert read(write(tmp_path / "a.CSV.gz", CSV.replace(*change))) == texts
+        for mark in ";\t":
+            path = write(tmp_path / "a.tsv", CSV.replace(",", mark).replace("One;", "One,"))
+            assert len(read(path)) == 3
+    path = write(tmp_path / "a.csv", CSV.encode("cp1252"))
+    assert "cp1252" in check_refused(path).hint
+    assert read(path, encoding="cp1252")[2] == "été".encode()
+    assert read(path, encoding="cp1252", text_key=["body", "id"]) == [b"1", b"2", b"3"]
+    assert read(write(path, "text\nOne\ntwo")) == [b"One", b"two"]
+    assert read(write(path, "")) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["4", "4,one,two", '4,"open', '4,"one" two', "4," + "a" * 99, '4,"' + "a\n" * 99 + '"']
+)
+def test_invalid_row_of_csv_is_refused(line, tmp_path, monkeypatch):
+    """With its line. A text must not lose or gain a part silently."""
+    monkeypatch.setattr(readers, "MAX_RECORD", 98)
+    path = write(tmp_path / "a.csv", CSV + line + "\n5,six\n")
+    if len(line) != 101:
+        assert 7 in numbers_in(check_refused(path))
+    check_refused(path)
+    check_refused(write(path, "text,text\na,b\n"))
+    assert "'body'" in check_refused(write(path, CSV.replace("text", "body"))).reason
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": "A's?"}, {"role": "bot", "content": "B"}]},
+    {"id": 1, "conversations": [{"from": "user", "value": "A's?"}, {"from": "bot", "value": "B"}]},
+    {"output": "B", "instruction": "A's?", "input": ""},
+    {"prompt": "A's?", "completion": "B"},
+]
+
+
+@pytest.mark.parametrize("record", CHATS)
+def test_the_advice_for_chats_writes_their_text(record, tmp_path):
+    """The command in the hint is run. Its output is read as JSON lines."""
+    files = {"a chat's.jsonl": json.dumps(record) + "\n", "a.json": json.dumps([record], indent=1)}
+    paths = [write(tmp_path / name, content) for name, content in files.items()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+    for path in [*paths, tmp_path / "a.parquet"]:
+        _, command = check_refused(path).hint.split(": ", 1)
+        command = command.replace("python", f"'{sys.executable}'", 1)
+        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+        (text,) = read(tmp_path / "texts.jsonl")
+        assert [part.split(": ")[-1] for part in text.decode().split("\n\n")] == ["A's?", "B"]
+
+
 def test_a_new_text_format(tmp_path, monkeypatch, encoder):
     """Its files are split, and a wrong byte has the answer for text."""
 
@@ -290,6 +452,8 @@ def test_a_new_text_format(tmp_path, monkeypatch, encoder):
 def test_invalid_json_line_is_refused(tmp_path):
     good = b'{"text": "good"}\n'
     lines = [b"some text", b'{"text": "a\xff"}', b'{"id": 1, "a\\nb": ""}', b'{"text": 5}']
+    for content in (b'{\n "text": "a"\n}', b'[\n{"text": "a"}\n]', b'{"text": "a"},\n'):
+        assert "correct" not in check_refused(write(tmp_path / "a.jsonl", content)).hint
     for line in (*lines, b'[{"text": "a"}]', b'{"a":' * 100_000):
         path = write(tmp_path / "a.jsonl", good + b"\n" + line + b"\n" + good)
         assert b"".join(next(documents(FilePart(str(path))))) == b"good"  # is read first
@@ -395,6 +559,26 @@ def test_a_document_that_is_too_long_for_memory_is_refused(tmp_path, monkeypatch
     assert len(read(path)) == 2
     write_parquet(path, ["b", "a" * 100_001], row_group_size=1)
     assert {100_000, 0, 1} <= numbers_in(check_refused(path))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 2000])
+def test_a_few_kilobytes_of_parquet_with_a_huge_text_need_little_memory(
+    rows, tmp_path, monkeypatch
+):
+    """Arrow would decompress it completely before its length is known."""
+    monkeypatch.setattr(readers, "MAX_RECORD", 2**20)
+    path = write_parquet(
+        tmp_path / "a.parquet", ["b"] * (rows - 1) + ["a" * 2**25], compression="zstd"
+    )
+    small = write_parquet(tmp_path / "b.parquet", [str(n) * 2**10 for n in range(2000)])
+    before = pyarrow.default_memory_pool()
+    pyarrow.set_memory_pool(pool := pyarrow.proxy_memory_pool(before))
+    try:
+        check_refused(path)
+        assert pool.max_memory() < 2**23
+        assert len(read(small)) == 2000
+    finally:
+        pyarrow.set_memory_pool(before)
 
 
 def test_what_cannot_be_opened_is_refused(tmp_path, monkeypatch):
