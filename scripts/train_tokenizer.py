@@ -11,6 +11,7 @@ The same texts and settings give the same files. Writes tokenizer.json and token
 which AutoTokenizer of transformers reads too.
 """
 
+import functools
 import itertools
 from typing import Annotated
 
@@ -24,7 +25,7 @@ from clearhead.config.command_line import (
 )
 from clearhead.config.schema import Encoding, Names, Positive, Settings, VocabSize
 from clearhead.errors import DataError, sanitize
-from clearhead.output.console import progress
+from clearhead.output.console import call_in_thread, progress
 from clearhead.tokens.readers import documents, split_file
 from clearhead.tokens.sources import find_files, notes_about_repeated
 from clearhead.tokens.tokenizer import SAMPLE_BYTES, Sample, train_tokenizer
@@ -83,7 +84,8 @@ def main(settings: TokenizerConfig) -> None:
         raise DataError("data.path", data.path, "the files contain no text", "use other files")
     print(f"training on {sample.size:,} of {sample.text_bytes:,} bytes ...", flush=True)
     try:
-        tokenizer = train_tokenizer(sample, settings.vocab_size)
+        train = functools.partial(train_tokenizer, sample, settings.vocab_size)
+        tokenizer = call_in_thread("training", train)
     except DataError as error:
         error.key = "vocab_size"
         raise

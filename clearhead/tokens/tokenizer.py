@@ -203,10 +203,7 @@ def train_tokenizer(sample: Sample, vocab_size: int | None = None) -> Tokenizer:
     """
     size = vocab_size or default_vocab_size(sample.text_bytes)
     texts = [block.decode("utf-8", "ignore") for block in sample.blocks]
-    counts = np.zeros(0x110000, np.int64)
-    for text in texts:
-        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        counts += np.bincount(codes, minlength=0x110000)
+    counts = np.bincount(np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32))
     # A short text, in which no pair occurs twice, has a second try with all repeated characters.
     for rarest, share in ((counts.sum() / (RARE * size), MOST_CHARACTERS), (2, 1)):
         characters, tokens = _frequent(counts, max(rarest, 2), int((size - 257) * share))
@@ -226,7 +223,7 @@ def _frequent(counts: np.ndarray, least: float, most: int) -> tuple[str, list[by
     """Returns the characters that occur at least `least` times, the most frequent first, and their
     tokens of several bytes: each character after its beginnings. At most `most` tokens.
 
-    counts: of each code point, (0x110000,). ASCII characters are included and need no tokens.
+    counts: of each code point. ASCII characters are included and need no tokens.
     """
     characters, tokens = "".join(map(chr, range(128))), {}
     frequent = np.flatnonzero(counts >= least)
