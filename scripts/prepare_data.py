@@ -22,8 +22,8 @@ from clearhead.files import script_path
 from clearhead.output.console import progress
 from clearhead.tokens import TRAINED
 from clearhead.tokens.encoding import available_cores
-from clearhead.tokens.prepare import Preparation, PrepareSettings
 from clearhead.tokens.gutenberg import notes_about_trimmed
+from clearhead.tokens.prepare import Preparation, PrepareSettings
 from scripts.train_tokenizer import SourceConfig
 
 

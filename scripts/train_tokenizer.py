@@ -11,6 +11,7 @@ The same texts and settings give the same files. Writes tokenizer.json and token
 which AutoTokenizer of transformers reads too.
 """
 
+import functools
 import itertools
 from collections import Counter
 from typing import Annotated
@@ -25,7 +26,7 @@ from clearhead.config.command_line import (
 )
 from clearhead.config.schema import Encoding, Names, Positive, Settings, VocabSize
 from clearhead.errors import DataError, sanitize
-from clearhead.output.console import progress
+from clearhead.output.console import call_in_thread, progress
 from clearhead.tokens.gutenberg import notes_about_trimmed
 from clearhead.tokens.readers import NO_TEXT, documents, split_file
 from clearhead.tokens.sources import find_files, notes_about_repeated
@@ -87,7 +88,8 @@ def main(settings: TokenizerConfig) -> None:
     print(*notes_about_trimmed(data.path, trimmed), sep="\n", end="\n" * bool(trimmed))
     print(f"training on {sample.size:,} of {sample.text_bytes:,} bytes ...", flush=True)
     try:
-        tokenizer = train_tokenizer(sample, settings.vocab_size)
+        train = functools.partial(train_tokenizer, sample, settings.vocab_size)
+        tokenizer = call_in_thread("training", train)
     except DataError as error:
         error.key = "vocab_size"
         raise

@@ -12,8 +12,10 @@ import datetime
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
@@ -152,6 +154,29 @@ def _report_lines(what: str) -> Report:
             print(f"{what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
 
     return report
+
+
+def call_in_thread(what: str, function: Callable):
+    """Returns function(), one long call of another library. Prints on stderr how long it has taken:
+    after LINE_SECONDS, after twice as long, and so on. what: what it does.
+
+    Calls it in a daemon thread: otherwise a signal, such as Ctrl-C, is handled after the call.
+    """
+    future = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    started, line_after = time.monotonic(), LINE_SECONDS
+    while not wait([future], timeout=min(1, line_after)).done:
+        if (seconds := time.monotonic() - started) >= line_after:
+            print(f"{what}: {duration(seconds)} until now", file=sys.stderr, flush=True)
+            line_after *= 2
+    return future.result()
 
 
 def rich_console(stderr: bool = False, **options) -> RichConsole:

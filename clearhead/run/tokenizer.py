@@ -1,5 +1,6 @@
 """The tokenizer of a run: data.tokenizer. Rank 0 reads or trains it and gives it to the others."""
 
+import functools
 import time
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from clearhead.config.schema import Config
 from clearhead.errors import DataError, Problem, message_of, refuse
+from clearhead.output.console import call_in_thread
 from clearhead.parallel.strategy import Strategy
 from clearhead.tokens import TRAINED, VOCABULARIES
 from clearhead.tokens.sources import token_files
@@ -67,17 +69,19 @@ def train_on_text(config: Config) -> tuple[Tokenizer, int]:
             hint = "give the tokenizer that they were made with: data.tokenizer=DIR"
             raise DataError(key, path, "token files are tokenized already", hint)
     as_bytes = get_tokenizer("byte")
-    train = load_datasets(config.data, as_bytes).train
+    text = load_datasets(config.data, as_bytes).train
     sample = Sample()
-    for dataset in train.datasets if isinstance(train, MixedDataset) else [train]:
+    for dataset in text.datasets if isinstance(text, MixedDataset) else [text]:
         for ids in dataset.tokens.arrays:
             for start in range(0, len(ids), BLOCK):
                 block = ids[start : start + BLOCK]
                 # No byte of UTF-8 is 0xFF, so it can stand for the end of a text.
                 raw = np.where(block == as_bytes.eot_token, 0xFF, block).astype(np.uint8).tobytes()
-                for text in raw.split(b"\xff"):
-                    sample.add(text)
-    return train_tokenizer(sample, config.data.vocab_size), sample.text_bytes
+                for part in raw.split(b"\xff"):
+                    sample.add(part)
+    what = f"training a tokenizer on {sample.size:,} bytes"
+    train = functools.partial(train_tokenizer, sample, config.data.vocab_size)
+    return call_in_thread(what, train), sample.text_bytes
 
 
 def vocabulary_size(config: Config, tokenizer: Tokenizer) -> int:

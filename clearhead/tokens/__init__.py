@@ -5,6 +5,8 @@
     encoding.py        tokenizes texts of any length
     readers.py         reads documents from text, JSON lines, CSV, Parquet and Hugging Face datasets
     file_kinds.py      recognizes files that are not plain UTF-8, and says what to do with them
+    gutenberg.py       the text of a book of Project Gutenberg, without header and licence
+    overlap.py         how much of the validation text is also in the training text
     token_stream.py    token ids of many files as one long array
     shards.py          token files (the formats of llm.c and nanoGPT) and their manifest
     prepare.py         writes token files with many processes

@@ -48,7 +48,11 @@ BLOCK = 2**16  # bytes
 # Ids of a vocabulary whose size is not given. With fewer, also books of 0.1 MB are learned worse.
 MIN_SIZE, MAX_SIZE = 2**11, 2**15
 GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # of vocab.bpe
-LONGEST_TOKEN = 64  # bytes, half as many in some scripts; a longer one is a repeated phrase
+LONGEST_TOKEN = 64  # characters; a longer one is a repeated phrase
+LONGEST_PIECE = 1024  # characters that are split before training; longer pieces have no spaces
+# A character is rare if the text has less than one in RARE * vocab_size. In Chinese, Japanese and
+# Korean, 4 to 12 give about as few tokens. At most two thirds of the ids are for single characters.
+RARE, MOST_CHARACTERS = 6, 2 / 3
 
 
 class Tokenizer(tiktoken.Encoding):
@@ -178,38 +182,72 @@ def default_vocab_size(text_bytes: int) -> int:
 def train_tokenizer(sample: Sample, vocab_size: int | None = None) -> Tokenizer:
     """Trains a byte-level BPE tokenizer with Hugging Face's library `tokenizers`.
 
-    The most frequent pair of neighbouring tokens becomes a new token, until the vocabulary is
-    complete or no pair occurs twice. The ids: 0 to 255 are the bytes, then come the new tokens in
-    the order in which they were found, and the last id is <|endoftext|>. The same text and size
-    give the same ids. vocab_size=None: default_vocab_size, or fewer ids if the text is too short
-    for them. Raises DataError if it is too short for a given size.
-    """
-    from tokenizers import Regex, models, trainers
-    from tokenizers import Tokenizer as Model
-    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+    A token is a byte, the beginning of one character, or several characters: never the end of one
+    character with the beginning of the next, as bytes of scripts such as Thai, whose characters
+    have the same first bytes, would be merged. So the training merges characters, not bytes: the
+    most frequent pair of neighbouring tokens becomes a new token, until the vocabulary is complete
+    or no pair occurs twice. A character that is rare in the sample stays bytes.
 
-    model = Model(models.BPE())
-    of_bytes = ByteLevel(add_prefix_space=False, use_regex=False)
-    model.pre_tokenizer = Sequence([Split(Regex(PATTERNS[TRAINED_PATTERN]), "isolated"), of_bytes])
-    trainer = trainers.BpeTrainer(
-        vocab_size=(vocab_size or default_vocab_size(sample.text_bytes)) - 1,
-        min_frequency=2,
-        max_token_length=LONGEST_TOKEN,
-        initial_alphabet=CHARACTERS,
-        show_progress=False,
-    )
-    texts = (
-        text.decode("utf-8", "ignore")
-        for block in sample.blocks
-        for text in block.split(END_OF_TEXT.encode())
-    )
-    model.train_from_iterator(texts, trainer)
-    merges = json.loads(model.to_str())["model"]["merges"]
-    found = 257 + len(merges)
+    The ids: 0 to 255 are the bytes, then come the frequent characters and their beginnings, then
+    the new tokens in the order in which they were found, and the last id is <|endoftext|>. The same
+    text and size give the same ids. vocab_size=None: default_vocab_size, or fewer ids if the text
+    is too short for them. Raises DataError if it is too short for a given size.
+    """
+    size = vocab_size or default_vocab_size(sample.text_bytes)
+    texts = [block.decode("utf-8", "ignore") for block in sample.blocks]
+    counts = np.bincount(np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32))
+    # A short text, in which no pair occurs twice, has a second try with all repeated characters.
+    for rarest, share in ((counts.sum() / (RARE * size), MOST_CHARACTERS), (2, 1)):
+        characters, tokens = _frequent(counts, max(rarest, 2), int((size - 257) * share))
+        tokens += _merges(texts, characters, size - 257 - len(tokens))
+        if (found := 257 + len(tokens)) == size:
+            break
     if vocab_size and found < vocab_size:
         reason = f"the text supports {found:,} ids: no other pair of tokens occurs twice"
         fewer = f"{found}, " if found > 257 else ""
         raise DataError("data.vocab_size", vocab_size, reason, f"use {fewer}null, or more text")
-    tokens = [*CHARACTERS, *(left + right for left, right in merges)]
-    ranks = {bytes(map(BYTES.get, token)): number for number, token in enumerate(tokens)}
+    tokens = [bytes([byte]) for byte in range(256)] + tokens
+    ranks = {token: number for number, token in enumerate(tokens)}
     return Tokenizer(ranks, TRAINED_PATTERN, {END_OF_TEXT: len(tokens)})
+
+
+def _frequent(counts: np.ndarray, least: float, most: int) -> tuple[str, list[bytes]]:
+    """Returns the characters that occur at least `least` times, the most frequent first, and their
+    tokens of several bytes: each character after its beginnings. At most `most` tokens.
+
+    counts: of each code point. ASCII characters are included and need no tokens.
+    """
+    characters, tokens = "".join(map(chr, range(128))), {}
+    frequent = np.flatnonzero(counts >= least)
+    for code in frequent[np.argsort(-counts[frequent], kind="stable")].tolist():
+        word = chr(code).encode()
+        new = [word[:end] for end in range(2, len(word) + 1) if word[:end] not in tokens]
+        if len(tokens) + len(new) > most:
+            break
+        if code > 127:
+            characters += chr(code)
+            tokens |= dict.fromkeys(new)
+    return characters, list(tokens)
+
+
+def _merges(texts: list[str], characters: str, most: int) -> list[bytes]:
+    """Returns the new tokens of a training on these characters, at most `most`."""
+    from tokenizers import Regex, models, trainers
+    from tokenizers import Tokenizer as Model
+    from tokenizers.pre_tokenizers import Sequence, Split
+
+    model = Model(models.BPE())
+    # The time for a piece is quadratic in its length.
+    known = "".join(f"\\x{{{ord(character):x}}}" for character in characters)
+    pieces = Split(Regex(f"[{known}]{{1,{LONGEST_PIECE}}}"), "removed", invert=True)
+    pattern = Split(Regex(PATTERNS[TRAINED_PATTERN]), "isolated")
+    model.pre_tokenizer = Sequence([Split(END_OF_TEXT, "removed"), pattern, pieces])
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(characters) + most,
+        min_frequency=2,
+        max_token_length=LONGEST_TOKEN,
+        initial_alphabet=list(characters),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    return ["".join(pair).encode() for pair in json.loads(model.to_str())["model"]["merges"]]

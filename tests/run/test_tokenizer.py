@@ -1,14 +1,18 @@
 """data.tokenizer=bpe and DIR: which text it is trained on, where it is stored, and what uses it."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import TEXT, TINY
-from helpers.refusals import printed_keys, refused
+from helpers.refusals import printed_keys, refused, time_limit
 from helpers.runs import assert_same, rows, run_command, train_in, train_past_checkpoint, weights
 from helpers.texts import write_source
 from safetensors.torch import load_file
@@ -17,6 +21,7 @@ import generate
 import train
 from clearhead.checkpoint.format import remove_optimizer
 from clearhead.errors import CheckpointError, ConfigError, DataError
+from clearhead.files import REPOSITORY
 from clearhead.models.pretrained import load_pretrained
 from clearhead.run import evaluation
 from clearhead.tokens import END_OF_TEXT
@@ -263,6 +268,42 @@ def test_the_validation_text_is_the_same_with_every_tokenizer(here, in_process, 
         assert code == 0, errors
         notes[metric] = [line for line in out.splitlines() if line and line[0] != "|"]
     assert (len(notes["val/loss"]), len(notes["val/bits_per_byte"])) == (1, 0)
+
+
+COMMAND = """import ctypes, runpy, sys
+from clearhead.output import console
+from clearhead.tokens import tokenizer
+mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+tokenizer.train_tokenizer = lambda *_: [libc.pthread_mutex_lock(mutex) for _ in range(2)]
+console.LINE_SECONDS = 0.1
+sys.argv[:] = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "expected", "arguments"),
+    [
+        (signal.SIGINT, 130, ["scripts.train_tokenizer", "out=mine"]),
+        (signal.SIGTERM, 143, ["train", *BPE, "wandb=off"]),
+    ],
+)
+def test_the_training_of_a_tokenizer_is_stopped(tmp_path, number, expected, arguments):
+    """Here it never ends: a thread that locks a mutex twice waits for itself. A line about the
+    training is printed, and the signal ends the process."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    command = [sys.executable, "-c", COMMAND, *arguments, f"data.path={text}"]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=tmp_path, env=env) as process:
+        try:
+            with time_limit():
+                assert process.stderr.readline()
+                process.send_signal(number)
+                assert process.wait() == expected
+        finally:
+            process.kill()
+    assert [*tmp_path.iterdir()] == [text]
 
 
 def test_one_command_for_large_texts(here, in_process, tmp_path):

@@ -21,7 +21,6 @@ from clearhead.files import REPOSITORY
 from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.encoding import StreamEncoder, concatenate, utf8_blocks
 from clearhead.tokens.tokenizer import (
-    CHARACTERS,
     LONGEST_TOKEN,
     PATTERNS,
     TRAINED_PATTERN,
@@ -44,48 +43,79 @@ def sample_of(*texts: str, limit: int = 10**6) -> Sample:
     return sample
 
 
-def plain_merges(texts: list[str], most: int) -> list[bytes]:
-    """The definition (Sennrich et al. 2016): counts all pairs again after each merge. A tie goes to
-    the pair whose parts are older; the oldest are the bytes, in the order of their characters."""
-    words = Counter(
-        word for text in texts for word in regex.findall(PATTERNS[TRAINED_PATTERN], text)
-    )
-    split = {word: [bytes([byte]) for byte in word.encode()] for word in words}
-    ages = {bytes([b]): n for n, b in enumerate(sorted(range(256), key=CHARACTERS.__getitem__))}
-    found = []
+def plain_tokens(texts: list[str], most: int) -> list[bytes]:
+    """The definition: characters that occur twice, with their beginnings, the most frequent first;
+    then merges of characters (Sennrich et al. 2016), counting all pairs again after each. A tie
+    goes to the pair whose parts are older; the oldest are the characters, in their order."""
+    counts = Counter("".join(texts))
+    repeated = [c for c in sorted(counts, key=lambda c: (-counts[c], c)) if counts[c] > 1]
+    parts_of = (c.encode()[:end] for c in repeated for end in range(2, len(c.encode()) + 1))
+    found = [*dict.fromkeys(parts_of)]
+    known = {*repeated, *map(chr, range(128))}
+    ages = {character: n for n, character in enumerate(sorted(known))}
+    pieces = [p for text in texts for p in regex.findall(PATTERNS[TRAINED_PATTERN], text)]
+    of_known = regex.compile(f"[{regex.escape(''.join(known))}]+")  # a rare character divides them
+    words = Counter(word for piece in pieces for word in of_known.findall(piece))
+    split = {word: list(word) for word in words}
     while len(found) < most:
-        counts = Counter()
+        pairs = Counter()
         for word, parts in split.items():
             for pair in itertools.pairwise(parts):
-                counts[pair] += words[word]
-        if not (pairs := [pair for pair in counts if counts[pair] > 1]):
+                pairs[pair] += words[word]
+        if not (often := [pair for pair in pairs if pairs[pair] > 1]):
             break
-        best = min(pairs, key=lambda pair: (-counts[pair], ages[pair[0]], ages[pair[1]]))
-        found.append(best[0] + best[1])
-        ages[found[-1]] = len(ages)
+        best = min(often, key=lambda pair: (-pairs[pair], ages[pair[0]], ages[pair[1]]))
+        new = "".join(best)
+        found.append(new.encode())
+        ages[new] = len(ages)
         for parts in split.values():
             at = 0
             while at < len(parts) - 1:
                 if (parts[at], parts[at + 1]) == best:
-                    parts[at : at + 2] = [found[-1]]
+                    parts[at : at + 2] = [new]
                 at += 1
     return found
 
 
-def test_merges_are_those_of_the_definition():
+def test_tokens_are_those_of_the_definition():
     for texts in ([TEXT], ["aaa aaaa aaaaa" * 3, "=" * 30, "=" * 30], ["", "x"]):
-        expected = plain_merges(texts, 300)
         tokenizer = train_tokenizer(sample_of(*texts))
         words = sorted(tokenizer.ranks, key=tokenizer.ranks.get)
         assert words[:256] == [bytes([byte]) for byte in range(256)]
-        assert words[256:] == expected[: tokenizer.n_vocab - 257]
+        assert words[256:] == plain_tokens(texts, 300)
         assert tokenizer.eot_token == tokenizer.n_vocab - 1
 
 
 def test_a_phrase_that_is_repeated_is_not_one_token():
     tokenizer = train_tokenizer(sample_of(*["=" * 1000, "本日は晴天なり" * 30] * 9))
-    longest = max(map(len, tokenizer.ranks))
+    longest = max(len(word.decode("utf-8", "ignore")) for word in tokenizer.ranks)
     assert LONGEST_TOKEN // 4 < longest <= LONGEST_TOKEN
+
+
+THAI = """เรือสองลำจอดอยู่ในท่าเรือ เรือใหญ่กว่าชื่อ นางนวล เรือเล็กกว่าชื่อ ลูกนางนวล
+ลมพัดมาจากทะเล คนเฝ้าประภาคารจุดไฟทุกคืน แล้วจดชื่อเรือทุกลำที่ผ่านไปในสมุดเล่มใหญ่
+"""
+
+
+@pytest.mark.parametrize("size", [None, 300, 400])
+def test_a_token_has_whole_characters_or_the_beginning_of_one(size):
+    """Also with characters that are rare, or occur once. All tokens occur in the text."""
+    text = THAI * 20 + TEXT * 3 + "港鷗😀"
+    tokenizer = train_tokenizer(sample_of(text), size)
+    beginnings = {c.encode()[:end] for c in text for end in range(1, len(c.encode()) + 1)}
+    for word in tokenizer.ranks:
+        if len(word) > 1 and word not in beginnings:
+            assert word.decode() in text
+    ids = tokenizer.encode(THAI)
+    assert len(ids) < len(THAI)
+    assert size or all(tokenizer.decode([number]) in THAI for number in ids)
+
+
+def test_a_text_without_spaces_is_no_single_piece():
+    """A megabyte of DNA would take hours: the time for a piece is quadratic in its length."""
+    sample = Sample()
+    sample.blocks = ["".join(random.Random(0).choices("ACGT", k=2**20)).encode()]
+    assert train_tokenizer(sample, 280).n_vocab == 280
 
 
 @pytest.fixture(scope="module")
