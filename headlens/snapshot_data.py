@@ -29,6 +29,7 @@ from zipfile import ZipFile
 import numpy as np
 from torch import Tensor
 
+from .ablation import COLUMNS
 from .heads import ALL_NAMES
 from .history import Row, atomic_write, row_of, row_values
 from .prompts import Prompt
@@ -158,21 +159,19 @@ def read_snapshot(path: str | Path) -> SnapshotData:
     try:
         if not path.is_file():  # opening a FIFO would wait for a writer
             raise ValueError("not a file")
-        if path.stat().st_size > MAX_BYTES:
+        if path.stat().st_size > MAX_BYTES:  # its directory may be as large
             raise ValueError("is too large")
         with ZipFile(path) as file:
+            sizes = {part.filename: part.file_size for part in file.infolist()}
+            if sum(sizes.values()) > MAX_BYTES or sizes["json.npy"] > MAX_JSON_BYTES:
+                raise ValueError("is too large")
             return _read(file)
     except Exception as error:  # many classes, as of numpy, zlib and json
         raise ValueError(f"{path} is not a snapshot of this lens: {error}") from error
 
 
 def _read(file: ZipFile) -> SnapshotData:
-    if sum(part.file_size for part in file.infolist()) > MAX_BYTES:
-        raise ValueError("is too large")
-    if file.getinfo("json.npy").file_size > MAX_JSON_BYTES:
-        raise ValueError("is too large")
     values = json.loads(_array(file, "json").tobytes().decode())
-    check(values, {"format": indices(2**31), "prompts": [{}] * len(values["prompts"])}, "json")
     if values["format"] != FORMAT:
         raise ValueError(f"format {values['format']}, not {FORMAT}")
     prompts = [_prompt(prompt) for prompt in values["prompts"]]
@@ -269,9 +268,7 @@ def _check(values: dict, row: Row, prompts: list[Prompt]) -> None:
         kinds["without"] = {name: without(found) for name, found in details["without"].items()}
     kinds = {"run": texts(), "uniform": dict.fromkeys(STATISTICS, numbers()), "details": kinds}
     if removed:
-        result = {"loss_change": NUMBER} | dict.fromkeys(
-            ("loss_change_error", "accuracy_without"), numbers()
-        )
+        result = dict.fromkeys(COLUMNS, numbers()) | {COLUMNS[0]: NUMBER}
         place = {"layer": indices(layers), "head": indices(heads)}
         groups = [{"name": texts(), "heads": COUNT} | result] * len(removed["groups"])
         kinds["ablation"] = {"windows": COUNT, "targets": COUNT, "loss": NUMBER}
@@ -279,21 +276,18 @@ def _check(values: dict, row: Row, prompts: list[Prompt]) -> None:
     if about:
         kinds["contexts"] = {"text_name": texts(), "tokens": texts(None, None)}
     check(values, kinds, "json")
-    known = {
-        *(details.get("without") or ()),
-        *(g["name"] for g in (removed or {}).get("groups", ())),
-    }
-    if not known <= {*ALL_NAMES}:
+    groups = removed["groups"] if removed else []
+    if not {*details.get("without", ()), *(group["name"] for group in groups)} <= {*ALL_NAMES}:
         raise ValueError("unknown name of heads")
     if pairs := (about or {}).get("pairs"):
-        check(pairs, {"queries": COUNT, "texts": texts(None)}, "pairs")
-        check(pairs["of_heads"], [{"links": COUNT}] * of_all, "pairs")
-        word = indices(len(pairs["texts"]))
-        for of_head in pairs["of_heads"]:
-            keys = of_head["keys"]
-            check(
-                keys, [[word, COUNT, [[word, COUNT]] * len(found)] for *_, found in keys], "pairs"
-            )
+        pair = [indices(len(pairs["texts"])), COUNT]
+        of_heads = [
+            {"links": COUNT, "keys": [[*pair, [pair] * len(found)] for *_, found in each["keys"]]}
+            for each in pairs["of_heads"]
+        ]
+        check(pairs, {"queries": COUNT, "texts": texts(None), "of_heads": of_heads}, "pairs")
+        if len(of_heads) != of_all:
+            raise ValueError("pairs has another length")
 
 
 def to_codes(attn_weights: Tensor) -> Tensor:
