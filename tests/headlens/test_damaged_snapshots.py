@@ -12,7 +12,8 @@ from helpers.refusals import SPECIAL_FILES
 from helpers.stories import a_story
 
 from headlens import folder_page, last_snapshot, read_snapshot, snapshot_bytes
-from headlens.history import MAX_LINE, History, read_history
+from headlens.heads import ALL_NAMES, PLACES
+from headlens.history import MAX_LINE, NUM_NAMES, NUM_PLACES, History, read_history
 from headlens.live_snapshots import LiveSnapshots
 from headlens.snapshot_data import write_snapshot
 
@@ -176,6 +177,10 @@ def test_a_damaged_row_is_skipped_with_one_line(tmp_path, capsys, kind):
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[::3]))
     assert len(read_history(file)) == 1
     assert capsys.readouterr().err == ""
+
+
+def test_the_number_of_names_and_places():
+    assert (len(ALL_NAMES), len(PLACES)) == (NUM_NAMES, NUM_PLACES)
 
 
 def test_statistics_of_many_bytes_are_not_read_into_memory(tmp_path, monkeypatch, capsys):
