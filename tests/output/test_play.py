@@ -20,7 +20,6 @@ from clearhead.config import compose
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output.play import packed_model, why_not
 from clearhead.tokens.tokenizer_json import read_tokenizer
-from headlens.schema import note
 from scripts.share import main
 from train import fit
 
@@ -209,7 +208,6 @@ def test_share_refuses_with_one_line(run, in_process, tmp_path, monkeypatch):
             code, _, err = in_process(main, tmp_path, *good)
         assert (code, err.count(last.name), err.count("\n")) == (0, 1, 1)
         (tmp_path / "play.html").unlink()
-        note.cache_clear()  # as in another process
     last.unlink()
     weights = list_checkpoints(run)[0] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
