@@ -39,6 +39,8 @@ def fit(run: "Run") -> dict | None:
     with run, run.translate_errors():  # `run` closes its components, also after an error
         if state.step == 0:
             evaluate_and_log(run, {})
+        else:
+            run.repeat_end()
         run.metrics.start(state.losses)  # after a resume: the losses that are not logged yet
         while state.step < run.stop.last_step:
             loss, grad_norm = train_step(run)

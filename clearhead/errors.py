@@ -201,8 +201,10 @@ class RankLostError(ClearheadError, RuntimeError):
 
     @property
     def print_on_this_rank(self) -> bool:
-        """True for local rank 1 of each machine: rank 0 may be the rank that died."""
-        return os.environ.get("LOCAL_RANK") == "1"
+        """True for local rank 1 of each machine, as rank 0 may be the rank that died, and for a
+        rank that is alone on its machine, as far as the launcher tells."""
+        local, ranks = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+        return "1" in (local, ranks)
 
 
 class OtherRankError(ClearheadError, RuntimeError):
@@ -234,17 +236,20 @@ def exit_code_of(error: BaseException | None) -> int:
 
 
 @contextlib.contextmanager
-def best_effort(what: str, debug: bool = False, prefix: str = "") -> Iterator[None]:
-    """Prints an error of the enclosed code to stderr instead of raising it.
+def best_effort(what: str, debug: bool = False, prefix: str = "") -> Iterator[list[Exception]]:
+    """Prints an error of the enclosed code to stderr instead of raising it. Yields a list, to which
+    it appends the error.
 
     For logging and plots, which must not end a run. what: the message, such as "run.html: could
     not be written". debug: raise the error. prefix: for example "rank 1: ".
     """
+    errors: list[Exception] = []
     try:
-        yield
+        yield errors
     except Exception as error:
         if debug:
             raise
+        errors.append(error)
         print(f"{prefix}{what} ({format_error(error)})", file=sys.stderr)
 
 

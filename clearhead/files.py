@@ -6,6 +6,7 @@ a power failure it is complete or absent. A rename is safe only after fsync of t
 
 import contextlib
 import errno
+import functools
 import glob
 import json
 import os
@@ -18,11 +19,11 @@ from io import FileIO
 from pathlib import Path
 from typing import IO
 
-from clearhead.errors import RunError, best_effort
+from clearhead.errors import RunError, best_effort, sanitize
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_NESTING = 100  # far below the recursion limit of functions that copy or compare values
-MAX_LOG_BYTES = 2**28  # larger logs are not read
+MAX_LOG_BYTES, MAX_LOG_ROWS = 2**28, 2**21  # larger logs are not read
 
 
 def script_path(name: str) -> str:
@@ -234,40 +235,51 @@ def read_rows(path: Path, *keys: str) -> list[dict]:
     run that logs each step may have too many values to keep all of them.
     """
     rows = []
-    with contextlib.suppress(OSError), open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_LOG_BYTES:
-            print(
-                f"{path}: not read, because it is larger than {MAX_LOG_BYTES:,} bytes",
-                file=sys.stderr,
-            )
+    for row in _rows(path):
+        if keys:
+            kept = {key: row[key] for key in keys if isinstance(row.get(key), float | int | str)}
+            row = kept and {"step": row["step"]} | kept
+        rows += [row] if row else []
+        if len(rows) > MAX_LOG_ROWS:
+            print_once(f"{path}: not read, because it has more than {MAX_LOG_ROWS:,} rows")
             return []
-        for _, row in log_lines(file):
-            if keys:
-                kept = {
-                    key: row[key] for key in keys if isinstance(row.get(key), float | int | str)
-                }
-                row = kept and {"step": row["step"]} | kept
-            rows += [row] if row else []
     return sorted(rows, key=lambda row: row["step"])
 
 
 def last_values(path: Path) -> dict[str, object]:
-    """Returns the last value of each key in the rows after step 0 of a log. Ignores read errors."""
+    """Returns the last value of each key in the rows after step 0 of a log, as read_rows."""
     values = {}
-    with contextlib.suppress(OSError), open_regular(path) as file:
-        for _, row in log_lines(file):
-            values |= row if row["step"] else {}
+    for row in _rows(path):
+        values |= row if row["step"] else {}
     return values
 
 
+def _rows(path: Path) -> Iterator[dict]:
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size <= MAX_LOG_BYTES:
+            yield from (row for _, row in log_lines(file))
+        else:
+            print_once(f"{path}: not read, because it is larger than {MAX_LOG_BYTES:,} bytes")
+
+
 def log_lines(file: IO[bytes]) -> Iterator[tuple[bytes, dict]]:
-    """Yields the lines of a .jsonl log and their rows. Skips lines that are truncated, have no step
-    or are longer than 1 MiB."""
+    """Yields the lines of a .jsonl log and their rows. Skips lines that are not valid JSON, have no
+    step or are longer than 1 MiB, with a line on stderr; the last one may be incomplete."""
+    damaged = 0
     while line := file.readline(2**20):  # pieces of a longer line are not valid JSON
-        try:
+        row = None
+        with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line.decode("utf-8", "replace"))
-        except (ValueError, RecursionError):
-            continue
         step = row.get("step") if isinstance(row, dict) else None
         if type(step) is int and 0 <= step < 2**53:
             yield line, row
+        else:
+            damaged += line.endswith(b"\n")
+    if damaged:
+        print_once(f"{file.name}: skipped {damaged:,} damaged lines; the others are used")
+
+
+@functools.lru_cache(1000)
+def print_once(text: str) -> None:
+    """Prints a line on stderr, once for each text."""
+    print(sanitize(text, keep=""), file=sys.stderr)

@@ -41,7 +41,13 @@ if TYPE_CHECKING:
     from .reading import Reader, Reading
     from .render import FRAMES, draw_run, folder_page, show, write_page
     from .rounding import formatted, rounded
-    from .snapshot_data import SnapshotData, read_snapshot, snapshot_bytes, write_snapshot
+    from .snapshot_data import (
+        SnapshotData,
+        last_snapshot,
+        read_snapshot,
+        snapshot_bytes,
+        write_snapshot,
+    )
     from .statistics import STATISTICS
     from .tokens import lens_tokenizer
 

@@ -13,7 +13,6 @@ attention/statistics.jsonl has one line for each snapshot:
 Shapes: L layers, H heads, T tokens of a prompt.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -21,11 +20,17 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .prompts import Prompt
-from .statistics import STATISTICS
+from .schema import COUNT, check, indices, note, numbers
+from .statistics import OFFSETS, STATISTICS
+
+# In heads.py, which imports this file: ALL_NAMES ("", targets, "positional", "uniform") and PLACES.
+NUM_NAMES, NUM_PLACES = 3 + sum(of.of == "targets" for of in STATISTICS.values()), 3
+MAX_FILE, MAX_LINE, MAX_ROWS = 2**28, 2**22, 100_000  # bytes, bytes, rows that are read
 
 
 @dataclass
@@ -108,25 +113,44 @@ def row_values(row: Row) -> dict:
 
 
 def row_of(values: dict) -> Row:
-    """Returns the row of `row_values`. Raises KeyError for a row with other statistics."""
+    """Returns the row of `row_values`. Raises an exception of any class for another value, also for
+    a row with other statistics."""
+    of_all = values[next(iter(STATISTICS))]
+    of_heads = numbers(len(of_all) or 1, len(of_all[0]) or 1)
+    known_errors = [key for key in values["errors"] if key in STATISTICS]
+    kind: dict[str, Any] = dict.fromkeys(STATISTICS, of_heads)
+    kind |= {"step": COUNT, "losses": numbers(None, None)}
+    kind |= {"errors": dict.fromkeys(known_errors, of_heads)}
+    known = {"names": NUM_NAMES, "places": NUM_PLACES, "offsets": OFFSETS[-1] + 1}
+    kind |= {key: indices(below, *of_heads.lengths) for key, below in known.items()}
+    check(values, kind, "row")
     found = {key: np.array(values[key], np.float32) for key in STATISTICS}
     losses = [np.array(of_prompt, np.float32) for of_prompt in values["losses"]]
-    errors = {key: np.array(value, np.float32) for key, value in values["errors"].items()}
+    errors = {key: np.array(values["errors"][key], np.float32) for key in known_errors}
     row = Row(values["step"], found, losses, errors)
-    for key in ("names", "places", "offsets"):
-        setattr(row, key, np.array(values[key], np.int64).reshape(row.names.shape))
+    for key in known:
+        setattr(row, key, np.array(values[key], np.int64))
     return row
 
 
 def read_history(file: Path) -> list[Row]:
-    """Returns the rows of statistics.jsonl; [] without the file. Skips invalid lines."""
+    """Returns the rows of statistics.jsonl; [] without the file. Prints a line on stderr if lines
+    are damaged, which are skipped; the last one may be incomplete."""
     if not file.is_file():  # opening a FIFO would wait for a writer
         return []
-    rows = []
+    rows, damaged = [], 0
     with open(file, "rb") as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        # Pieces of a longer line are not valid JSON.
+        while line := lines.readline(MAX_LINE):
+            if lines.tell() > MAX_FILE or len(rows) == MAX_ROWS:
+                note(f"{file}: only its first {len(rows):,} rows are used, because it is too large")
+                break
+            try:
                 rows.append(row_of(json.loads(line)))
+            except Exception:
+                damaged += line.endswith(b"\n") or len(line) == MAX_LINE
+    if damaged:
+        note(f"{file}: skipped {damaged:,} damaged lines; the others are used")
     return rows
 
 
@@ -143,7 +167,8 @@ def copying_step(prompts: Sequence[Prompt], history: Sequence[Row]) -> int | Non
     induction heads form (Olsson et al. 2022, In-context Learning and Induction Heads: a phase
     change).
     """
-    rows = [row for row in history if len(row.losses) == len(prompts)]
+    shape = [len(prompt.token_ids) - 1 for prompt in prompts]
+    rows = [row for row in history if [len(losses) for losses in row.losses] == shape]
     for number, prompt in enumerate(prompts):
         if prompt.period:
             losses = [second_copy(row.losses[number], prompt.period).mean() for row in rows]

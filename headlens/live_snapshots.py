@@ -22,7 +22,7 @@ from .heatmap import png_of_head
 from .history import read_history
 from .page import frame_data, live_data, run_data
 from .render import most_frames
-from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
+from .snapshot_data import SnapshotData, snapshot_files, snapshot_of, step_of
 
 PICTURE = 96  # pixels
 KEPT = 32  # frames in memory; to compress one takes longer than to read a snapshot
@@ -37,7 +37,7 @@ class File(NamedTuple):
 
     @property
     def step(self) -> int:
-        return int(self.path.stem.removeprefix("step_"))
+        return step_of(self.path)
 
     @property
     def address(self) -> str:
@@ -56,24 +56,22 @@ class LiveSnapshots:
         return hashlib.sha256(repr(known).encode()).hexdigest()[:16] if files else ""
 
     def data(self) -> bytes:
-        """Returns the JSON of the page, also with the version as "snapshots". Raises ValueError for
-        an invalid snapshot, FileNotFoundError without one."""
+        """Returns the JSON of the page, also with the version as "snapshots". Raises
+        FileNotFoundError without a snapshot that can be read."""
         version, files = self.version(), self._files()
         last = _last(files)
+        files = [file for file in files if file.step <= last.step]
         chosen = steadily_spaced(files, most_frames(_read(last)))
-        same = [file for file in chosen if _token_ids(file) == _token_ids(last)]
+        same = [file for file in chosen if _subject(file) == _subject(last)]
         frames = [{"step": file.step, "address": file.address} for file in same]
         history = read_history(self.folder / "statistics.jsonl")
         run = run_data([_read(last)], history, frames=frames)
         return live_data(run, version)
 
     def frame(self, step: int) -> bytes:
-        """Returns the JSON of a frame. Raises FileNotFoundError without a snapshot of this step,
-        ValueError for an invalid one."""
-        file = next((file for file in self._files() if file.step == step), None)
-        if not file:
-            raise FileNotFoundError(f"the run has no snapshot of step {step}")
-        return _frame(file)
+        """Returns the JSON of a frame. Raises FileNotFoundError if no snapshot of this step can be
+        read."""
+        return _frame(_last([file for file in self._files() if file.step == step]))
 
     def token_ids(self) -> list[list[int]]:
         """Returns the token ids of the prompts of the last snapshot. Raises as `frame`."""
@@ -88,9 +86,11 @@ class LiveSnapshots:
 
 
 def _last(files: list[File]) -> File:
-    if not files:
-        raise FileNotFoundError("the run has no snapshot yet")
-    return files[-1]
+    """Returns the last file that can be read."""
+    for file in reversed(files):
+        if _subject(file) is not None:
+            return file
+    raise FileNotFoundError("the run has no such snapshot that can be read")
 
 
 def steadily_spaced(items: list, most: int) -> list:
@@ -109,20 +109,27 @@ def _regular(path: Path) -> Iterator[File]:
         found = path.lstat()
     except OSError:
         return
-    is_step = path.stem.removeprefix("step_").isdecimal() or path.suffix != ".npz"
-    if stat.S_ISREG(found.st_mode) and is_step:
+    if stat.S_ISREG(found.st_mode):
         yield File(path, found.st_mtime_ns, found.st_size)
+    elif step_of(path) >= 0:
+        snapshot_of(path)  # prints that it is not shown
 
 
 @functools.lru_cache(2)
 def _read(file: File) -> SnapshotData:
-    return read_snapshot(file.path)
+    """Raises FileNotFoundError for a file that cannot be read."""
+    if data := snapshot_of(file.path):
+        return data
+    raise FileNotFoundError(f"the snapshot of step {file.step} cannot be read")
 
 
 @functools.lru_cache(1000)
-def _token_ids(file: File) -> int:
-    """Returns a hash of the token ids of the prompts of a snapshot."""
-    return hash(repr(_read(file).token_ids))
+def _subject(file: File) -> int | None:
+    """Returns a hash of the subject of a snapshot; None for a file that cannot be read."""
+    try:
+        return hash(repr(_read(file).subject))
+    except FileNotFoundError:
+        return None
 
 
 @functools.lru_cache(KEPT)
@@ -132,6 +139,6 @@ def _frame(file: File) -> bytes:
 
 @functools.lru_cache(200)
 def _picture(file: File) -> bytes:
-    of = finding.Heads(read_snapshot(file.path))
+    of = finding.Heads(_read(file))
     codes = of.data.codes[of.shown_prompt(of.first)]
     return png_of_head(codes[of.first["layer"], of.first["head"]], PICTURE)

@@ -17,7 +17,7 @@ from .heads import clearest, head_table
 from .heatmap import png_of
 from .history import Row, atomic_write, evenly_spaced, read_history
 from .page import page_html, run_data
-from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
+from .snapshot_data import SnapshotData, last_snapshot, snapshot_files, snapshot_of, step_of
 
 FRAMES, SMALL_FRAMES = 24, 48  # steps of a page, at most
 SMALL = 2**18  # weights of a step: a page with SMALL_FRAMES of them has about 8 MB
@@ -25,10 +25,9 @@ Images = dict[str, list[Path]]  # by the key on a dashboard
 
 
 def draw_run(folder: Path) -> None:
-    """Writes all images of a run again. folder: runs/NAME/attention. Raises ValueError for an
-    invalid snapshot file."""
-    for path in snapshot_files(folder):
-        draw_snapshot(read_snapshot(path), folder)
+    """Writes all images of a run again. folder: runs/NAME/attention."""
+    for data in filter(None, map(snapshot_of, snapshot_files(folder))):
+        draw_snapshot(data, folder)
 
 
 def draw_snapshot(data: SnapshotData, folder: Path) -> tuple[Images, dict[str, list[str]]]:
@@ -55,13 +54,13 @@ def draw_snapshot(data: SnapshotData, folder: Path) -> tuple[Images, dict[str, l
 
 
 def shown_snapshots(folder: Path) -> list[SnapshotData]:
-    """Returns the snapshots of a run that a page shows, of those with the prompts of the last one.
-    Raises ValueError for an invalid snapshot file."""
-    if not (files := snapshot_files(folder)):
+    """Returns the snapshots of a run that a page shows, of those with the prompts of the last one
+    that can be read."""
+    if not (last := last_snapshot(folder)):
         return []
-    most = most_frames(read_snapshot(files[-1]))
-    chosen = [read_snapshot(path) for path in evenly_spaced(files, most)]
-    return [snapshot for snapshot in chosen if snapshot.token_ids == chosen[-1].token_ids]
+    files = [path for path in snapshot_files(folder) if step_of(path) <= last.step]
+    chosen = map(snapshot_of, evenly_spaced(files, most_frames(last)))
+    return [snapshot for snapshot in chosen if snapshot and snapshot.subject == last.subject]
 
 
 def most_frames(snapshot: SnapshotData) -> int:
@@ -78,7 +77,7 @@ def folder_page(
 ) -> str:
     """Returns the page of a run from its snapshot files; without a snapshot, the page of `training`
     alone. folder: runs/NAME/attention. curves: see page.run_data. training and model: see
-    page_html. Raises ValueError for an invalid snapshot file."""
+    page_html."""
     snapshots = shown_snapshots(folder)
     if not snapshots:
         return page_html([], title, training)
@@ -109,9 +108,9 @@ def show(run: str | Path, curves: Mapping[str, list] | None = None, height: int 
     folder = Path(run)
     if (folder / "attention").is_dir():
         folder = folder / "attention"
-    if not (files := snapshot_files(folder)):
+    if not (last := last_snapshot(folder)):
         raise ValueError(f"{run} has no attention snapshot (step_*.npz)")
-    source = escape(folder_page(folder, read_snapshot(files[-1]).run, curves))
+    source = escape(folder_page(folder, last.run, curves))
     style = f"width: 100%; height: {height}px; border: 0"
     frame = f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{source}">'
     return HTML(f"<div>{frame}</iframe></div>")

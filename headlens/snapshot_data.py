@@ -3,7 +3,8 @@
     data = read_snapshot(Path("runs/first/attention/step_00000040.npz"))
     data.codes[0][1, 2]  # attention weights of layer 1, head 2 on the first prompt, as bytes
 
-The file has numpy arrays and is read without pickle:
+The file has numpy arrays. It is read without pickle, and an array only if its header has the type
+and shape that follow from `json`:
 
     weights_0, weights_1, ...   for each prompt uint8 (L, H, t (t + 1) / 2), round(255 sqrt(w)): the
                                 lower triangle of the weights row by row, t tokens shown
@@ -18,15 +19,22 @@ Shapes: L layers, H heads, T tokens of a prompt.
 import dataclasses
 import io
 import json
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 from torch import Tensor
 
+from .ablation import COLUMNS
+from .heads import ALL_NAMES
 from .history import Row, atomic_write, row_of, row_values
 from .prompts import Prompt
+from .schema import COUNT, NUMBER, Kind, check, indices, note, numbers, texts
+from .statistics import STATISTICS
 
 FORMAT = 3
 CONTEXTS = 5  # cells that a head moves most, and cells at random
@@ -68,8 +76,13 @@ class SnapshotData:
 
     @property
     def token_ids(self) -> list[list[int]]:
-        """The token ids of the prompts. A page shows the snapshots that have the same."""
+        """The token ids of the prompts."""
         return [prompt.token_ids for prompt in self.prompts]
+
+    @property
+    def subject(self) -> tuple:
+        """What a page is about: it shows the snapshots that have the same."""
+        return self.row.names.shape, self.token_ids
 
     @property
     def of_prompts(self) -> list[dict[str, np.ndarray]]:
@@ -81,9 +94,34 @@ class SnapshotData:
         ]
 
 
+def step_of(path: Path) -> int:
+    """Returns the step in the name of a snapshot of a run; -1 for another name."""
+    found = re.fullmatch(r"step_([0-9]{1,15})\.npz", path.name)
+    return int(found[1]) if found else -1
+
+
 def snapshot_files(folder: Path) -> list[Path]:
     """Returns the snapshots of a run in the order of their steps. folder: runs/NAME/attention."""
-    return sorted(folder.glob("step_*.npz"))
+    return sorted((path for path in folder.glob("step_*.npz") if step_of(path) >= 0), key=step_of)
+
+
+def snapshot_of(path: Path) -> SnapshotData | None:
+    """Returns a snapshot of a run. Prints a line on stderr and returns None for a file that cannot
+    be read, has the step of another name, or is a link: all others of the run can be shown."""
+    try:
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link")
+        data = read_snapshot(path)
+        if data.step != step_of(path):
+            raise ValueError(f"{path} has the data of step {data.step}")
+        return data
+    except ValueError as error:
+        return note(f"{error}; it is not shown; remove it, or copy it again")
+
+
+def last_snapshot(folder: Path) -> SnapshotData | None:
+    """Returns the last snapshot of a run that can be read."""
+    return next(filter(None, map(snapshot_of, snapshot_files(folder)[::-1])), None)
 
 
 def snapshot_bytes(data: SnapshotData) -> bytes:
@@ -121,33 +159,135 @@ def read_snapshot(path: str | Path) -> SnapshotData:
     try:
         if not path.is_file():  # opening a FIFO would wait for a writer
             raise ValueError("not a file")
-        with np.load(path, allow_pickle=False) as arrays:
-            parts = {part.filename: part.file_size for part in arrays.zip.infolist()}
-            if sum(parts.values()) > MAX_BYTES or parts.get("json.npy", 0) > MAX_JSON_BYTES:
+        if path.stat().st_size > MAX_BYTES:  # its directory may be as large
+            raise ValueError("is too large")
+        with ZipFile(path) as file:
+            sizes = {part.filename: part.file_size for part in file.infolist()}
+            if sum(sizes.values()) > MAX_BYTES or sizes["json.npy"] > MAX_JSON_BYTES:
                 raise ValueError("is too large")
-            values = json.loads(arrays["json"].tobytes())
-            if values["format"] != FORMAT:
-                raise ValueError(f"format {values['format']}, not {FORMAT}")
-            prompts = [Prompt(**prompt) for prompt in values["prompts"]]
-            row = row_of(values["row"])
-            codes = [arrays[f"weights_{number}"] for number in range(len(prompts))]
-            norms = [arrays[key] for key in arrays.files if key.startswith("norms_")]
-            contexts = None
-            if found := values.get("contexts"):
-                cells = arrays["cells"], arrays["cell_weights"]
-                contexts = Contexts(found["text_name"], found["tokens"], *cells, found.get("pairs"))
-        for prompt, of_prompt in zip(prompts, codes, strict=True):
-            triangle = prompt.shown * (prompt.shown + 1) // 2
-            if (of_prompt.dtype, of_prompt.shape) != (np.uint8, (*row.names.shape, triangle)):
-                raise ValueError("weights of another type or shape")
-        rest = {key: values[key] for key in ("run", "details", "uniform", "ablation")}
-        if (rest["ablation"] or {}).get("method") == "estimate":  # of earlier versions
-            rest["ablation"] = None
+            return _read(file)
     except Exception as error:  # many classes, as of numpy, zlib and json
         raise ValueError(f"{path} is not a snapshot of this lens: {error}") from error
+
+
+def _read(file: ZipFile) -> SnapshotData:
+    values = json.loads(_array(file, "json").tobytes().decode())
+    if values["format"] != FORMAT:
+        raise ValueError(f"format {values['format']}, not {FORMAT}")
+    prompts = [_prompt(prompt) for prompt in values["prompts"]]
+    row = row_of(values["row"])
+    if (values["ablation"] or {}).get("method") == "estimate":  # of earlier versions
+        values["ablation"] = None
+    _check(values, row, prompts)
+    shape, contexts = row.names.shape, None
+    codes = [_array(file, f"weights_{n}", *shape, _cells(p)) for n, p in enumerate(prompts)]
+    with_norms = prompts if "largest_norms" in values["details"] else []
+    norms = [_array(file, f"norms_{n}", *shape, p.shown) for n, p in enumerate(with_norms)]
+    if found := values.get("contexts"):
+        cells = _array(file, "cells", *shape, 2, CONTEXTS, 3, dtype=np.int16)
+        lengths = np.array([len(window) for window in found["tokens"]])
+        window, query, key = np.moveaxis(cells[cells[..., 0] >= 0], -1, 0)
+        if not ((key >= 0) & (key <= query) & (query < lengths[window])).all():
+            raise ValueError("cells are out of range")
+        weights = _array(file, "cell_weights", *shape, 2, CONTEXTS)
+        contexts = Contexts(found["text_name"], found["tokens"], cells, weights, found.get("pairs"))
+    rest = {key: values[key] for key in ("run", "details", "uniform", "ablation")}
     return SnapshotData(
         prompts=prompts, row=row, codes=codes, norms=norms, contexts=contexts, **rest
     )
+
+
+def _array(file: ZipFile, key: str, *shape: int, dtype: type = np.uint8) -> np.ndarray:
+    """Reads an array; without a shape, of one dimension. Raises ValueError, before its data is
+    read, if its header is not that of numpy for this type and shape, or its data has another size.
+    """
+    part, of_item = file.getinfo(f"{key}.npy"), np.dtype(dtype)
+    with file.open(part) as content:
+        start = content.read(10)
+        header = start[:8] + content.read(int.from_bytes(start[8:], "little")).rstrip()
+        size = part.file_size - content.tell()
+        shape = shape or (size,)
+        found = f"{{'descr': {of_item.str!r}, 'fortran_order': False, 'shape': {shape}, }}"
+        if header != b"\x93NUMPY\1\0" + found.encode():
+            raise ValueError(f"{key} has another type or shape")
+        if size != math.prod(shape) * of_item.itemsize:
+            raise ValueError(f"{key} has another size")
+        return np.frombuffer(bytearray(content.read()), dtype).reshape(shape)
+
+
+def _cells(prompt: Prompt) -> int:
+    return prompt.shown * (prompt.shown + 1) // 2
+
+
+def _prompt(values: dict) -> Prompt:
+    count = len(values["token_ids"])
+    kind = {"name": texts(), "text": texts(), "token_ids": indices(2**63, count)}
+    kind |= {"tokens": texts(count), "truncated": Kind((bool,)), "uniform": {}}
+    kind |= {"period": indices(max(1, (count + 1) // 2)), "num_symbols": COUNT}
+    check(values, kind, "prompt")
+    prompt = Prompt(**values)
+    check(prompt.uniform, dict.fromkeys(prompt.uniform and STATISTICS, numbers()), "uniform")
+    "".join([prompt.name, prompt.text, *prompt.tokens]).encode()  # raises for lone surrogates
+    is_name = re.fullmatch(r"[^/\\\0]{1,100}", prompt.name)  # a part of the names of images
+    if not (count and is_name and bool(prompt.num_symbols) >= bool(prompt.period)):
+        raise ValueError("a prompt is out of range")
+    return prompt
+
+
+def _check(values: dict, row: Row, prompts: list[Prompt]) -> None:
+    """Raises ValueError if a value beside `row` and `prompts` has another type, length or range."""
+    (layers, heads), of_all, many = row.names.shape, row.names.size, len(prompts)
+    following = [len(prompt.token_ids) - 1 for prompt in prompts]
+    if not prompts or [len(losses) for losses in row.losses] not in ([], following):
+        raise ValueError("row.losses has another length")
+
+    def predictions(found: dict) -> dict:
+        count, likely = len(found["tokens"]), len(found["of_prompts"][0]["tokens"][0])
+        of_prompts = [
+            {
+                "losses": numbers(min(p.shown, len(p.token_ids) - 1)),
+                "tokens": indices(count, p.shown, likely),
+                "probabilities": numbers(p.shown, likely),
+            }
+            for p in prompts
+        ]
+        return {"tokens": texts(count), "of_prompts": of_prompts}
+
+    def without(found: dict) -> dict:
+        codes, values = [indices(256, _cells(p)) for p in prompts], numbers(many)
+        drawn = {n: {"codes": codes, "values": values} for n in found.get("attention") or ()}
+        return predictions(found) | ({"attention": drawn} if drawn else {})
+
+    details, removed, about = values["details"], values["ablation"], values.get("contexts")
+    kinds: dict[str, Any] = {"statistics": [dict.fromkeys(STATISTICS, numbers(of_all))] * many}
+    if "largest_norms" in details:
+        kinds["largest_norms"] = numbers(many, of_all)
+    if "predictions" in details:
+        kinds["predictions"] = predictions(details["predictions"])
+    if "without" in details:
+        kinds["without"] = {name: without(found) for name, found in details["without"].items()}
+    kinds = {"run": texts(), "uniform": dict.fromkeys(STATISTICS, numbers()), "details": kinds}
+    if removed:
+        result = dict.fromkeys(COLUMNS, numbers()) | {COLUMNS[0]: NUMBER}
+        place = {"layer": indices(layers), "head": indices(heads)}
+        groups = [{"name": texts(), "heads": COUNT} | result] * len(removed["groups"])
+        kinds["ablation"] = {"windows": COUNT, "targets": COUNT, "loss": NUMBER}
+        kinds["ablation"] |= {"heads": [place | result] * of_all, "groups": groups}
+    if about:
+        kinds["contexts"] = {"text_name": texts(), "tokens": texts(None, None)}
+    check(values, kinds, "json")
+    groups = removed["groups"] if removed else []
+    if not {*details.get("without", ()), *(group["name"] for group in groups)} <= {*ALL_NAMES}:
+        raise ValueError("unknown name of heads")
+    if pairs := (about or {}).get("pairs"):
+        pair = [indices(len(pairs["texts"])), COUNT]
+        of_heads = [
+            {"links": COUNT, "keys": [[*pair, [pair] * len(found)] for *_, found in each["keys"]]}
+            for each in pairs["of_heads"]
+        ]
+        check(pairs, {"queries": COUNT, "texts": texts(None), "of_heads": of_heads}, "pairs")
+        if len(of_heads) != of_all:
+            raise ValueError("pairs has another length")
 
 
 def to_codes(attn_weights: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Name
-from clearhead.errors import ClearheadError, DataError, sanitize
+from clearhead.errors import DataError, sanitize
 
 
 class ShareConfig(ScriptConfig):
@@ -33,13 +33,7 @@ def main(settings: ShareConfig) -> None:
     folder = Path(settings.run)
     if found := why_not(folder):
         raise DataError("run", folder, *found)
-    try:
-        page = play_page(folder, LiveRun(folder).progress()["state"])
-    except ClearheadError:
-        raise
-    except ValueError as error:
-        hint = "remove the file, or use the version of clearhead that wrote it"
-        raise DataError("run", folder, str(error), hint) from error
+    page = play_page(folder, LiveRun(folder).progress()["state"])
     write_out(settings.out, page)
     print(sanitize(f"page with the model  {settings.out}, {len(page) / 1e6:.1f} MB"))
 

@@ -102,6 +102,13 @@ def test_kernel_is_the_definition_for_all_and_for_the_last_queries(name):
     assert computes_its_scores(name, 40, 8, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("name", ["einsum", "per_head"])
+def test_scores_in_bf16_are_divided_in_fp32(name):
+    """Products of integers are exact in bf16; divided by sqrt(5), they are not."""
+    inputs = [(3 * x).round().bfloat16() for x in random_heads(7, 7, D=5)]
+    assert torch.equal(KERNELS[name](*inputs), explicit(*inputs))
+
+
 def test_a_kernel_with_undeclared_or_non_causal_scores_is_noticed(monkeypatch):
     add_window(monkeypatch)
     options = {"num_tokens": 40, "head_dim": 8, "dtype": torch.float32}

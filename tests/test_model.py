@@ -209,6 +209,25 @@ def test_dropout_only_in_training():
     torch.testing.assert_close(model(ids)[0], tiny_model(dropout=0.0)(ids)[0])
 
 
+@pytest.mark.parametrize("other", ["attn", "mlp"])
+def test_dropout_of_the_output_of_each_branch(other):
+    block = tiny_model(dropout=0.5).blocks[0].train()
+    for parameter in getattr(block, other).out_proj.parameters():
+        torch.nn.init.zeros_(parameter)
+    x = torch.ones(64, 12, TINY_MODEL["emb_dim"])
+    assert 0.4 < (block(x) == x).float().mean() < 0.6
+
+
+def test_activation_checkpointing_computes_each_block_again():
+    model, calls = tiny_model().train(), []
+    for number, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+    for model.activation_checkpointing, times in ((False, 1), (True, 2)):
+        calls.clear()
+        model(random_ids(), random_ids())[1].backward()
+        assert sorted(calls) == sorted([*range(len(model.blocks))] * times)
+
+
 @each_kernel
 def test_attention_is_captured_in_every_layer(name):
     """Before dropout, and in fp32 also with autocast. The output is the same as without capture."""

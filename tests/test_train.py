@@ -1,6 +1,7 @@
 """The training loop with a tiny model: learning, files of a run, resuming, stopping."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -38,7 +39,7 @@ from clearhead.checkpoint import listing
 from clearhead.checkpoint.resume import changed_settings
 from clearhead.checkpoint.tensors import load_model
 from clearhead.compute.optimizers import NonFiniteCheck
-from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedError
+from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedError, RunError
 from clearhead.models.huggingface import to_hf
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output.report import write_run_page
@@ -222,6 +223,44 @@ def test_the_validation_at_the_end_reads_more_windows(make_run, monkeypatch):
     fit(everything)
     assert everything.evaluator.final["windows"] == len(dataset)
     assert len(everything.evaluator.final["parts"]) == evaluation.PARTS
+
+
+@pytest.mark.parametrize(
+    ("where", "file"),
+    [
+        ("clearhead.run.run", "validation.json"),
+        ("headlens.lens", "attention/heads.csv"),
+        ("headlens.lens", "attention/ablation.json"),
+        ("clearhead.output.summary", "summary.json"),
+    ],
+)
+def test_a_run_whose_end_cannot_be_written_is_finished_by_its_next_start(
+    make_run, monkeypatch, where, file
+):
+    own = ("name=run", "lens=default", "lens.every=2", "debug=false")
+    folder, written = Path("runs/run"), sys.modules[where].atomic_write
+    fit(make_run(*own))
+    kept = {path: path.read_bytes() for path in [folder / file, *folder.glob("attention/*.csv")]}
+    shutil.rmtree(folder)
+
+    def full(path, content):
+        if path.resolve() == (folder / file).resolve():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(path, content)
+
+    run = make_run(*own)
+    with monkeypatch.context() as patched:
+        patched.setattr(f"{where}.atomic_write", full)
+        with refused(RunError, "name", "run", exit_code=4):
+            fit(run)
+    before = rows(folder)
+    assert not (folder / file).exists()
+    assert not (folder / "summary.json").exists()
+    assert fit(make_run(*own))["steps"] == 4
+    assert rows(folder) == before
+    for path, content in kept.items():
+        assert path.name == "summary.json" or path.read_bytes() == content
+    assert make_run(*own).was_finished
 
 
 @pytest.mark.parametrize(("max_steps", "validate"), [(4, fit), (1, Run.evaluate)])

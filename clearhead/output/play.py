@@ -34,7 +34,7 @@ from clearhead.files import atomic_write
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output.report import run_page
 from clearhead.tokens.tokenizer import Tokenizer
-from headlens import Reader, capture, mean_contexts, read_snapshot
+from headlens import Reader, capture, last_snapshot, mean_contexts
 from model import GPT, ModelConfig, model_without_values
 
 PLAY_HTML = "play.html"
@@ -56,14 +56,14 @@ def why_not(folder: Path) -> tuple[str, str] | None:
     if count > MAX_PARAMETERS:
         reason = f"the model has {count:,} parameters; a page runs at most {MAX_PARAMETERS:,}"
         return reason, "python -m scripts.view runs a model of any size"
-    if not _snapshots(folder):
+    if not last_snapshot(folder / "attention"):
         return "has no attention snapshot", "train with the lens"
     return None
 
 
 def play_page(folder: Path, state: str) -> bytes:
     """Returns the page of a run with its model. state: as for write_run_page. Raises
-    CheckpointError, and another ValueError for a snapshot that cannot be read."""
+    CheckpointError."""
     return run_page(folder, state, packed_model(folder))
 
 
@@ -78,9 +78,10 @@ def write_play_page(folder: Path, state: str) -> Path | None:
 def packed_model(folder: Path) -> dict:
     """Returns the model of a run for its page, with at most MAX_CHECKPOINTS of its checkpoints in
     at most MAX_WEIGHTS: evenly spaced, with the first and the last; at least the last."""
-    prompts = read_snapshot(_snapshots(folder)[-1]).token_ids
-    newest_first = list_checkpoints(folder)
+    snapshot, newest_first = last_snapshot(folder / "attention"), list_checkpoints(folder)
     newest = load_pretrained(newest_first[0], "run")
+    known = newest.model.config.vocab_size
+    prompts = [ids for ids in (snapshot.token_ids if snapshot else ()) if max(ids) < known] or [[0]]
     window = min(newest.window, Reader.MOST)
     last = _packed_checkpoint(newest.model, window, newest_first[0], prompts)
     most = min(MAX_CHECKPOINTS, MAX_WEIGHTS // len(last["weights"]), len(newest_first))
@@ -129,10 +130,6 @@ def _tensors(model: GPT, window: int) -> list[tuple[str, np.ndarray]]:
     found = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
     found["pos_emb.weight"] = found["pos_emb.weight"][:window]
     return [*found.items()]
-
-
-def _snapshots(folder: Path) -> list[Path]:
-    return sorted((folder / "attention").glob("step_*.npz"))
 
 
 def _packed(content: bytes) -> str:

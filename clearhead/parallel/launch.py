@@ -140,15 +140,17 @@ def _rendezvous(limit: datetime.timedelta) -> tuple["Store", int, int]:
     """
     import torch.distributed as dist
 
-    ranks, rank = number("WORLD_SIZE", least=1), number("RANK")
+    ranks = number("WORLD_SIZE", least=1)
+    rank = number("RANK", most=ranks - 1)
     port, address = number("MASTER_PORT", most=65535), os.environ.get("MASTER_ADDR", "")
     if not address:
         refuse([("MASTER_ADDR", None, "the environment variable is not set", TORCHRUN)])
     # torchrun has started the server; otherwise rank 0 starts it.
-    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = rank == 0 and not of_torchrun
     try:
         deadline = time.monotonic() + limit.total_seconds()
-        while not (is_server or _answers(address, port)):
+        while not (is_server or _answers(address, port, of_torchrun)):
             _pause(deadline, "no answer")
         store = dist.TCPStore(
             address, port, ranks, is_server, CONNECT, wait_for_workers=False, multi_tenant=True
@@ -163,11 +165,17 @@ def _rendezvous(limit: datetime.timedelta) -> tuple["Store", int, int]:
         raise RankLostError("parallel.timeout", limit.seconds, reason, hint) from error
 
 
-def _answers(address: str, port: int) -> bool:
-    """Returns whether a server accepts connections within a second."""
+def _answers(address: str, port: int, of_torchrun: bool) -> bool:
+    """Returns whether a server accepts connections within a second. Raises TimeoutError if it was
+    that of torchrun, which is there before the ranks: torchrun has ended, maybe so early that
+    PARENT_PID is already another process."""
     try:
         socket.create_connection((address, port), timeout=1).close()
         return True
+    except ConnectionRefusedError as error:
+        if of_torchrun:
+            raise TimeoutError("torchrun has ended") from error
+        return False
     except OSError:
         return False
 

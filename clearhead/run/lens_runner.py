@@ -4,7 +4,7 @@ snapshots and text samples, if none are given."""
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,7 @@ class LensRunner:
     # (model, heads by name, trained steps) -> the loss without each head, see
     # models/head_removal.py; None: off
     ablate: Callable[[GPT, dict[str, list[tuple[int, int]]], int], dict] | None
+    errors: list[Exception] = field(default_factory=list)  # of the last snapshot
 
     def is_due(self, step: int, last_step: int) -> bool:
         if self.lens is None:
@@ -57,7 +58,10 @@ class LensRunner:
             return None  # after an error
 
         what = f"lens: the snapshot of step {step} failed"
-        with best_effort(what, self.debug, self.strategy.label), self.strategy.inference(model):
+        with (
+            best_effort(what, self.debug, self.strategy.label) as self.errors,
+            self.strategy.inference(model),
+        ):
             return self.lens.snapshot(
                 model,
                 step,

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -63,6 +63,8 @@ class Run:
     closing: contextlib.ExitStack  # closes the components, the last opened first
     was_finished: bool  # whether an earlier process has finished the run
     is_closed: bool = False
+    # By file: why it could not be written, although a finished run has it.
+    errors: dict[str, list[Exception]] = field(default_factory=dict)
 
     @property
     def directory(self) -> Path:
@@ -151,7 +153,7 @@ class Run:
             self.log.console.validation(step, row)
         if final := self.evaluator.final:
             if self.strategy.is_rank_0:
-                with best_effort(f"{VALIDATION_JSON}: could not be written", self.config.debug):
+                with self._written(VALIDATION_JSON):
                     atomic_write(self.directory / VALIDATION_JSON, as_json(final))
             names = ("loss", "loss_error", "windows")
             self.log.tracker.summary({f"final_val_{name}": final[name] for name in names})
@@ -164,12 +166,31 @@ class Run:
         self.log.console.sample(row)
         return row
 
+    def repeat_end(self) -> None:
+        """Repeats the validation and the attention snapshot of the last step, if a run has no step
+        left and is not finished: it was killed, or files of its end could not be written."""
+        step = self.state.step
+        if step == self.stop.last_step and not self.was_finished:
+            self.evaluate()
+            if self.lens.is_due(step, step):
+                with self.log.timed("attention snapshots"):
+                    self.lens.snapshot(self.model, step)
+
+    @contextlib.contextmanager
+    def _written(self, name: str) -> Iterator[None]:
+        """Prints an error of the enclosed code, which writes a file that a finished run has."""
+        what = f"{name}: could not be written"
+        with best_effort(what, self.config.debug) as self.errors[name]:
+            yield
+
     def finish(self, seconds: float) -> dict | None:
         """Waits for the last checkpoint, uploads the model, prints a summary, ends the W&B run, and
         writes, at the very end, summary.json: a run without it is finished by its next start.
         seconds: the duration of the training.
 
-        Returns the contents of summary.json; None on other ranks, and if it could not be written.
+        Returns the contents of summary.json; None on other ranks. Raises RunError, without
+        summary.json, if a file could not be written. Pages are no such files: each start of a
+        finished run writes them again.
         """
         self.stop.signals.phase = "finishing"
         self.checkpointer.finish(self.state)
@@ -195,9 +216,17 @@ class Run:
             return None
         if self.was_finished:
             return read_object(folder / SUMMARY_JSON)
-        with best_effort("summary.json: could not be written", debug):
-            return write_summary(folder, self.config, state, self.stop.limit.started, seconds_of)
-        return None
+        self.errors["attention"] = [e for e in self.lens.errors if isinstance(e, OSError)]
+        summary = None
+        if not any(self.errors.values()):
+            with self._written(SUMMARY_JSON):
+                started = self.stop.limit.started
+                summary = write_summary(folder, self.config, state, started, seconds_of)
+        if names := [name for name, errors in self.errors.items() if errors]:
+            reason = f"the run is not finished: {', '.join(names)} could not be written"
+            hint = "free disk space and rerun the same command"
+            raise RunError("name", folder.name, reason, hint)
+        return summary
 
     def exit(self) -> None:
         """Ends the process after a stop signal: prints where the checkpoint is and how to resume

@@ -66,6 +66,7 @@ def run_data(
     frames = frames or [frame_data(snapshot) for snapshot in snapshots]
     last, history = snapshots[-1], history or [snapshot.row for snapshot in snapshots]
     layers, heads = last.row.names.shape
+    history = [row for row in history if row.names.shape == (layers, heads)]
     steps = [frame["step"] for frame in frames]
     return {
         "name": visible(last.run),

@@ -45,11 +45,20 @@ def test_fp16_is_as_precise_as_its_digits_and_does_not_overflow():
     with torch.autocast("cpu", dtype=torch.float16):
         got = run(head_loss, *args)
     torch.testing.assert_close(got, right, rtol=5e-3, atol=1e-4)
-    x, weight, _ = inputs()
+    x, weight = (3000 * args[0].abs()).detach(), torch.zeros(V, C)
     same = torch.zeros(N, dtype=torch.int64)  # the sum of their gradients overflows fp16
     with torch.autocast("cpu", dtype=torch.float16):
-        _, _, grad_weight = run(head_loss, (3000 * x).detach().requires_grad_(), weight, same)
+        grad_weight = run(head_loss, x.requires_grad_(), weight.requires_grad_(), same)[-1]
     assert grad_weight.isfinite().all()
+
+
+def test_the_softmax_of_bf16_logits_is_in_fp32():
+    """The logits are small integers, which are exact in bf16."""
+    x, weight, target_ids = inputs()
+    args = [tensor.detach().round().requires_grad_() for tensor in (x, weight)]
+    exact = run(plain, *args, target_ids)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(run(head_loss, *args, target_ids)[0], exact)
 
 
 def test_loss_and_gradients_equal_the_plain_version():

@@ -132,8 +132,10 @@ def on_text(error=0.01, prompts=None, **values):
         # The text decides, also if another name is clearer on the prompts.
         (on_text(separator=0.7, prompts={"induction": 1}), "separator", "text"),
         (on_text(offset=0.5, induction=0.6, prompts={"offset": 1}), "induction", "text"),
-        # 0.5 is a significance of 0.375, less than three errors of 0.14 / (1 - 0.2)
-        (on_text(offset=0.5, error=0.14, prompts={}), "", None),
+        (on_text(induction=0.2 + 0.8 * 0.26), "induction", "text and prompts"),  # from 0.25 on
+        (on_text(induction=0.2 + 0.8 * 0.24), "", None),
+        # 0.5 is a significance of 0.375, less than three errors of 0.11 / (1 - 0.2)
+        (on_text(offset=0.5, error=0.11, prompts={}), "", None),
         (on_text(offset=0.5, error=0.08, prompts={}), "offset", "text"),
         (on_text(offset=0.5, error=NAN), "", None),  # of a single window
         (on_text(prompts={"previous_token": 1}), "", None),  # a prompt is a short text

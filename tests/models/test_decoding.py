@@ -139,6 +139,8 @@ def test_the_mode_is_restored():
     assert generated_ids(model, PROMPTS, 9) == generated_ids(tiny(), PROMPTS, 9)  # without dropout
     assert all(module.training for module in model.modules())
     assert torch.is_grad_enabled()
+    generated_ids(model.eval(), PROMPTS, 1)
+    assert not any(module.training for module in model.modules())
 
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.9, 0.0, -3.0, 1.2, float("-inf")])
@@ -185,6 +187,17 @@ def test_samples_for_the_smallest_and_the_largest_random_number(monkeypatch, uni
     logits, half = torch.tensor([[-math.inf, 1.0, 1.0, -math.inf]]), Sampling(top_p=0.5)
     assert sample(logits, Sampling(), [None]) == [token]
     assert sample(logits, half, [None]) == [1]
+
+
+def test_the_ids_of_top_k_are_in_the_order_of_ids(monkeypatch):
+    """Not of their logits, which another device may round to another order."""
+    monkeypatch.setattr(torch, "rand", lambda *_, dtype, **__: torch.zeros(1, dtype=dtype))
+    assert sample(torch.tensor([[0.0, 1.0, 3.0, 2.0]]), Sampling(top_k=3), [None]) == [1]
+
+
+def test_no_row_of_a_seed_has_the_random_numbers_of_another_seed():
+    drawn = [g.initial_seed() for n in range(9) for g in Sampling(seed=n).generators(9)]
+    assert len({*drawn}) == 81
 
 
 def chance_of(counts, shares):

@@ -101,6 +101,19 @@ def test_the_named_values_and_the_last_ones_are_read(tmp_path, monkeypatch, caps
     losses = [{"step": n, "loss": loss} for n, loss in ((0, 9.0), (1, 1.0), (2, 0.5), (3, 1 / 3))]
     assert read_rows(path, "loss", "m") == losses
     assert last_values(path) == {"step": 4, "loss": 1 / 3, "m1": []}
-    monkeypatch.setattr("clearhead.files.MAX_LOG_BYTES", 30)
-    assert read_rows(path) == []
+    for limit in ("MAX_LOG_ROWS", "MAX_LOG_BYTES"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"clearhead.files.{limit}", 3)
+            assert read_rows(path) == []
+            assert str(path) in capsys.readouterr().err
+    os.truncate(path, 2**35)  # without blocks on the disk
+    assert (read_rows(path), last_values(path)) == ([], {})
     assert str(path) in capsys.readouterr().err
+
+
+def test_damaged_lines_are_skipped_with_one_line(tmp_path, capsys):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\nnull\n{"step": -1}\n{"step": 2}\n{"step"')  # is being written
+    for _ in range(2):
+        assert read_rows(path) == [{"step": 1}, {"step": 2}]
+    assert capsys.readouterr().err.count("\n") == 1

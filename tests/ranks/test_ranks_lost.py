@@ -16,6 +16,8 @@ from helpers.ranks import (
     COMPARABLE,
     TORCHRUN,
     check_same_bytes,
+    free_port,
+    processes_of,
     rank_of,
     runs_in,
     started,
@@ -103,3 +105,34 @@ def test_torchrun_restarts_killed_ranks_and_resume_is_bit_exact(server, whole, t
     server.run_ranks(tmp_path, *command, f"trainer.max_steps={steps}")
     assert [row["step"] for row in rows(run)] == list(range(steps + 1))
     check_same_bytes(run, whole(way, steps))
+
+
+# Waits, as a slow import does, until torchrun has ended and the process has another parent.
+LATE = """
+import os, sys, time
+parent = os.getppid()
+open("ready" + os.environ["RANK"], "w").close()
+while os.getppid() == parent:
+    time.sleep(0.01)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_ranks_end_if_torchrun_died_before_they_began(tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    with started(write_texts(tmp_path)) as start:
+        agent = [*TORCHRUN, "--standalone", "late.py", REPOSITORY / "train.py"]
+        process = start(*agent, *LONG, "parallel=ddp")
+        wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, process)
+        process.kill()
+        wait_until(lambda: not processes_of(process))
+        assert process.log.read_text().count("parallel.timeout=1000") == 2  # of rank 0 and rank 1
+
+
+def test_a_rank_that_is_alone_on_its_machine_prints_that_no_other_came(server, tmp_path):
+    own = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    settings = (*LONG, "parallel=ddp", "parallel.timeout=1")
+    training = server.start(write_texts(tmp_path), *settings, **own)
+    assert training.wait() == 4
+    assert training.err.count("parallel.timeout=1") == training.err.count("\n") == 1
