@@ -59,6 +59,7 @@ def test_training_says_when_other_programs_use_the_cores(
         counts.append(len(capsys.readouterr().out.splitlines()))
         now[0] += 30
     assert counts[:2] == [0, int(is_slow)]
+    assert sum(counts[:8]) == int(is_slow)
     assert sum(counts) == (3 if is_slow else 0)
 
 
