@@ -93,6 +93,7 @@ def log_row(run: "Run") -> dict[str, float]:
     row, step = run.metrics.row(run.state, rate), run.state.step
     loss, speed = row["train/loss"], row["train/tokens_per_second"]
     run.log.console.step(step, loss, rate, speed, run.stop.progress(step))
+    run.report_speed()
     return row
 
 

@@ -21,6 +21,7 @@ import math
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,13 +31,15 @@ import hydra.utils
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from clearhead.config.command_line import errors_in_one_line
+from clearhead.config.command_line import SYNTAX, errors_in_one_line, wait_passively
 from clearhead.config.schema import Config, known_settings
 from clearhead.config.stored import config_from
 from clearhead.config.validation import unknown_key
@@ -60,6 +63,8 @@ if sys.version_info >= (3, 14) and VERSION:
     # Python 3.14 checks the help text of each option when it is added, and raises for the object
     # that Hydra 1.3 uses in place of a text (hydra issue 3121). Hydra 1.4 does not have it.
     setattr(argparse.ArgumentParser, "_check_help", lambda parser, action: None)  # noqa: B010
+SWEEPS = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
+COMPOSING = threading.Lock()
 MAX_NAME_CHARS = 64  # characters of the sweep's directory name in the names of its runs
 # Hydra raises these for settings; the last three for files, folders and combinations of options.
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
@@ -71,13 +76,24 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError with all problems.
     """
-    of_process = GlobalHydra.instance()  # a program of the user may be a Hydra application itself
-    of_program, of_process.hydra = of_process.hydra, None
-    try:
-        with one_line_each(overrides), hydra.initialize_config_dir(str(CONFIGS), **VERSION):
-            return checked(hydra.compose("config", list(overrides)), overrides)
-    finally:
-        GlobalHydra.instance().hydra = of_program
+    with one_line_each(overrides), own_hydra():
+        return checked(hydra.compose("config", quote_texts(overrides)), overrides)
+
+
+@contextlib.contextmanager
+def own_hydra() -> Iterator[None]:
+    """Initializes Hydra with configs/. The program may be a Hydra application itself: afterwards
+    its Hydra, which is global, is as before."""
+    with COMPOSING:
+        of_process, version = GlobalHydra.instance(), VersionBase.instance()
+        of_program, of_process.hydra = of_process.hydra, None
+        base = version.version_base
+        try:
+            with hydra.initialize_config_dir(str(CONFIGS), **VERSION):
+                yield
+        finally:
+            GlobalHydra.set_instance(of_process)
+            of_process.hydra, version.version_base = of_program, base
 
 
 def checked(values: DictConfig, overrides: Sequence[str]) -> Config:
@@ -118,8 +134,10 @@ def problems_of(error: Exception, overrides: Sequence[str]) -> list[Problem]:
     said = f"{error}\n\n".partition("\n\n")[0]  # the rest is a list of folders or choices
     if isinstance(cause, OmegaConfBaseException):
         said += f": {cause}"
-    key, said = getattr(error, "override", "hydra"), " ".join(said.split())
-    return [Problem(key, NO_VALUE, said or type(error).__name__, "see --help")]
+    key, said, hint = getattr(error, "override", "hydra"), " ".join(said.split()), "see --help"
+    if isinstance(error, OverrideParseException) and "=" in key:
+        hint = f"""as a text: '{key.partition("=")[0]}="TEXT"'"""
+    return [Problem(key, NO_VALUE, said or type(error).__name__, hint)]
 
 
 def override(key: str, text: object) -> str:
@@ -127,6 +145,39 @@ def override(key: str, text: object) -> str:
     if re.fullmatch(r"[\w.+-]*/[\w./+ -]*", str(text), re.ASCII):
         return f"{key}={text}"
     return f"{key}={QuotedString(str(text), Quote.double).with_quotes()}"
+
+
+def quote_texts(overrides: Sequence[str], is_sweep: bool = False) -> list[str]:
+    """Returns the overrides, with quotes for each value that Hydra cannot parse and that does not
+    begin with syntax of Hydra: data.path="小説.txt". Entries of a list and, in a sweep, values
+    between commas are quoted separately."""
+    parser = OverridesParser.create()
+
+    def parses(text: str) -> bool:
+        try:
+            parser.parse_override(text)
+        except HydraException:
+            return False
+        return True
+
+    def quoted(value: str) -> str:
+        if parses(f"_={value}") or SYNTAX.match(value):
+            return value
+        return QuotedString(value.strip(), Quote.double).with_quotes()
+
+    found = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or text.startswith("-") or parses(text):
+            found.append(text)
+            continue
+        entries = re.fullmatch(r"\[(.*)\]", value)
+        if entries:
+            value = f"[{','.join(map(quoted, entries[1].split(',')))}]"
+        else:
+            value = ",".join(map(quoted, value.split(",") if is_sweep else [value]))
+        found.append(f"{key}={value}" if parses(f"{key}={value}") else text)
+    return found
 
 
 # ------------------------------------------------------------------------- the command train.py
@@ -164,9 +215,12 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
     @functools.wraps(run)
     def main() -> None:
         arguments = sys.argv[1:]
+        wait_passively()
         with errors_in_one_line(debug="debug=true" in arguments):
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
             with one_line_each(arguments):
+                is_sweep = not SWEEPS.isdisjoint(arguments)
+                sys.argv[1:] = quote_texts(arguments, is_sweep)
                 hydra.main(str(CONFIGS), "config", **OPTIONS)(task)()
 
     return main

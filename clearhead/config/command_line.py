@@ -51,7 +51,9 @@ from clearhead.files import (
 )
 
 WAIT_FOR_RANK_0 = 10  # seconds
-# Raised for values that are not YAML, such as [a or ${.
+SYNTAX = re.compile(r"\s*[\[{\"']")  # the beginning of a list, a mapping or a quoted text
+NULL = ("", "~", "null", "Null", "NULL")  # in YAML
+# Raised for values that are not YAML, such as [a.
 UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 
 
@@ -157,7 +159,7 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
             values[key] = raw
         else:
             try:
-                values[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"_={raw}"]))["_"]
+                values[key] = yaml_value(raw)
             except UNREADABLE:
                 hint = f"quote a text: '{key}=\"TEXT\"'"
                 problems.append(Problem(key, raw, "not valid YAML", hint))
@@ -166,6 +168,20 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     unreadable = {problem.key for problem in problems}
     refuse(problems + [problem for problem in more if problem.key not in unreadable])
     return config
+
+
+def yaml_value(text: str) -> object:
+    """Returns a value as YAML; the text itself if it is not a number, true, false, null, or the
+    beginning of a list, a mapping or a quoted text. Raises one of UNREADABLE."""
+    is_plain = not SYNTAX.match(text)
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"_={text}"]))["_"]
+    except UNREADABLE:
+        if is_plain:
+            return text
+        raise
+    is_text = not isinstance(value, int | float) and text.strip() not in NULL
+    return text.strip() if is_plain and is_text else value
 
 
 def show_help(schema: type[BaseModel]) -> None:
@@ -194,12 +210,21 @@ def write_out(path: str, content: bytes | Iterable[bytes] | dict, key: str = "ou
 @contextlib.contextmanager
 def command_line() -> Iterator[list[str]]:
     """Yields the arguments of a script. Errors inside are printed as one line per problem."""
+    wait_passively()
     with errors_in_one_line(debug="debug=true" in sys.argv):
         try:
             yield sys.argv[1:]
             print(end="", flush=True)
         except BrokenPipeError:  # `| head` closes stdout; Python would report it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def wait_passively() -> None:
+    """Makes threads of torch that wait for each other sleep instead of occupying a core, unless the
+    user has chosen. Beside other programs, training is then up to ten times as fast (docs/
+    settings.md). Call it before torch is imported, which reads the variable."""
+    if "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @contextlib.contextmanager

@@ -74,6 +74,16 @@ def minimum_before_rise(points: Points) -> tuple[int, float] | None:
     return lowest
 
 
+def is_falling(points: Points) -> bool:
+    """Returns whether a validation loss was still falling at the end: of at least three validations
+    after step 0, the last is lower than the one a tenth of the run before, by more than a rise."""
+    points = finite([point for point in points if point[0] > 0])
+    earlier = [loss for step, loss in points if step <= 0.9 * points[-1][0]]
+    if len(points) < 3 or not earlier:
+        return False
+    return points[-1][1] < earlier[-1] - max(RISE * earlier[-1], RISE_NATS)
+
+
 def charts(rows: list[dict], windows: str = "") -> list[dict]:
     """Returns the charts that have values, as texts and points: {"title", "unit", "sign",
     "from_zero", "lines"}.

@@ -181,10 +181,14 @@ def call_in_thread(what: str, function: Callable):
 
 def rich_console(stderr: bool = False, **options) -> RichConsole:
     """Returns a rich console. It ignores FORCE_COLOR, which would write control codes to a file or
-    a pipe, and Jupyter's terminal for `!python`, which keeps each redraw of a bar."""
-    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    terminal = None if is_terminal and IN_NOTEBOOK not in os.environ else False
-    return RichConsole(stderr=stderr, force_terminal=terminal, force_jupyter=False, **options)
+    a pipe, terminals that cannot redraw a line (TERM=dumb, and Jupyter's for `!python`, which keeps
+    each redraw of a bar), and COLUMNS=0, with which it would print nothing."""
+    can_redraw = (sys.stderr if stderr else sys.stdout).isatty() and IN_NOTEBOOK not in os.environ
+    terminal = None if can_redraw and os.environ.get("TERM") not in ("dumb", "unknown") else False
+    console = RichConsole(stderr=stderr, force_terminal=terminal, force_jupyter=False, **options)
+    if not console.width:
+        console.width = 80
+    return console
 
 
 def duration(seconds: float) -> str:

@@ -15,6 +15,7 @@ from clearhead.config.application import is_single_run
 from clearhead.config.schema import Config
 from clearhead.errors import sanitize, shorten
 from clearhead.files import as_json, atomic_write, last_values, read_rows, script_path
+from clearhead.output.charts import is_falling, points_of
 from clearhead.output.play import PLAY_HTML
 from clearhead.output.report import ROWS, RUN_HTML, result, validation_loss
 from clearhead.output.run_log import RunLog
@@ -76,10 +77,13 @@ def view_command(config: Config) -> str:
 
 
 def results(folder: Path) -> tuple[list[str], bool]:
-    """Returns (the loss as on the page, whether the validation loss has risen)."""
+    """Returns (the loss as on the page, and whether it was still falling; whether it has risen)."""
     rows = read_rows(folder / "metrics.jsonl", *ROWS)
     found = validation_loss(folder, rows)
-    return [text] if (text := result(rows, found)) else [], found.get("risen", False)
+    lines = [text] if (text := result(rows, found)) else []
+    if is_falling(points_of(rows, "val/loss")):
+        lines.append("The validation loss was still falling: more steps would help.")
+    return lines, found.get("risen", False)
 
 
 def times(seconds_of: dict[str, float], seconds: float) -> str:

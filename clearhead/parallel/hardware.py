@@ -2,6 +2,7 @@
 versions, which are published with measurements and recorded by every run.
 """
 
+import contextlib
 import ctypes
 import math
 import os
@@ -10,6 +11,8 @@ import re
 import shlex
 import subprocess
 import sys
+import time
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +31,10 @@ except ImportError:  # Windows
 CGROUP = Path("/sys/fs/cgroup")  # limits of a container
 ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of torch; both are read
 PACKAGES = ("numpy", "tiktoken")
+TASKS = Path("/proc/self/task")  # a folder for each thread of this process, on Linux
+# Without other programs, the threads of a training get 0.98 of the time in which they could run;
+# two threads and an endless loop on two cores get 0.67.
+MIN_SHARE = 0.75
 
 # ------------------------------------------------------------------------ memory of a device
 
@@ -106,6 +113,60 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+# ------------------------------------------------------------------------------- busy cores
+
+
+def thread_times(tasks: Path = TASKS) -> dict[str, tuple[int, int]]:
+    """Returns of each thread of this process the nanoseconds in which it has run, and in which it
+    could run but waited for a core (proc(5), schedstat). {} if unknown, as outside of Linux."""
+    found = {}
+    for file in tasks.glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            ran, waited, _ = file.read_text(encoding="ascii").split()
+            found[file.parent.name] = int(ran), int(waited)
+    return found
+
+
+@dataclass
+class CoreTime:
+    """Finds out whether other programs, or the CPU limit of a container, slow this process down.
+
+    threads: of its operations. tasks: see thread_times.
+    """
+
+    threads: int
+    tasks: Path = TASKS
+    seconds: float = 20.0  # between two measurements
+    lines: int = 3  # at most
+    _since: float = -math.inf
+    _before: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def line(self, now: float | None = None) -> str:
+        """Returns a line for the user if the threads have waited for cores since the last
+        measurement; "" if not, or if there is no new measurement. now: of time.monotonic().
+
+        Threads of this process that wait for each other, as while a checkpoint is written, do not
+        count: together they use the cores."""
+        now = time.monotonic() if now is None else now
+        elapsed = now - self._since
+        if elapsed < self.seconds or not self.lines:
+            return ""
+        before, after = self._before, thread_times(self.tasks)
+        self._since, self._before = now, after
+        both = [(*times, *before.get(thread, (0, 0))) for thread, times in after.items()]
+        ran = sum(new - old for new, _, old, _ in both) / 1e9
+        waited = sum(new - old for _, new, _, old in both) / 1e9
+        cores = min(self.threads, os.cpu_count() or 1)
+        has_waited = ran < MIN_SHARE * (ran + waited) and ran < MIN_SHARE * cores * elapsed
+        if not before or not has_waited:
+            return ""
+        self.lines -= 1
+        self.seconds *= 10
+        share, cause = ran / (ran + waited), "other programs, or a container's limit, use the cores"
+        remedy = "trainer.threads=1 may be faster" if self.threads > 1 else "it slows down"
+        return f"note: {cause}: training got {share:.0%} of the CPU time that it needed; {remedy}"
 
 
 # -------------------------------------------------------------------------------- peak FLOP/s

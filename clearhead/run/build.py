@@ -32,6 +32,7 @@ from clearhead.output.tracker import NoTracker, Tracker
 from clearhead.parallel import device, launch
 from clearhead.parallel.device import build_strategy
 from clearhead.parallel.hardware import (
+    CoreTime,
     environment,
     free_pinned_memory,
     peak_flops,
@@ -125,6 +126,7 @@ def build_components(
         checkpointer=Checkpointer(log.directory, saver, strategy, model, optimizer),
         log=log,
         stop=stop,
+        cores=CoreTime(torch.get_num_threads()) if strategy.device.type == "cpu" else None,
         closing=closing,
         was_finished=bool(inputs.resumed and inputs.resumed.was_finished),
     )

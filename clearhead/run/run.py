@@ -34,6 +34,7 @@ from clearhead.errors import (
 from clearhead.files import as_json, atomic_write, last_values, read_object
 from clearhead.output.run_log import Metrics, RunLog
 from clearhead.output.summary import results, stopped, times, where_to_look, write_summary
+from clearhead.parallel.hardware import CoreTime
 from clearhead.parallel.memory import is_out_of_memory, out_of_memory_error
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator
@@ -60,6 +61,7 @@ class Run:
     checkpointer: Checkpointer
     log: RunLog
     stop: Stop
+    cores: CoreTime | None  # None on a GPU
     closing: contextlib.ExitStack  # closes the components, the last opened first
     was_finished: bool  # whether an earlier process has finished the run
     is_closed: bool = False
@@ -140,6 +142,12 @@ class Run:
         elif self.stop.is_out_of_time(state.step):
             limit = f"trainer.max_minutes={trainer.max_minutes}"
             self.log.console.print(f"{limit}: the run ends after step {state.step:,}")
+
+    def report_speed(self) -> None:
+        """Prints what to expect of a time limit, and when other programs slow the run down."""
+        for line in (self.stop.expectation(self.state.step), self.cores and self.cores.line()):
+            if line:
+                self.log.console.print(line)
 
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics; writes those after the last step to

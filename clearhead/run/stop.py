@@ -27,6 +27,7 @@ FINAL_VALIDATION_FRACTION = 0.02  # of the limit, see evaluation.py
 BYTES_PER_SECOND = 3e8  # at which a checkpoint is written, with its checksums
 EXIT_SECONDS = 2.0  # for the report and the end of the process
 WANDB_EXIT_SECONDS = 5.0  # more for W&B
+FEW_STEPS = 100  # of a new model: GPT-2 small has hardly learned a word (docs/results.md)
 MEASURED = 10  # steps whose mean duration is used
 
 
@@ -61,6 +62,7 @@ class Stop:
         self.targets_per_step, self.max_steps = targets_per_step, trainer.max_steps
         self._sums = lambda: [0.0, limit.used]
         self.last_step = self._expected_steps(state.step)
+        self.has_said, self.starts_trained = state.step > 0, trainer.init_from is not None
         if state.has_ended(trainer):
             self.last_step = state.step
 
@@ -95,6 +97,22 @@ class Stop:
         if step < self.last_step:
             self.last_step = self._expected_steps(step)
         return False
+
+    def expectation(self, step: int) -> str:
+        """Returns a line about the number of steps for which there is time, once in a new run:
+        after a minute or, if that is less, a tenth of the limit; "" before and afterwards."""
+        used, limit = self.used_time(), self.limit
+        is_early = used * limit.seconds < min(60.0, limit.seconds / 10)
+        if self.has_said or step < 2 or not limit.exists or is_early:
+            return ""
+        self.has_said = True
+        expected = (step - 1) / used
+        if expected >= (self.max_steps or math.inf):
+            return ""
+        text = f"about {expected:,.0f} steps in {limit.seconds / 60:g} minutes"
+        if expected >= FEW_STEPS or self.starts_trained:
+            return text
+        return f"{text}: too few to learn from; use a longer limit or a smaller model"
 
     def _expected_steps(self, step: int) -> int:
         """Returns max_steps or, if the time so far allows fewer steps, a power of two above

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import hydra
 import pytest
@@ -18,6 +19,9 @@ from helpers.ranks import check_same_bytes
 from helpers.refusals import refused
 from helpers.runs import train_in
 from helpers.settings import settings
+from hydra.core.global_hydra import GlobalHydra
+from hydra.version import VersionBase
+from packaging.version import Version
 
 import attention
 import train
@@ -93,13 +97,60 @@ def test_free_text():
     for text in ("007", "null", "true", "[a", "[]", "1e3", "@a: b", "* # ${", ""):
         found = parse(GenerateConfig, ['checkpoint="7"', f"prompt={text}", "top_k=null"])
         assert (found.checkpoint, found.prompt, found.top_k) == ("7", text, None)
-    for text in ("7", "null", "[a", "*", "a: b", "${"):
+    for text in ("7", "null", "[a", '"a'):
         assert [key for key, _ in problems_of(parse, GenerateConfig, [f"checkpoint={text}"])] == [
             "checkpoint"
         ]
     given = ["checkpoint=x", 'prompt=["1", "b"]', "compile=true", "ignore_end=true"]
     found = parse(GenerateConfig, given)
     assert (found.prompt, found.compile, found.ignore_end) == (["1", "b"], True, True)
+
+
+NAMES = ["小説.txt", "~/x.txt", "#x.txt", "a #b.txt", "a;b", "a(b.txt", "a (1).txt", "it's", "a=b"]
+NAMES += [
+    "a: b.txt",
+    "*.txt",
+    "&x",
+    "!x",
+    "@x",
+    "%x",
+    "1.txt",
+    "a\\b é",
+    'é"\\',
+    "x{1}",
+    "é:b",
+    "- x",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_without_syntax_is_a_text(in_process, tmp_path, name):
+    """In Python, scripts and train.py, alone and in a list."""
+    runs = []
+    read = hydra_main(lambda config: runs.append(config))
+    for given in (name, f"[{name},b c.txt]"):
+        wanted = given if given == name else [name, "b c.txt"]
+        assert compose([f"data.path={given}", f"data.val_path={given}"]).data.val_path == wanted
+        code, _, err = in_process(read, tmp_path, f"data.path={given}")
+        assert (code, err, runs.pop().data.path) == (0, "", wanted)
+    assert parse(PrepareConfig, [f"data.path={name}", "out=x"]).data.path == name
+
+
+def test_values_without_syntax_in_a_sweep(in_process, tmp_path):
+    runs, sweep = [], ["-m", f"data.path={','.join(NAMES)}", "hydra.sweep.dir=s"]
+    in_process(hydra_main(lambda config: runs.append(config) or 0.0), tmp_path, *sweep)
+    assert [config.data.path for config in runs] == NAMES
+
+
+def test_values_that_hydra_reads_keep_their_meaning():
+    path, given = "data.path=é", ["wandb.tags=[a,1e3,true]", "wandb.group=a,b", "wandb.group=[a"]
+    assert compose([path, "wandb.tags=['a,b',c]", 'name="1"']).wandb.tags == ["a,b", "c"]
+    assert compose([path, "seed=7", "wandb.group=${name}", "name=a\\,b"]).wandb.group == "a,b"
+    for text in (*given, "name=1e3", 'wandb.group="a', "wandb.group={a}.é", "seed=é"):
+        with pytest.raises(ConfigError):
+            compose([path, text])
+    assert [key for key, _ in problems_of(compose, ["data.path=é\udcff.txt"])] == ["data.path"]
+    assert parse(CompareConfig, ["runs=[a,'b c']"]).runs == ["a", "b c"]
 
 
 def problems_of(read, *given) -> list[tuple[str, str]]:
@@ -210,6 +261,23 @@ def test_settings_are_composed_inside_another_hydra_application():
     with hydra.initialize_config_dir(str(CONFIGS), **VERSION):
         assert compose(["data.path=any", "seed=3"]).seed == 3
         assert hydra.compose("config", ["seed=4"]).seed == 4
+
+
+def test_the_hydra_of_a_program_stays_as_it_is():
+    """Also after errors, in threads, and if the program keeps the objects of Hydra."""
+    before, version = GlobalHydra.instance(), VersionBase.instance()
+    hydra.initialize_config_dir(str(CONFIGS), **VERSION)
+    theirs, version.version_base = before.hydra, Version("1.2")
+    try:
+        with pytest.raises(ConfigError):
+            compose(["model=none"])
+        with ThreadPoolExecutor(4) as threads:
+            found = threads.map(lambda seed: compose([f"seed={seed}"]).seed, range(12))
+            assert [*found] == [*range(12)]
+        assert (GlobalHydra.instance() is before, before.hydra is theirs) == (True, True)
+        assert version.getbase() == Version("1.2")
+    finally:
+        before.clear()
 
 
 @pytest.mark.parametrize("arguments", [["generate.py", "--help"], ["-m", "scripts.plan", "--help"]])

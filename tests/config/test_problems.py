@@ -110,7 +110,10 @@ NAMES = {
     "seed=1,2": "hydra",
     "seed=${sead}": "hydra",
     "name=${model}": "name",
-    **{text: text for text in ("foo", "", "name=a\0b", "name=a\nb", "wandb.tags=[a,", "seed=a(b")},
+    "name=a\0b": "name",
+    "name=a\nb": "name",
+    "seed=a(b": "seed",
+    **{text: text for text in ("foo", "", "wandb.tags=[a,", 'wandb.group="a', "name={a}.txt")},
 }
 
 

@@ -46,6 +46,20 @@ def test_a_command_in_a_notebook_has_plain_lines(monkeypatch):
     assert "\x1b" not in terminal.getvalue()
 
 
+WITHOUT_BAR = [("TERM", "dumb", True), ("TERM", "unknown", True), ("COLUMNS", "0", False)]
+
+
+@pytest.mark.parametrize(("variable", "value", "is_terminal"), WITHOUT_BAR)
+def test_lines_are_printed_whatever_the_terminal_can_do(monkeypatch, variable, value, is_terminal):
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    stream = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv(variable, value)
+    print_some(Console(True, 0, 10))
+    assert len(stream.getvalue().splitlines()) == 2
+    assert "2.0000" in stream.getvalue()
+
+
 def test_a_terminal_has_lines_and_a_bar_that_is_cleared(monkeypatch):
     """Also lines of validations and samples."""
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)

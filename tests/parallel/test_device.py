@@ -1,10 +1,14 @@
 """Choice of the device and of the precision, and GPUs that torch cannot use."""
 
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY
+from helpers import REPOSITORY, TIMEOUT, TINY
 from helpers.gpus import pretend_gpus
 from helpers.refusals import printed_keys
 
@@ -17,6 +21,67 @@ GPU = torch.device("cuda", 0)
 
 def problems(device_name="auto") -> list[str]:
     return [key for key, *_ in device.check(device_name)]
+
+
+# --------------------------------------------------------------------------- busy cores
+
+SECOND = 10**9
+# (run, waiting) seconds of each thread in 30 seconds; threads of the training; whether it is slow.
+BUSY = [
+    ({"1": (28, 1), "2": (20, 0)}, 2, False),  # no other program
+    ({"1": (1, 0), "2": (0, 0)}, 2, False),  # waits for something else
+    ({"1": (20, 9), "2": (18, 10)}, 2, True),
+    ({"1": (20, 9), "2": (17, 9), "new": (20, 20)}, 2, False),  # its own third thread
+    ({"1": (15, 15)}, 1, True),
+    ({}, 2, False),  # not Linux
+]
+
+
+@pytest.mark.parametrize(("used", "threads", "is_slow"), BUSY)
+def test_training_says_when_other_programs_use_the_cores(
+    make_run, capsys, tmp_path, monkeypatch, used, threads, is_slow
+):
+    """Files as in /proc/self/task. At most three lines."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+
+    run, counts, now = make_run(), [], [0.0]
+    run.cores = hardware.CoreTime(threads, tmp_path / "task")
+    monkeypatch.setattr(hardware.time, "monotonic", lambda: now[0])
+    capsys.readouterr()
+    for measured in range(100):
+        for thread, (ran, waited) in used.items():
+            before = 0 if thread == "new" else 1000  # seconds of waiting before the training
+            file = tmp_path / "task" / thread / "schedstat"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            times = SECOND * (1 + ran * measured), SECOND * (before + waited * measured)
+            file.write_text("{} {} 5\n".format(*times))
+        run.report_speed()
+        counts.append(len(capsys.readouterr().out.splitlines()))
+        now[0] += 30
+    assert counts[:2] == [0, int(is_slow)]
+    assert sum(counts[:8]) == int(is_slow)
+    assert sum(counts) == (3 if is_slow else 0)
+
+
+LIBGOMP = [("train.py", {}, "0"), ("generate.py", {"GOMP_SPINCOUNT": "7"}, "7")]
+
+
+@pytest.mark.parametrize(("program", "given", "spins"), LIBGOMP)
+def test_threads_that_wait_sleep(tmp_path, program, given, spins):
+    """Unless the user has set it. libgomp prints its settings when it is loaded."""
+    if "libgomp" not in " ".join(map(str, Path(torch.__file__).parent.rglob("lib/libgomp*"))):
+        pytest.skip("torch has another OpenMP library")
+    kept = {name: value for name, value in os.environ.items() if "OMP" not in name}
+    setting = "data.path=none" if program == "train.py" else "checkpoint=none"
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / program, setting],
+        cwd=tmp_path,
+        env=kept | given | {"OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)) == {spins}
 
 
 # ------------------------------------------------------------- a GPU that torch cannot use

@@ -1,5 +1,6 @@
 """What a run prints: its data, commands that the user can run, and the names of heads."""
 
+import json
 import re
 import shlex
 
@@ -8,6 +9,7 @@ import torch
 from helpers import TINY
 
 import train
+from clearhead.output.summary import results
 from scripts.view import ViewConfig
 
 
@@ -23,6 +25,26 @@ def test_a_run_prints_the_command_that_shows_it(in_process, tmp_path, text_file,
             words = shlex.split(command.partition("python -m scripts.view")[2])
             settings = ViewConfig(**dict(word.split("=", 1) for word in words))
             assert settings.runs_dir == folder
+
+
+VALIDATIONS = {  # step -> loss; whether more steps would help
+    "falls": ({0: 5, 10: 4, 20: 3, 30: 2.9}, True),
+    "falls, with a validation just before the last": ({0: 5, 10: 4, 20: 3, 29: 2.9, 30: 2.9}, True),
+    "noise": ({0: 5, 10: 4, 20: 3, 30: 2.98}, False),
+    "at the floor": ({0: 5, 10: 0.1, 20: 0.005, 30: 0.001}, False),
+    "rises": ({0: 5, 10: 3, 20: 2, 30: 2.9}, False),
+    "too few": ({0: 5, 10: 4, 30: 3}, False),
+    "none": ({}, False),
+}
+
+
+@pytest.mark.parametrize("name", VALIDATIONS)
+def test_the_summary_says_whether_the_loss_was_still_falling(tmp_path, name):
+    losses, is_falling = VALIDATIONS[name]
+    rows = [json.dumps({"step": step, "val/loss": loss}) + "\n" for step, loss in losses.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    lines, _ = results(tmp_path)
+    assert len(lines) == (len(losses) > 0) + is_falling
 
 
 HEADS = ("name=a", "model.num_heads=4", "lens=default", "lens.every=1", "trainer.sample_tokens=0")

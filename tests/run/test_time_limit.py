@@ -90,6 +90,23 @@ def test_the_decay_always_ends_in_time(simulated, speed, schedule):
     assert found[highest:] == sorted(found[highest:], reverse=True)
 
 
+LINE = r"about ([\d,]+) steps in 100 minutes(.*)"
+
+
+@pytest.mark.parametrize(("seconds", "is_few"), [(171, True), (20, False)])
+def test_a_run_says_early_how_many_steps_it_will_have(simulated, capsys, seconds, is_few):
+    """Once, in a run that starts with new weights. With fewer steps than trainer.max_steps only."""
+    run, _ = simulated(lambda step: seconds, *LIMITED, "lens=off", "name=a")
+    ((steps, rest),) = re.findall(LINE, capsys.readouterr().out)
+    assert int(steps) == pytest.approx(run.state.step, rel=0.15)
+    assert bool(rest) == is_few
+    simulated(lambda step: seconds, *LIMITED, "lens=off", "trainer.max_steps=3")
+    assert not re.findall(LINE, capsys.readouterr().out)
+    for stop_at in (8, None):  # it is resumed
+        simulated(lambda step: seconds, *LIMITED, "lens=off", "name=b", stop_at=stop_at)
+        assert len(re.findall(LINE, capsys.readouterr().out)) == (stop_at == 8)
+
+
 def test_a_run_whose_steps_become_fast_at_the_end_uses_its_time(simulated):
     """After step 127, there is time for 0.8 steps at the mean speed, and for 10 at the last one."""
     run, _ = simulated(lambda step: 142 if step < 40 else 3.3, *LIMITED, "lens=off")
