@@ -203,8 +203,8 @@ class RankLostError(ClearheadError, RuntimeError):
     def print_on_this_rank(self) -> bool:
         """True for local rank 1 of each machine, as rank 0 may be the rank that died, and for a
         rank that is alone on its machine, as far as the launcher tells."""
-        local, ranks = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE", "1")
-        return "1" in (local, ranks)
+        is_alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+        return is_alone or os.environ.get("LOCAL_RANK") == "1"
 
 
 class OtherRankError(ClearheadError, RuntimeError):

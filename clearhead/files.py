@@ -23,7 +23,7 @@ from clearhead.errors import RunError, best_effort, sanitize
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_NESTING = 100  # far below the recursion limit of functions that copy or compare values
-MAX_LOG_BYTES, MAX_LOG_ROWS = 2**28, 2**21  # larger logs are not read
+MAX_LOG_BYTES = 2**28  # larger logs are not read
 
 
 def script_path(name: str) -> str:
@@ -240,9 +240,6 @@ def read_rows(path: Path, *keys: str) -> list[dict]:
             kept = {key: row[key] for key in keys if isinstance(row.get(key), float | int | str)}
             row = kept and {"step": row["step"]} | kept
         rows += [row] if row else []
-        if len(rows) > MAX_LOG_ROWS:
-            print_once(f"{path}: not read, because it has more than {MAX_LOG_ROWS:,} rows")
-            return []
     return sorted(rows, key=lambda row: row["step"])
 
 

@@ -20,17 +20,18 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .prompts import Prompt
-from .schema import COUNT, check, indices, note, numbers
+from .schema import COUNT, OPTIONAL, check, index, items, note
 from .statistics import OFFSETS, STATISTICS
 
-# In heads.py, which imports this file: ALL_NAMES ("", targets, "positional", "uniform") and PLACES.
-NUM_NAMES, NUM_PLACES = 3 + sum(of.of == "targets" for of in STATISTICS.values()), 3
-MAX_FILE, MAX_LINE, MAX_ROWS = 2**28, 2**22, 100_000  # bytes, bytes, rows that are read
+# The indices of a row are below these. heads.py, which imports this file, has the names ("", the
+# statistics of targets, "positional", "uniform") and the places.
+BELOW = {"names": 3 + sum(of.of == "targets" for of in STATISTICS.values()), "places": 3}
+BELOW |= {"offsets": OFFSETS[-1] + 1}
+MAX_FILE, MAX_LINE = 2**28, 2**22  # bytes that are read
 
 
 @dataclass
@@ -109,26 +110,24 @@ def row_values(row: Row) -> dict:
     errors = {key: json_values(value) for key, value in row.errors.items()}
     losses = [json_values(of_prompt) for of_prompt in row.losses]
     found = {"step": row.step, **values, "errors": errors, "losses": losses}
-    return found | {key: getattr(row, key).tolist() for key in ("names", "places", "offsets")}
+    return found | {key: getattr(row, key).tolist() for key in BELOW}
 
 
 def row_of(values: dict) -> Row:
     """Returns the row of `row_values`. Raises an exception of any class for another value, also for
     a row with other statistics."""
-    of_all = values[next(iter(STATISTICS))]
-    of_heads = numbers(len(of_all) or 1, len(of_all[0]) or 1)
-    known_errors = [key for key in values["errors"] if key in STATISTICS]
-    kind: dict[str, Any] = dict.fromkeys(STATISTICS, of_heads)
-    kind |= {"step": COUNT, "losses": numbers(None, None)}
-    kind |= {"errors": dict.fromkeys(known_errors, of_heads)}
-    known = {"names": NUM_NAMES, "places": NUM_PLACES, "offsets": OFFSETS[-1] + 1}
-    kind |= {key: indices(below, *of_heads.lengths) for key, below in known.items()}
-    check(values, kind, "row")
+    first = values[next(iter(STATISTICS))]
+    shape = len(first) or 1, len(first[0]) or 1
+    of_heads = items(OPTIONAL, *shape)
+    of_errors = {key: of_heads for key in values["errors"] if key in STATISTICS}
+    kind = dict.fromkeys(STATISTICS, of_heads) | {"step": COUNT, "errors": of_errors}
+    kind |= {key: items(index(below), *shape) for key, below in BELOW.items()}
+    check([values], kind | {"losses": items(OPTIONAL, None, None)}, "row")
     found = {key: np.array(values[key], np.float32) for key in STATISTICS}
     losses = [np.array(of_prompt, np.float32) for of_prompt in values["losses"]]
-    errors = {key: np.array(values["errors"][key], np.float32) for key in known_errors}
+    errors = {key: np.array(values["errors"][key], np.float32) for key in of_errors}
     row = Row(values["step"], found, losses, errors)
-    for key in known:
+    for key in BELOW:
         setattr(row, key, np.array(values[key], np.int64))
     return row
 
@@ -140,9 +139,8 @@ def read_history(file: Path) -> list[Row]:
         return []
     rows, damaged = [], 0
     with open(file, "rb") as lines:
-        # Pieces of a longer line are not valid JSON.
-        while line := lines.readline(MAX_LINE):
-            if lines.tell() > MAX_FILE or len(rows) == MAX_ROWS:
+        while line := lines.readline(MAX_LINE):  # pieces of a longer line are not valid JSON
+            if lines.tell() > MAX_FILE:
                 note(f"{file}: only its first {len(rows):,} rows are used, because it is too large")
                 break
             try:

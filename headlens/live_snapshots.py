@@ -9,10 +9,10 @@
 A server sends these to page/live.js. Links are not followed.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +52,7 @@ class LiveSnapshots:
 
     def version(self) -> str:
         files = self._files()
-        known = [*files, *_regular(self.folder / "statistics.jsonl")]
+        known = [*files, *_found(self.folder / "statistics.jsonl")]
         return hashlib.sha256(repr(known).encode()).hexdigest()[:16] if files else ""
 
     def data(self) -> bytes:
@@ -60,8 +60,7 @@ class LiveSnapshots:
         FileNotFoundError without a snapshot that can be read."""
         version, files = self.version(), self._files()
         last = _last(files)
-        files = [file for file in files if file.step <= last.step]
-        chosen = steadily_spaced(files, most_frames(_read(last)))
+        chosen = steadily_spaced(files[: files.index(last) + 1], most_frames(_read(last)))
         same = [file for file in chosen if _subject(file) == _subject(last)]
         frames = [{"step": file.step, "address": file.address} for file in same]
         history = read_history(self.folder / "statistics.jsonl")
@@ -82,7 +81,7 @@ class LiveSnapshots:
         return _picture(_last(self._files()))
 
     def _files(self) -> list[File]:
-        return [file for path in snapshot_files(self.folder) for file in _regular(path)]
+        return [file for path in snapshot_files(self.folder) for file in _found(path)]
 
 
 def _last(files: list[File]) -> File:
@@ -103,16 +102,11 @@ def steadily_spaced(items: list, most: int) -> list:
     return items[:-1][::every] + items[-1:]
 
 
-def _regular(path: Path) -> Iterator[File]:
-    """Yields the file at a path if there is one, and it is no link, FIFO or device."""
-    try:
+def _found(path: Path) -> Iterator[File]:
+    """Yields the file at a path if there is one."""
+    with contextlib.suppress(OSError):
         found = path.lstat()
-    except OSError:
-        return
-    if stat.S_ISREG(found.st_mode):
         yield File(path, found.st_mtime_ns, found.st_size)
-    elif step_of(path) >= 0:
-        snapshot_of(path)  # prints that it is not shown
 
 
 @functools.lru_cache(2)

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from .heads import ALL_NAMES, title_of
-from .snapshot_data import SnapshotData, from_codes, read_snapshot, snapshot_files, to_codes
+from .snapshot_data import SnapshotData, from_codes, last_snapshot, read_snapshot, to_codes
 from .statistics import uniform_attention
 
 MATCHED_FROM = 0.5  # smallest similarity of a match
@@ -55,9 +55,10 @@ def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:
     single snapshot files. Raises ValueError for a run that cannot be read or compared."""
     last_of = []
     for path in paths:
-        if not (files := [path] if path.suffix == ".npz" else snapshot_files(path)):
+        last = read_snapshot(path) if path.suffix == ".npz" else last_snapshot(path)
+        if not last:
             raise ValueError(f"{path} has no snapshots")
-        last_of.append(read_snapshot(files[-1]))
+        last_of.append(last)
     shapes = {last.row.names.shape for last in last_of}
     if len(shapes) > 1:
         raise ValueError(f"the runs have different numbers of (layers, heads): {sorted(shapes)}")

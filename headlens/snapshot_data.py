@@ -30,14 +30,17 @@ import numpy as np
 from torch import Tensor
 
 from .ablation import COLUMNS
-from .heads import ALL_NAMES
+from .heads import KINDS
 from .history import Row, atomic_write, row_of, row_values
 from .prompts import Prompt
-from .schema import COUNT, NUMBER, Kind, check, indices, note, numbers, texts
+from .schema import COUNT, FLAG, NUMBER, OPTIONAL, TEXT, Value, check, index, items, note
 from .statistics import STATISTICS
 
 FORMAT = 3
 CONTEXTS = 5  # cells that a head moves most, and cells at random
+UNIFORM = dict.fromkeys(
+    STATISTICS, OPTIONAL
+)  # the kind, see schema.py, of their values for uniform attention
 MAX_BYTES, MAX_JSON_BYTES = 2**30, 2**25  # uncompressed; a JSON object takes 30 times its bytes
 
 
@@ -94,26 +97,22 @@ class SnapshotData:
         ]
 
 
-def step_of(path: Path) -> int:
-    """Returns the step in the name of a snapshot of a run; -1 for another name."""
-    found = re.fullmatch(r"step_([0-9]{1,15})\.npz", path.name)
-    return int(found[1]) if found else -1
-
-
 def snapshot_files(folder: Path) -> list[Path]:
     """Returns the snapshots of a run in the order of their steps. folder: runs/NAME/attention."""
-    return sorted((path for path in folder.glob("step_*.npz") if step_of(path) >= 0), key=step_of)
+    return sorted(folder.glob(f"step_{'[0-9]' * 8}.npz"))
+
+
+def step_of(path: Path) -> int:
+    """Returns the step in the name of a snapshot of a run."""
+    return int(path.stem.removeprefix("step_"))
 
 
 def snapshot_of(path: Path) -> SnapshotData | None:
     """Returns a snapshot of a run. Prints a line on stderr and returns None for a file that cannot
     be read, has the step of another name, or is a link: all others of the run can be shown."""
     try:
-        if path.is_symlink():
-            raise ValueError(f"{path} is a link")
-        data = read_snapshot(path)
-        if data.step != step_of(path):
-            raise ValueError(f"{path} has the data of step {data.step}")
+        if path.is_symlink() or (data := read_snapshot(path)).step != step_of(path):
+            raise ValueError(f"{path} is a link or has the data of another step")
         return data
     except ValueError as error:
         return note(f"{error}; it is not shown; remove it, or copy it again")
@@ -157,10 +156,9 @@ def read_snapshot(path: str | Path) -> SnapshotData:
     """Reads a snapshot file. Raises ValueError for any other file, also of another format."""
     path = Path(path)
     try:
-        if not path.is_file():  # opening a FIFO would wait for a writer
-            raise ValueError("not a file")
-        if path.stat().st_size > MAX_BYTES:  # its directory may be as large
-            raise ValueError("is too large")
+        # Opening a FIFO would wait for a writer, and the directory in a file may be as large as it.
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"not a file of at most {MAX_BYTES:,} bytes")
         with ZipFile(path) as file:
             sizes = {part.filename: part.file_size for part in file.infolist()}
             if sum(sizes.values()) > MAX_BYTES or sizes["json.npy"] > MAX_JSON_BYTES:
@@ -171,17 +169,19 @@ def read_snapshot(path: str | Path) -> SnapshotData:
 
 
 def _read(file: ZipFile) -> SnapshotData:
-    values = json.loads(_array(file, "json").tobytes().decode())
+    values = json.loads(_array(file, "json").tobytes())
     if values["format"] != FORMAT:
         raise ValueError(f"format {values['format']}, not {FORMAT}")
-    prompts = [_prompt(prompt) for prompt in values["prompts"]]
-    row = row_of(values["row"])
     if (values["ablation"] or {}).get("method") == "estimate":  # of earlier versions
         values["ablation"] = None
-    _check(values, row, prompts)
+    prompts, row = [_prompt(prompt) for prompt in values["prompts"]], row_of(values["row"])
     shape, contexts = row.names.shape, None
+    check([values], _kind(prompts, *shape), "json")
+    names = [group["name"] for group in (values["ablation"] or {}).get("groups", ())]
+    if not {*names, *values["details"].get("without", ())} <= KINDS.keys():
+        raise ValueError("unknown name of heads")
     codes = [_array(file, f"weights_{n}", *shape, _cells(p)) for n, p in enumerate(prompts)]
-    with_norms = prompts if "largest_norms" in values["details"] else []
+    with_norms = prompts if values["details"].get("largest_norms") else []
     norms = [_array(file, f"norms_{n}", *shape, p.shown) for n, p in enumerate(with_norms)]
     if found := values.get("contexts"):
         cells = _array(file, "cells", *shape, 2, CONTEXTS, 3, dtype=np.int16)
@@ -199,95 +199,81 @@ def _read(file: ZipFile) -> SnapshotData:
 
 def _array(file: ZipFile, key: str, *shape: int, dtype: type = np.uint8) -> np.ndarray:
     """Reads an array; without a shape, of one dimension. Raises ValueError, before its data is
-    read, if its header is not that of numpy for this type and shape, or its data has another size.
-    """
-    part, of_item = file.getinfo(f"{key}.npy"), np.dtype(dtype)
+    read, if it has another type, shape or size."""
+    part = file.getinfo(f"{key}.npy")
     with file.open(part) as content:
-        start = content.read(10)
-        header = start[:8] + content.read(int.from_bytes(start[8:], "little")).rstrip()
+        np.lib.format.read_magic(content)
+        header = np.lib.format.read_array_header_1_0(content)
         size = part.file_size - content.tell()
         shape = shape or (size,)
-        found = f"{{'descr': {of_item.str!r}, 'fortran_order': False, 'shape': {shape}, }}"
-        if header != b"\x93NUMPY\1\0" + found.encode():
-            raise ValueError(f"{key} has another type or shape")
-        if size != math.prod(shape) * of_item.itemsize:
-            raise ValueError(f"{key} has another size")
+        if header != (shape, False, dtype) or size != math.prod(shape) * header[2].itemsize:
+            raise ValueError(f"{key} has another type, shape or size")
         return np.frombuffer(bytearray(content.read()), dtype).reshape(shape)
+
+
+def _prompt(values: dict) -> Prompt:
+    count = len(values["token_ids"]) or 1
+    kind = {"name": TEXT, "text": TEXT, "token_ids": items(index(2**63), count)}
+    kind |= {"tokens": items(TEXT, count), "truncated": FLAG, "period": index((count + 1) // 2)}
+    kind |= {"num_symbols": Value((int,), bool(values["period"]), 2**53)}
+    check([values], kind | {"uniform": values["uniform"] and UNIFORM}, "prompt")
+    if not re.fullmatch(r"[^/\\\0]{1,100}", values["name"]):  # a part of the names of images
+        raise ValueError("the name of a prompt cannot be a part of a file name")
+    return Prompt(**values)
 
 
 def _cells(prompt: Prompt) -> int:
     return prompt.shown * (prompt.shown + 1) // 2
 
 
-def _prompt(values: dict) -> Prompt:
-    count = len(values["token_ids"])
-    kind = {"name": texts(), "text": texts(), "token_ids": indices(2**63, count)}
-    kind |= {"tokens": texts(count), "truncated": Kind((bool,)), "uniform": {}}
-    kind |= {"period": indices(max(1, (count + 1) // 2)), "num_symbols": COUNT}
-    check(values, kind, "prompt")
-    prompt = Prompt(**values)
-    check(prompt.uniform, dict.fromkeys(prompt.uniform and STATISTICS, numbers()), "uniform")
-    "".join([prompt.name, prompt.text, *prompt.tokens]).encode()  # raises for lone surrogates
-    is_name = re.fullmatch(r"[^/\\\0]{1,100}", prompt.name)  # a part of the names of images
-    if not (count and is_name and bool(prompt.num_symbols) >= bool(prompt.period)):
-        raise ValueError("a prompt is out of range")
-    return prompt
-
-
-def _check(values: dict, row: Row, prompts: list[Prompt]) -> None:
-    """Raises ValueError if a value beside `row` and `prompts` has another type, length or range."""
-    (layers, heads), of_all, many = row.names.shape, row.names.size, len(prompts)
-    following = [len(prompt.token_ids) - 1 for prompt in prompts]
-    if not prompts or [len(losses) for losses in row.losses] not in ([], following):
-        raise ValueError("row.losses has another length")
+def _kind(prompts: list[Prompt], layers: int, heads: int) -> dict:
+    """Returns the kind of `json`, see schema.py, except for what _prompt and row_of check."""
+    many, of_all = len(prompts), layers * heads
+    of_heads = items(OPTIONAL, of_all)
+    losses = [items(OPTIONAL, len(p.token_ids) - 1) for p in prompts]
+    codes = [items(index(256), _cells(p)) for p in prompts]
+    drawn = {"codes": codes, "values": items(OPTIONAL, many)}
+    without = dict.fromkeys(COLUMNS, OPTIONAL) | {COLUMNS[0]: NUMBER}
 
     def predictions(found: dict) -> dict:
         count, likely = len(found["tokens"]), len(found["of_prompts"][0]["tokens"][0])
         of_prompts = [
             {
-                "losses": numbers(min(p.shown, len(p.token_ids) - 1)),
-                "tokens": indices(count, p.shown, likely),
-                "probabilities": numbers(p.shown, likely),
+                "losses": items(OPTIONAL, min(p.shown, len(p.token_ids) - 1)),
+                "tokens": items(index(count), p.shown, likely),
+                "probabilities": items(OPTIONAL, p.shown, likely),
             }
             for p in prompts
         ]
-        return {"tokens": texts(count), "of_prompts": of_prompts}
+        attention = {f"{name}?": drawn for name in KINDS}
+        return {"tokens": items(TEXT, count), "of_prompts": of_prompts, "attention?": attention}
 
-    def without(found: dict) -> dict:
-        codes, values = [indices(256, _cells(p)) for p in prompts], numbers(many)
-        drawn = {n: {"codes": codes, "values": values} for n in found.get("attention") or ()}
-        return predictions(found) | ({"attention": drawn} if drawn else {})
+    def pairs(found: dict) -> dict:
+        pair = [index(len(found["texts"])), COUNT]
+        of_head = {"links": COUNT, "keys": items([*pair, items(pair, None)], None)}
+        texts = items(TEXT, None)
+        return {"queries": COUNT, "texts": texts, "of_heads": items(of_head, of_all)}
 
-    details, removed, about = values["details"], values["ablation"], values.get("contexts")
-    kinds: dict[str, Any] = {"statistics": [dict.fromkeys(STATISTICS, numbers(of_all))] * many}
-    if "largest_norms" in details:
-        kinds["largest_norms"] = numbers(many, of_all)
-    if "predictions" in details:
-        kinds["predictions"] = predictions(details["predictions"])
-    if "without" in details:
-        kinds["without"] = {name: without(found) for name, found in details["without"].items()}
-    kinds = {"run": texts(), "uniform": dict.fromkeys(STATISTICS, numbers()), "details": kinds}
-    if removed:
-        result = dict.fromkeys(COLUMNS, numbers()) | {COLUMNS[0]: NUMBER}
-        place = {"layer": indices(layers), "head": indices(heads)}
-        groups = [{"name": texts(), "heads": COUNT} | result] * len(removed["groups"])
-        kinds["ablation"] = {"windows": COUNT, "targets": COUNT, "loss": NUMBER}
-        kinds["ablation"] |= {"heads": [place | result] * of_all, "groups": groups}
-    if about:
-        kinds["contexts"] = {"text_name": texts(), "tokens": texts(None, None)}
-    check(values, kinds, "json")
-    groups = removed["groups"] if removed else []
-    if not {*details.get("without", ()), *(group["name"] for group in groups)} <= {*ALL_NAMES}:
-        raise ValueError("unknown name of heads")
-    if pairs := (about or {}).get("pairs"):
-        pair = [indices(len(pairs["texts"])), COUNT]
-        of_heads = [
-            {"links": COUNT, "keys": [[*pair, [pair] * len(found)] for *_, found in each["keys"]]}
-            for each in pairs["of_heads"]
-        ]
-        check(pairs, {"queries": COUNT, "texts": texts(None), "of_heads": of_heads}, "pairs")
-        if len(of_heads) != of_all:
-            raise ValueError("pairs has another length")
+    return {
+        "run": TEXT,
+        "prompts": items({}, many or 1),
+        "row": {"losses": lambda found: found and losses},
+        "uniform": UNIFORM,
+        "details": {
+            "statistics": items(dict.fromkeys(STATISTICS, of_heads), many),
+            "largest_norms?": items(of_heads, many),
+            "predictions?": predictions,
+            "without?": {f"{name}?": predictions for name in KINDS},
+        },
+        "ablation?": {
+            "windows": COUNT,
+            "targets": COUNT,
+            "loss": NUMBER,
+            "heads": items({"layer": index(layers), "head": index(heads)} | without, of_all),
+            "groups": items({"name": TEXT, "heads": COUNT} | without, None),
+        },
+        "contexts?": {"text_name": TEXT, "tokens": items(TEXT, None, None), "pairs?": pairs},
+    }
 
 
 def to_codes(attn_weights: Tensor) -> Tensor:

@@ -302,7 +302,7 @@ def test_run_directory(make_run, tmp_path):
         assert {"train/loss", "train/learning_rate", "train/grad_norm"} <= row.keys()
         assert ("val/loss" in row) == (row["step"] % 2 == 0)
     pictures = [path for value in steps[3].values() if isinstance(value, list) for path in value]
-    assert len(pictures) == 4 + 1 + 1  # of prompts, of the clearest head, animated
+    assert len(pictures) == 4 + 1  # of prompts, of the clearest head
     assert all((folder / path).is_file() for path in pictures)
     assert [json.loads(s)["step"] for s in (folder / "samples.jsonl").open()] == [2, 4]
     texts = {run.evaluator.sample(run.model, step)["text"] for step in (2, 4)}

@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections import Counter
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -118,55 +118,45 @@ def keep_freed_memory() -> None:
 # ------------------------------------------------------------------------------- busy cores
 
 
-def thread_times(tasks: Path = TASKS) -> dict[str, tuple[int, int]]:
+def thread_times() -> tuple[Counter[str], Counter[str]]:
     """Returns of each thread of this process the nanoseconds in which it has run, and in which it
-    could run but waited for a core (proc(5), schedstat). {} if unknown, as outside of Linux."""
-    found = {}
-    for file in tasks.glob("*/schedstat"):
+    could run but waited for a core (proc(5), schedstat); nothing outside of Linux."""
+    ran, waited = Counter(), Counter()
+    for file in TASKS.glob("*/schedstat"):
         with contextlib.suppress(OSError):  # the thread has just ended
-            ran, waited, _ = file.read_text(encoding="ascii").split()
-            found[file.parent.name] = int(ran), int(waited)
-    return found
+            thread, (first, second, _) = file.parent.name, file.read_text(encoding="ascii").split()
+            ran[thread], waited[thread] = int(first), int(second)
+    return ran, waited
 
 
-@dataclass
 class CoreTime:
     """Finds out whether other programs, or the CPU limit of a container, slow this process down.
 
-    threads: of its operations. tasks: see thread_times.
+    threads: of its operations.
     """
 
-    threads: int
-    tasks: Path = TASKS
-    seconds: float = 20.0  # between two measurements
-    lines: int = 3  # at most
-    _since: float = -math.inf
-    _before: dict[str, tuple[int, int]] = field(default_factory=dict)
+    def __init__(self, threads: int):
+        self.threads = threads
+        self.seconds = 20.0  # between two measurements; ten times as many after each line
+        self.since, self.before = time.monotonic(), thread_times()
 
-    def line(self, now: float | None = None) -> str:
+    def line(self) -> str:
         """Returns a line for the user if the threads have waited for cores since the last
-        measurement; "" if not, or if there is no new measurement. now: of time.monotonic().
-
-        Threads of this process that wait for each other, as while a checkpoint is written, do not
-        count: together they use the cores."""
-        now = time.monotonic() if now is None else now
-        elapsed = now - self._since
-        if elapsed < self.seconds or not self.lines:
+        measurement; "" if not, or if there is no new measurement."""
+        elapsed = time.monotonic() - self.since
+        if elapsed < self.seconds:
             return ""
-        before, after = self._before, thread_times(self.tasks)
-        self._since, self._before = now, after
-        both = [(*times, *before.get(thread, (0, 0))) for thread, times in after.items()]
-        ran = sum(new - old for new, _, old, _ in both) / 1e9
-        waited = sum(new - old for _, new, _, old in both) / 1e9
+        before, self.before = self.before, thread_times()
+        self.since += elapsed
+        ran, waited = ((n - o).total() / 1e9 for n, o in zip(self.before, before, strict=True))
         cores = min(self.threads, os.cpu_count() or 1)
-        has_waited = ran < MIN_SHARE * (ran + waited) and ran < MIN_SHARE * cores * elapsed
-        if not before or not has_waited:
+        # Threads of this process that wait for each other use all cores: no other program does.
+        if ran >= MIN_SHARE * min(ran + waited, cores * elapsed):
             return ""
-        self.lines -= 1
         self.seconds *= 10
-        share, cause = ran / (ran + waited), "other programs, or a container's limit, use the cores"
-        remedy = "trainer.threads=1 may be faster" if self.threads > 1 else "it slows down"
-        return f"note: {cause}: training got {share:.0%} of the CPU time that it needed; {remedy}"
+        cause = "other programs, or a container's limit, use the cores"
+        text = f"note: {cause}: training got {ran / (ran + waited):.0%} of the CPU time it needed"
+        return text + "; trainer.threads=1 may be faster" * (self.threads > 1)
 
 
 # -------------------------------------------------------------------------------- peak FLOP/s

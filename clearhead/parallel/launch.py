@@ -166,17 +166,15 @@ def _rendezvous(limit: datetime.timedelta) -> tuple["Store", int, int]:
 
 
 def _answers(address: str, port: int, of_torchrun: bool) -> bool:
-    """Returns whether a server accepts connections within a second. Raises TimeoutError if it was
-    that of torchrun, which is there before the ranks: torchrun has ended, maybe so early that
-    PARENT_PID is already another process."""
+    """Returns whether a server accepts connections within a second. Raises TimeoutError if that of
+    torchrun, which is there before the ranks, does not exist: torchrun has ended, maybe so early
+    that PARENT_PID is another process."""
     try:
         socket.create_connection((address, port), timeout=1).close()
         return True
-    except ConnectionRefusedError as error:
-        if of_torchrun:
+    except OSError as error:
+        if of_torchrun and isinstance(error, ConnectionRefusedError):
             raise TimeoutError("torchrun has ended") from error
-        return False
-    except OSError:
         return False
 
 

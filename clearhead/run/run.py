@@ -65,8 +65,7 @@ class Run:
     closing: contextlib.ExitStack  # closes the components, the last opened first
     was_finished: bool  # whether an earlier process has finished the run
     is_closed: bool = False
-    # By file: why it could not be written, although a finished run has it.
-    errors: dict[str, list[Exception]] = field(default_factory=dict)
+    errors: list[Exception] = field(default_factory=list)  # when validation.json was written
 
     @property
     def directory(self) -> Path:
@@ -161,7 +160,8 @@ class Run:
             self.log.console.validation(step, row)
         if final := self.evaluator.final:
             if self.strategy.is_rank_0:
-                with self._written(VALIDATION_JSON):
+                what = f"{VALIDATION_JSON}: could not be written"
+                with best_effort(what, self.config.debug) as self.errors:
                     atomic_write(self.directory / VALIDATION_JSON, as_json(final))
             names = ("loss", "loss_error", "windows")
             self.log.tracker.summary({f"final_val_{name}": final[name] for name in names})
@@ -183,13 +183,6 @@ class Run:
             if self.lens.is_due(step, step):
                 with self.log.timed("attention snapshots"):
                     self.lens.snapshot(self.model, step)
-
-    @contextlib.contextmanager
-    def _written(self, name: str) -> Iterator[None]:
-        """Prints an error of the enclosed code, which writes a file that a finished run has."""
-        what = f"{name}: could not be written"
-        with best_effort(what, self.config.debug) as self.errors[name]:
-            yield
 
     def finish(self, seconds: float) -> dict | None:
         """Waits for the last checkpoint, uploads the model, prints a summary, ends the W&B run, and
@@ -224,17 +217,12 @@ class Run:
             return None
         if self.was_finished:
             return read_object(folder / SUMMARY_JSON)
-        self.errors["attention"] = [e for e in self.lens.errors if isinstance(e, OSError)]
-        summary = None
-        if not any(self.errors.values()):
-            with self._written(SUMMARY_JSON):
-                started = self.stop.limit.started
-                summary = write_summary(folder, self.config, state, started, seconds_of)
-        if names := [name for name, errors in self.errors.items() if errors]:
-            reason = f"the run is not finished: {', '.join(names)} could not be written"
-            hint = "free disk space and rerun the same command"
-            raise RunError("name", folder.name, reason, hint)
-        return summary
+        if not (self.errors or any(isinstance(error, OSError) for error in self.lens.errors)):
+            started = self.stop.limit.started
+            with best_effort(f"{SUMMARY_JSON}: could not be written", debug):
+                return write_summary(folder, self.config, state, started, seconds_of)
+        reason = "the run is not finished: files of its end could not be written"
+        raise RunError("name", folder.name, reason, "free disk space and rerun the same command")
 
     def exit(self) -> None:
         """Ends the process after a stop signal: prints where the checkpoint is and how to resume

@@ -62,7 +62,8 @@ class Stop:
         self.targets_per_step, self.max_steps = targets_per_step, trainer.max_steps
         self._sums = lambda: [0.0, limit.used]
         self.last_step = self._expected_steps(state.step)
-        self.has_said, self.starts_trained = state.step > 0, trainer.init_from is not None
+        self.has_said = state.step > 0 or not limit.exists
+        self.few_steps = FEW_STEPS if trainer.init_from is None else 0
         if state.has_ended(trainer):
             self.last_step = state.step
 
@@ -101,18 +102,16 @@ class Stop:
     def expectation(self, step: int) -> str:
         """Returns a line about the number of steps for which there is time, once in a new run:
         after a minute or, if that is less, a tenth of the limit; "" before and afterwards."""
-        used, limit = self.used_time(), self.limit
-        is_early = used * limit.seconds < min(60.0, limit.seconds / 10)
-        if self.has_said or step < 2 or not limit.exists or is_early:
+        used, seconds = self.used_time(), self.limit.seconds
+        if self.has_said or used < min(60 / seconds, 0.1):
             return ""
         self.has_said = True
         expected = (step - 1) / used
         if expected >= (self.max_steps or math.inf):
             return ""
-        text = f"about {expected:,.0f} steps in {limit.seconds / 60:g} minutes"
-        if expected >= FEW_STEPS or self.starts_trained:
-            return text
-        return f"{text}: too few to learn from; use a longer limit or a smaller model"
+        hint = ": too few to learn from; use a longer limit or a smaller model"
+        text = f"about {expected:,.0f} steps in {seconds / 60:g} minutes"
+        return text + hint * (expected < self.few_steps)
 
     def _expected_steps(self, step: int) -> int:
         """Returns max_steps or, if the time so far allows fewer steps, a power of two above

@@ -13,7 +13,7 @@ from helpers.stories import a_story
 
 from headlens import folder_page, last_snapshot, read_snapshot, snapshot_bytes
 from headlens.heads import ALL_NAMES, PLACES
-from headlens.history import MAX_LINE, NUM_NAMES, NUM_PLACES, History, read_history
+from headlens.history import BELOW, MAX_LINE, History, read_history
 from headlens.live_snapshots import LiveSnapshots
 from headlens.snapshot_data import write_snapshot
 
@@ -180,7 +180,7 @@ def test_a_damaged_row_is_skipped_with_one_line(tmp_path, capsys, kind):
 
 
 def test_the_number_of_names_and_places():
-    assert (len(ALL_NAMES), len(PLACES)) == (NUM_NAMES, NUM_PLACES)
+    assert (len(ALL_NAMES), len(PLACES)) == (BELOW["names"], BELOW["places"])
 
 
 def test_statistics_of_many_bytes_are_not_read_into_memory(tmp_path, monkeypatch, capsys):

@@ -43,10 +43,8 @@ def test_training_says_when_other_programs_use_the_cores(
 ):
     """Files as in /proc/self/task. At most three lines."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-
+    monkeypatch.setattr(hardware, "TASKS", tmp_path / "task")
     run, counts, now = make_run(), [], [0.0]
-    run.cores = hardware.CoreTime(threads, tmp_path / "task")
-    monkeypatch.setattr(hardware.time, "monotonic", lambda: now[0])
     capsys.readouterr()
     for measured in range(100):
         for thread, (ran, waited) in used.items():
@@ -55,6 +53,9 @@ def test_training_says_when_other_programs_use_the_cores(
             file.parent.mkdir(parents=True, exist_ok=True)
             times = SECOND * (1 + ran * measured), SECOND * (before + waited * measured)
             file.write_text("{} {} 5\n".format(*times))
+        if measured == 0:
+            monkeypatch.setattr(hardware.time, "monotonic", lambda: now[0])
+            run.cores = hardware.CoreTime(threads)
         run.report_speed()
         counts.append(len(capsys.readouterr().out.splitlines()))
         now[0] += 30
