@@ -124,8 +124,8 @@ def thread_times() -> tuple[Counter[str], Counter[str]]:
     ran, waited = Counter(), Counter()
     for file in TASKS.glob("*/schedstat"):
         with contextlib.suppress(OSError):  # the thread has just ended
-            thread, (first, second, _) = file.parent.name, file.read_text(encoding="ascii").split()
-            ran[thread], waited[thread] = int(first), int(second)
+            times = file.read_text(encoding="ascii").split()
+            ran[file.parent.name], waited[file.parent.name] = int(times[0]), int(times[1])
     return ran, waited
 
 

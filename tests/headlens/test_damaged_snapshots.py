@@ -15,6 +15,7 @@ from headlens import folder_page, last_snapshot, read_snapshot, snapshot_bytes
 from headlens.heads import ALL_NAMES, PLACES
 from headlens.history import BELOW, MAX_LINE, History, read_history
 from headlens.live_snapshots import LiveSnapshots
+from headlens.matching import read_runs
 from headlens.snapshot_data import write_snapshot
 
 SOME = 10**400
@@ -121,6 +122,7 @@ def check_others_are_shown(folder, capsys):
         live.frame(steps[-1])
     assert last_snapshot(folder).step == steps[-2]
     folder_page(folder, "")
+    read_runs([folder])
     assert capsys.readouterr().err.count("\n") == 1  # read several times, printed once
     assert not (folder / "unpickled").exists()
 

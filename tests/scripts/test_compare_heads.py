@@ -1,5 +1,6 @@
 """scripts/compare_heads.py: heads that several runs have in common, read from their snapshots."""
 
+import copy
 import csv
 import dataclasses
 import os
@@ -68,11 +69,17 @@ def test_snapshots_of_one_run_are_called_by_their_step(in_process, written, tmp_
 
 def test_only_common_prompts_are_compared(in_process, written, tmp_path):
     """The weights of two runs are the same on the second prompt, which is the first of one run."""
-    last = a_run().snapshots[-1]
-    second = dataclasses.replace(last, prompts=last.prompts[1:], codes=last.codes[1:])
-    third = dataclasses.replace(
-        last, prompts=last.prompts[:2], codes=[-last.codes[0], last.codes[1]]
-    )
+    last = copy.deepcopy(a_run().snapshots[-1])
+    last.row.losses, last.norms = [], []
+    statistics = last.details["statistics"]
+
+    def with_prompts(places, codes):
+        prompts = last.prompts[places]
+        details = {"statistics": statistics[places]}
+        return dataclasses.replace(last, prompts=prompts, codes=codes, details=details)
+
+    second = with_prompts(slice(1, None), last.codes[1:])
+    third = with_prompts(slice(2), [-last.codes[0], last.codes[1]])
     assert in_process(main, tmp_path, written([second], [third]))[0] == 0
     assert {float(row["similarity"]) for row in rows_of(tmp_path / "heads.csv")} == {1}
 
