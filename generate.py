@@ -195,9 +195,7 @@ class TextGenerator:
                         texts[row] += (piece := decoder.decode(raw))
                         if row == 0:
                             show(piece)
-            rest = [decoder.decode(b"", final=True) for decoder in decoders]
-            show(rest[0])
-            yield from (text + ending for text, ending in zip(texts, rest, strict=True))
+            yield from texts  # without the beginning of a character at the end
 
     def _generate(self, batch: list[str], first_row: int) -> Iterator[list[int | None]]:
         """Yields the new token of each text of a batch; with padding for a compiled step, which

@@ -135,8 +135,10 @@ def problems_of(error: Exception, overrides: Sequence[str]) -> list[Problem]:
     if isinstance(cause, OmegaConfBaseException):
         said += f": {cause}"
     key, said, hint = getattr(error, "override", "hydra"), " ".join(said.split()), "see --help"
-    if isinstance(error, OverrideParseException) and "=" in key:
+    if isinstance(error, OverrideParseException):
         hint = f"""as a text: '{key.partition("=")[0]}="TEXT"'"""
+        if "=" not in key:
+            said, hint = "not of the form KEY=VALUE", "quote a value with blanks: 'KEY=some words'"
     return [Problem(key, NO_VALUE, said or type(error).__name__, hint)]
 
 

@@ -405,7 +405,8 @@ function toggleContinuing() {
 async function continueText() {
   const { signal } = (continuing = new AbortController());
   showTyping();
-  for (let count = 0; count < MOST_NEW && canGrow(); count++) {
+  const isInside = () => $("typed").value.endsWith("\ufffd"); // a character of several tokens
+  for (let count = 0; canGrow() && (count < MOST_NEW || isInside()); count++) {
     const { next, special } = run.frames[state.frame].reading ?? {};
     const id = next?.ids[sampled(next)] ?? null;
     if (id === null || special.includes(id)) break;
