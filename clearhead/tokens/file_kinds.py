@@ -2,13 +2,11 @@ r"""What a file contains that is not plain UTF-8, and what to do with it.
 
 kind_of(".docx", b"PK\x03\x04...").advice         # "save it as plain text (UTF-8) or as CSV"
 likely_encodings("Größe".encode("cp1252"))        # ["cp1252"]
-chat_command({"prompt": "", "completion": ""}, "a.jsonl", ".jsonl")    # writes a text field
+chat_code({"messages": [{"role": "user", "content": "Hello."}]})       # Python code for its text
 """
 
 import codecs
-import json
 import re
-import shlex
 from typing import NamedTuple
 
 HEAD = 2**16  # bytes at the start of a file that KINDS looks at
@@ -97,20 +95,15 @@ def seven_bit_encoding(raw: bytes) -> str | None:
     return None
 
 
-def is_utf8_instead(raw: bytes, encoding: str) -> bool:
-    """Returns whether bytes that are read in another encoding are certainly UTF-8."""
+def is_utf8(raw: bytes, encoding: str) -> bool:
+    """Returns whether bytes that should be in another encoding are certainly UTF-8."""
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(raw).lstrip("\ufeff")
+        text = codecs.getincrementaldecoder("utf-8")().decode(raw)
     except UnicodeDecodeError:
         return False
-    read = (
-        raw.decode(encoding, "replace").lstrip("\ufeff").rstrip("\ufffd")
-    )  # may end in a character
-    if text.startswith(read):
-        return False
-    num_others = sum(c > "\x7f" for c in text)
-    is_ascii = len(raw) > 16 and "\0" not in text and "a".encode(encoding) != b"a"
-    return num_others > 7 or (is_ascii and not num_others)
+    if raw.isascii():  # these characters are other ones in UTF-16 or EBCDIC
+        return len(raw) > 16 and b"\0" not in raw and "a".encode(encoding) != b"a"
+    return sum(c > "\x7f" for c in text) > 7
 
 
 def likely_encodings(sample: bytes) -> list[str]:
@@ -141,26 +134,13 @@ PARTS = ("system", "instruction", "prompt", "question", "input", "context")
 PARTS += ("completion", "response", "output", "answer", "chosen")  # in the order of a text
 
 
-ROWS = {".json": "json.load(sys.stdin)", ".csv": "csv.DictReader(sys.stdin)"}  # Python code
-ROWS[".parquet"] = "__import__('pyarrow.parquet').parquet.read_table(sys.stdin.buffer).to_pylist()"
-
-
-def chat_command(record: dict, path: str, extension: str) -> str:
-    """Returns a command that writes the messages or the parts of each record to a field "text", or
-    "" for a record that has none. extension: of the format of the file."""
-    lists = {k: v[0] for k, v in record.items() if isinstance(v, list) and v}
-    found = [
-        f'"%({who})s: %({what})s" % m for m in r[{json.dumps(key)}]'
-        for key, first in lists.items()
-        for who, what in TURNS
-        if isinstance(first, dict) and {who, what} <= first.keys()
-    ]
+def chat_code(record: dict) -> str:
+    """Returns Python code for the text of a record that has messages, or several of the PARTS; ""
+    for other records."""
+    lists = {key: value[0] for key, value in record.items() if isinstance(value, list) and value}
+    for key, first in lists.items():
+        for who, what in TURNS:
+            if isinstance(first, dict) and {who, what} <= first.keys():
+                return f'"\\n\\n".join("%({who})s: %({what})s" % m for m in record[{key!r}])'
     parts = [key for key in PARTS if isinstance(record.get(key), str)]
-    if len(parts) > 1:
-        found.append(f"r[k] for k in {json.dumps(parts)} if r[k]")
-    if not found:
-        return ""
-    rows = ROWS.get(extension, "map(json.loads, sys.stdin)")
-    code = f"import csv, json, sys; rows = {rows}; "
-    code += rf'[print(json.dumps({{"text": "\n\n".join({found[0]})}})) for r in rows]'
-    return f"python -c {shlex.quote(code)} < {shlex.quote(path)} > texts.jsonl"
+    return f'"\\n\\n".join(filter(None, map(record.get, {parts})))' if len(parts) > 1 else ""
