@@ -161,23 +161,21 @@ def quote_texts(overrides: Sequence[str], is_sweep: bool = False) -> list[str]:
         return True
 
     def quoted(value: str) -> str:
-        if parses(f"_={value}") or SYNTAX.match(value):
+        if SYNTAX.match(value) or parses(f"_={value}"):
             return value
         return QuotedString(value.strip(), Quote.double).with_quotes()
 
-    found = []
-    for text in overrides:
+    def changed(text: str) -> str:
         key, equals, value = text.partition("=")
         if not equals or text.startswith("-") or parses(text):
-            found.append(text)
-            continue
-        entries = re.fullmatch(r"\[(.*)\]", value)
-        if entries:
-            value = f"[{','.join(map(quoted, entries[1].split(',')))}]"
-        else:
-            value = ",".join(map(quoted, value.split(",") if is_sweep else [value]))
-        found.append(f"{key}={value}" if parses(f"{key}={value}") else text)
-    return found
+            return text
+        if is_list := value.startswith("[") and value.endswith("]"):
+            value = value[1:-1]
+        value = ",".join(map(quoted, value.split(",") if is_list or is_sweep else [value]))
+        new = f"{key}=[{value}]" if is_list else f"{key}={value}"
+        return new if parses(new) else text
+
+    return [*map(changed, overrides)]
 
 
 # ------------------------------------------------------------------------- the command train.py

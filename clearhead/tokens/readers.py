@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from clearhead.errors import DataError, message_of
+from clearhead.errors import DataError, message_of, sanitize
 from clearhead.tokens import HUB
 from clearhead.tokens.encoding import StreamEncoder, find_boundary, utf8_blocks
 from clearhead.tokens.file_kinds import (
@@ -161,15 +161,16 @@ def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
 def notes_about_kinds(files: Iterable[str]) -> list[str]:
     """Returns a note for each kind of text files that are probably not plain text."""
     found: dict[Kind, list[str]] = {}
-    for path in (path for path in files if format_of(path) is FORMATS["text"]):
+    for path in (path for path in files if format_of(path).is_text):
         with translate_read_errors(path, *READ_ERRORS), open_decompressed(path) as file:
             if kind := kind_of(extension_of(path), file.peek(HEAD)):
                 found.setdefault(kind, []).append(path)
-    return [
-        f"data.path: {paths[0]}{f' and {len(paths) - 1} more' if paths[1:] else ''}: read as plain "
-        f"text, with {kind.what}; to change that: {kind.advice}"
-        for kind, paths in found.items()
-    ]
+    notes = []
+    for kind, paths in found.items():
+        which = f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else paths[0]
+        note = f"{which}: read as plain text, with {kind.what}; to change that: {kind.advice}"
+        notes.append(sanitize(f"data.path: {note}", keep=""))
+    return notes
 
 
 def _open_plain(path: str) -> io.BufferedIOBase:

@@ -42,7 +42,6 @@ from clearhead.tokens.tokenizer import Tokenizer
 
 PART_BYTES = 2**19  # of text that a thread encodes at once
 HIDDEN = (".", "~$")  # first characters of the names of hidden files; "~$": of a lock of Word
-NO_FILE = "broken link or special file"
 
 # ------------------------------------------------------------------------------------------- files
 
@@ -55,57 +54,55 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
     text files that are probably not plain text. Raises DataError if an entry matches no file or a
     folder cannot be listed.
     """
-    files: list[str] = []
-    seen: set[str] = set()  # their real paths
+    files, seen = [], set()  # seen: their real paths
     for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
-        others: list[str] = []  # what is skipped
-        if entry.startswith(HUB):
-            found = [entry]
-        elif os.path.isdir(entry):
-            found, others = _text_files_in(entry)
-            if not found:
-                hint = "use a glob for files with another extension, such as FOLDER/*.html"
-                names = ", ".join(f"*{extension}" for extension in IN_FOLDERS)
-                raise DataError("data.path", entry, f"the folder contains no {names}", hint)
-        elif os.path.exists(entry):
-            check_regular_file(entry)
-            found = [entry]
-        else:
-            names = [name for name in sorted({*_glob(entry)}) if not os.path.isdir(name)]
-            names = [name for name in names if not os.path.basename(name).startswith(HIDDEN[1:])]
-            found = list(filter(isfile, names))
-            others = [NO_FILE] * (len(names) - len(found))
-            if not found:
-                reason = "no file matches" if glob.has_magic(entry) else "file not found"
-                hint = f"check the path (relative to {os.getcwd()})"
-                hint += "; write a list as [a,b]" if "," in entry else ""
-                raise DataError("data.path", entry, reason, hint)
-        if found != [entry]:
-            real = {os.path.realpath(file): file for file in reversed(found)}  # each one once
-            others += ["already read"] * len(real.keys() & seen)
-            found = [file for file in found if file in {real[r] for r in real.keys() - seen}]
-        if others and notes is not None:
-            skipped = ", ".join(f"{n} {kind}" for kind, n in Counter(others).most_common(9))
-            read = f"{len(found)} file{'s' * (len(found) != 1)} read"
-            notes.append(sanitize(f"{entry}: {read}; skipped: {skipped}", keep=""))
-        files += found
-        seen |= {*map(os.path.realpath, found)}
+        found, skipped = _files_of(entry)
+        num_before = len(files)
+        for file in found:
+            if (real := os.path.realpath(file)) in seen and file != entry:
+                skipped.append("already read")
+            else:
+                files.append(file)
+            seen.add(real)
+        if skipped and notes is not None:
+            num_read = len(files) - num_before
+            kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(skipped).most_common(9))
+            note = f"{entry}: {num_read} file{'s' * (num_read != 1)} read; skipped: {kinds}"
+            notes.append(sanitize(note, keep=""))
     if notes is not None:
-        notes += [sanitize(note, keep="") for note in notes_about_kinds(files)]
+        notes += notes_about_kinds(files)
     return files
 
 
-def _text_files_in(folder: str) -> tuple[list[str], list[str]]:
-    """Returns the text files in a folder and its subfolders, and the kinds of its other files."""
-    found, others = [], []
-    for here, names in _folders_in(folder):
-        for path in (str(Path(here, name)) for name in names):
-            if isfile(path) and extension_of(path) in IN_FOLDERS:
-                found.append(path)
-            else:
-                kind = Path(path).suffix.lower() or "without extension"
-                others.append(kind if isfile(path) else NO_FILE)
-    return sorted(found, key=Path), others
+def _files_of(entry: str) -> tuple[list[str], list[str]]:
+    """Returns the files of an entry of data.path, and the kinds of what is skipped."""
+    if entry.startswith(HUB):
+        return [entry], []
+    if os.path.isdir(entry):
+        paths = [str(Path(here, name)) for here, names in _folders_in(entry) for name in names]
+        found = [path for path in paths if isfile(path) and extension_of(path) in IN_FOLDERS]
+        if not found:
+            hint = "use a glob for files with another extension, such as FOLDER/*.html"
+            names = ", ".join(f"*{extension}" for extension in IN_FOLDERS)
+            raise DataError("data.path", entry, f"the folder contains no {names}", hint)
+        return sorted(found, key=Path), [*map(_kind_of_skipped, {*paths} - {*found})]
+    if os.path.exists(entry):
+        check_regular_file(entry)
+        return [entry], []
+    paths = {path for path in _glob(entry) if not os.path.isdir(path)}
+    paths = [path for path in paths if not os.path.basename(path).startswith(HIDDEN[1:])]
+    found = sorted(filter(isfile, paths))
+    if not found:
+        reason = "no file matches" if glob.has_magic(entry) else "file not found"
+        hint = f"check the path (relative to {os.getcwd()})"
+        hint += "; write a list as [a,b]" if "," in entry else ""
+        raise DataError("data.path", entry, reason, hint)
+    return found, [*map(_kind_of_skipped, {*paths} - {*found})]
+
+
+def _kind_of_skipped(path: str) -> str:
+    extension = Path(path).suffix.lower() or "without extension"
+    return extension if isfile(path) else "broken link or special file"
 
 
 def _folders_in(folder: str) -> Iterator[tuple[str, list[str]]]:
@@ -234,13 +231,13 @@ def notes_about_special(streams: list[TokenStream], tokenizer: Tokenizer) -> lis
     names = {number: name for name, number in tokenizer.special.items() if name != tokenizer.end}
     if not names or sum(map(len, streams)) > MAX_MEASURED:
         return []
-    counts: Counter[int] = Counter()
-    for ids in itertools.chain(*(stream.blocks(SEARCH_BLOCK) for stream in streams)):
-        counts.update(ids[np.isin(ids, [*names])].tolist())
-    found = ", ".join(f"{names[i]} ({count:,})" for i, count in counts.most_common(5))
-    found += f" and {len(counts) - 5} more" * (len(counts) > 5)
+    blocks = itertools.chain(*(stream.blocks(SEARCH_BLOCK) for stream in streams))
+    counts = sum((Counter(ids[np.isin(ids, [*names])].tolist()) for ids in blocks), Counter())
+    if not counts:
+        return []
+    found = ", ".join(f"{names[number]} ({n:,})" for number, n in counts.most_common(5))
     note = f"special tokens of the tokenizer are read as their ids, not as text: {found}"
-    return [sanitize(f"data.path: {note}", keep="")] * bool(counts)
+    return [sanitize(f"data.path: {note}", keep="")]
 
 
 def load_streams(
