@@ -33,7 +33,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
@@ -76,24 +76,17 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError with all problems.
     """
-    with one_line_each(overrides), own_hydra():
-        return checked(hydra.compose("config", quote_texts(overrides)), overrides)
-
-
-@contextlib.contextmanager
-def own_hydra() -> Iterator[None]:
-    """Initializes Hydra with configs/. The program may be a Hydra application itself: afterwards
-    its Hydra, which is global, is as before."""
-    with COMPOSING:
+    with one_line_each(overrides), COMPOSING:
+        # The program may be a Hydra application itself: its Hydra, which is global, is restored.
         of_process, version = GlobalHydra.instance(), VersionBase.instance()
-        of_program, of_process.hydra = of_process.hydra, None
-        base = version.version_base
+        before = of_process.hydra, version.version_base
+        of_process.hydra = None
         try:
             with hydra.initialize_config_dir(str(CONFIGS), **VERSION):
-                yield
+                return checked(hydra.compose("config", quote_texts(overrides)), overrides)
         finally:
             GlobalHydra.set_instance(of_process)
-            of_process.hydra, version.version_base = of_program, base
+            of_process.hydra, version.version_base = before
 
 
 def checked(values: DictConfig, overrides: Sequence[str]) -> Config:
@@ -134,10 +127,8 @@ def problems_of(error: Exception, overrides: Sequence[str]) -> list[Problem]:
     said = f"{error}\n\n".partition("\n\n")[0]  # the rest is a list of folders or choices
     if isinstance(cause, OmegaConfBaseException):
         said += f": {cause}"
-    key, said, hint = getattr(error, "override", "hydra"), " ".join(said.split()), "see --help"
-    if isinstance(error, OverrideParseException) and "=" in key:
-        hint = f"""as a text: '{key.partition("=")[0]}="TEXT"'"""
-    return [Problem(key, NO_VALUE, said or type(error).__name__, hint)]
+    key, said = getattr(error, "override", "hydra"), " ".join(said.split())
+    return [Problem(key, NO_VALUE, said or type(error).__name__, "see --help")]
 
 
 def override(key: str, text: object) -> str:

@@ -105,25 +105,19 @@ def settings_command(schema: type[Schema]) -> Callable:
 
     def decorate(run: Callable[[Schema], None]) -> Callable[[], None]:
         def main() -> None:
-            with command_line() as arguments, clean_exit_on_sigterm():
-                if {"-h", "--help"}.isdisjoint(arguments):
+            with command_line() as arguments:
+                if not {"-h", "--help"}.isdisjoint(arguments):
+                    return show_help(schema)
+                # So that temporary files are removed and workers end.
+                before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+                try:
                     run(parse(schema, arguments))
-                else:
-                    show_help(schema)
+                finally:
+                    signal.signal(signal.SIGTERM, before)
 
         return main
 
     return decorate
-
-
-@contextlib.contextmanager
-def clean_exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit(143), so that temporary files are removed and workers end."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
@@ -162,8 +156,10 @@ def yaml_value(text: str) -> object:
         if may_be_text:
             return text
         raise
-    is_value = (value is None or isinstance(value, int | float)) and "#" not in text
-    return text.strip() if may_be_text and not is_value else value
+    plain = text.strip()
+    is_number = isinstance(value, int | float) and " " not in plain  # not "7 #x.txt"
+    is_value = is_number or plain in ("", "~", "null", "Null", "NULL")
+    return plain if may_be_text and not is_value else value
 
 
 def show_help(schema: type[BaseModel]) -> None:

@@ -25,18 +25,15 @@ class Kind(NamedTuple):
 
 _SAVE = "save it as plain text (UTF-8), a table as CSV"
 _ZIP = rb"PK\x03\x04(.{26}mimetypeapplication/|.*\[Content_Types\]|.*word/)"
+_PACKED = rb"\x1f\x8b\x08|\x28\xb5\x2f\xfd|BZh\d1AY&SY|\xfd7zXZ\0"
 _OTHER = rb"SQLite format 3\0|\x93NUMPY|.{4}\0{4}\{\"|\x80[\2-\5][\x95\]})(c]|ARROW1\0|\x7fELF"
 _OTHER += rb"|MZ.\0|\x89PNG|\xff\xd8\xff|GIF8[79]a|ID3[\2-\4]|RIFF.{4}WAVE|OggS\0|fLaC\0"
 KINDS = (
     Kind("a PDF document", "extract its text: pdftotext FILE", rb"%PDF-"),
-    Kind("a PostScript document", "extract its text: ps2ascii FILE", rb"%!PS-"),
     Kind("an office document or e-book", f"{_SAVE}, or convert it: pandoc -t plain FILE", _ZIP),
     Kind("an old office document, or rich text", _SAVE, rb"\xd0\xcf\x11\xe0|\{\\rtf\d"),
-    Kind("a Kindle e-book", "convert it to text with Calibre", rb".{60}BOOKMOBI"),
     Kind("an archive", "unpack it and give the folder", rb"PK\x03\x04|.{257}ustar|7z\xbc|Rar!\x1a"),
-    Kind("compressed with gzip", "decompress it, or add .gz to its name", rb"\x1f\x8b\x08"),
-    Kind("compressed with zstd", "decompress it, or add .zst to its name", rb"\x28\xb5\x2f\xfd"),
-    Kind("compressed", "decompress it", rb"BZh\d1AY&SY|\xfd7zXZ\0"),
+    Kind("compressed", "decompress it, or add .gz or .zst to its name", _PACKED),
     Kind("a Parquet file", "name it *.parquet", rb"PAR1[\0-\x1f]"),
     Kind("a file of token ids", "name it *.bin", rb"\x88\xd8\x34\x01|\x80\xd4\x34\x01"),
     Kind("music as MIDI", "write it as text, such as ABC notation", rb"MThd\0"),
@@ -45,7 +42,7 @@ KINDS = (
     Kind("HTML tags", "pandoc -t plain FILE", rb"\s*<(?i:!doctype )?html\b", ".html .htm", True),
     Kind("XML tags", "give the texts only", rb"\s*<\?xml ", ".xml", True),
     Kind("times", "grep -v -e '-->' FILE", rb"WEBVTT\b|1\r?\n\d\d:\d\d:\d\d,", ".srt .vtt", True),
-    Kind("headers of mail", "give the texts only", rb"From \S+ .+?\d:\d\d", ".eml .mbox", True),
+    Kind("headers of mail", "give the texts only", rb"From \S+ [^\n]+\d:\d\d", ".eml .mbox", True),
     Kind("the syntax of JSON", "name it *.jsonl or *.json", rb"\s*(\[\s*)?\{\s*\"", "", True),
     Kind("terminal colours", r"sed 's/\x1b\[[0-9;]*m//g' FILE", rb".*\x1b\[[0-9;]*m", "", True),
     Kind("U+FFFD for lost characters", "convert the original", rb".*\xef\xbf\xbd", "", True),
@@ -113,9 +110,6 @@ def likely_encodings(sample: bytes) -> list[str]:
     many are frequent in a language that uses it, less those that are implausible where they are.
     The part must begin at a multiple of four bytes of the file.
     """
-    for name in ("utf-32", "utf-16"):  # with a byte-order mark
-        if sample.startswith(tuple("\ufeff".encode(name + order) for order in ("-le", "-be"))):
-            return [name]
     texts = {}  # the first encoding of each text, and its share of frequent characters
     for name in WIDE if b"\0" in sample else OTHERS.split():
         text = sample.decode(name, "replace")

@@ -29,7 +29,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,7 +72,7 @@ class FilePart:
     encoding: str = "utf-8"  # of plain text
     trim: bool = True  # of plain text: only what is between the markers of Project Gutenberg
     size: int = 0  # approximate number of bytes to read; 0 for a hub dataset
-    special: tuple[str, ...] = ()  # special tokens of the tokenizer, which are not split
+    special: Sequence[bytes] = ()  # special tokens of the tokenizer, which are not split
 
     @property
     def format(self) -> "Format":
@@ -91,8 +91,7 @@ def documents(part: FilePart, trimmed: Counter | None = None) -> Iterator[Iterab
     trimmed: counts what `between_markers` removes."""
     found = _translated(part, part.format.read(part))
     if part.format.is_text:
-        is_whole = part.start == 0 and part.stop is None
-        if part.trim and is_whole:
+        if part.trim and part.start == 0 and part.stop is None:
             found = between_markers(found, Counter() if trimmed is None else trimmed)
         yield found
     else:
@@ -146,25 +145,23 @@ def check_regular_file(path: str) -> None:
         raise DataError("data.path", path, "not a regular file", "give a text file")
 
 
-@contextlib.contextmanager
-def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
-    """Opens a file for reading, and decompresses it. Raises DataError for files that KINDS
-    refuses."""
+def open_decompressed(path: str) -> io.BufferedIOBase:
+    """Opens a file for reading, and decompresses it."""
     check_regular_file(path)
-    with OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)(path) as file:
-        kind = kind_of(extension_of(path), file.peek(HEAD))
+    return OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)(path)
+
+
+def check_kinds(files: Iterable[str]) -> list[str]:
+    """Raises DataError for a file that is not text (KINDS), unless its format is Parquet or a
+    dataset. Returns a note for each kind of text files that are probably not plain text."""
+    found: dict[Kind, list[str]] = {}
+    for path in (path for path in files if format_of(path).split is _split_bytes):
+        with translate_read_errors(path, *READ_ERRORS), open_decompressed(path) as file:
+            kind = kind_of(extension_of(path), file.peek(HEAD))
         if kind and not kind.is_read:
             raise DataError("data.path", path, f"is {kind.what}", kind.advice)
-        yield file
-
-
-def notes_about_kinds(files: Iterable[str]) -> list[str]:
-    """Returns a note for each kind of text files that are probably not plain text."""
-    found: dict[Kind, list[str]] = {}
-    for path in (path for path in files if format_of(path).is_text):
-        with translate_read_errors(path, *READ_ERRORS), open_decompressed(path) as file:
-            if kind := kind_of(extension_of(path), file.peek(HEAD)):
-                found.setdefault(kind, []).append(path)
+        if kind and format_of(path).is_text:
+            found.setdefault(kind, []).append(path)
     notes = []
     for kind, paths in found.items():
         which = f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else paths[0]
@@ -261,7 +258,7 @@ def decoded_blocks(part: FilePart) -> Iterator[bytes]:
 def _check_encoding(part: FilePart, raw: bytes, offset: int) -> None:
     """Raises DataError for a text that can be decoded, but is certainly in another encoding."""
     if codecs.lookup(part.encoding).name in ("utf-8", "utf-8-sig"):
-        if name := seven_bit_encoding(raw):
+        if name := seven_bit_encoding(raw[:HEAD]):
             reason = f"is {name} text, not {part.encoding}"
             raise DataError("data.path", part.path, reason, _change_encoding(part, [name]))
     elif not offset and is_utf8(raw, part.encoding):
@@ -291,7 +288,7 @@ def _change_encoding(part: FilePart, names: list[str]) -> str:
 # ----------------------------------------------------------------------- JSON, CSV, Parquet, hub
 
 
-def _next_line(text: mmap.mmap, position: int, special: tuple[str, ...]) -> int | None:
+def _next_line(text: mmap.mmap, position: int, special: Sequence[bytes]) -> int | None:
     """Returns the first position from this one on where a line starts."""
     return text.find(b"\n", position - 1) + 1 or None
 

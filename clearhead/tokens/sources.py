@@ -28,11 +28,11 @@ from clearhead.tokens.readers import (
     IN_FOLDERS,
     NO_TEXT,
     FilePart,
+    check_kinds,
     check_regular_file,
     encode_part,
     extension_of,
     format_of,
-    notes_about_kinds,
     split_file,
     translate_read_errors,
 )
@@ -55,22 +55,21 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
     folder cannot be listed.
     """
     files, seen = [], set()  # seen: their real paths
+    notes = [] if notes is None else notes
     for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
         found, skipped = _files_of(entry)
-        num_before = len(files)
         for file in found:
             if (real := os.path.realpath(file)) in seen and file != entry:
                 skipped.append("already read")
             else:
                 files.append(file)
             seen.add(real)
-        if skipped and notes is not None:
-            num_read = len(files) - num_before
+        if skipped:
+            num_read = len(found) - skipped.count("already read")
             kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(skipped).most_common(9))
             note = f"{entry}: {num_read} file{'s' * (num_read != 1)} read; skipped: {kinds}"
             notes.append(sanitize(note, keep=""))
-    if notes is not None:
-        notes += notes_about_kinds(files)
+    notes += check_kinds(files)
     return files
 
 
@@ -85,11 +84,13 @@ def _files_of(entry: str) -> tuple[list[str], list[str]]:
             hint = "use a glob for files with another extension, such as FOLDER/*.html"
             names = ", ".join(f"*{extension}" for extension in IN_FOLDERS)
             raise DataError("data.path", entry, f"the folder contains no {names}", hint)
-        return sorted(found, key=Path), [*map(_kind_of_skipped, {*paths} - {*found})]
+        others = {*paths} - {*found}
+        kinds = [Path(path).suffix.lower() or "without extension" for path in others]
+        return sorted(found, key=Path), kinds
     if os.path.exists(entry):
         check_regular_file(entry)
         return [entry], []
-    paths = {path for path in _glob(entry) if not os.path.isdir(path)}
+    paths = {path for path in glob.glob(entry, recursive=True) if not os.path.isdir(path)}
     paths = [path for path in paths if not os.path.basename(path).startswith(HIDDEN[1:])]
     found = sorted(filter(isfile, paths))
     if not found:
@@ -97,12 +98,7 @@ def _files_of(entry: str) -> tuple[list[str], list[str]]:
         hint = f"check the path (relative to {os.getcwd()})"
         hint += "; write a list as [a,b]" if "," in entry else ""
         raise DataError("data.path", entry, reason, hint)
-    return found, [*map(_kind_of_skipped, {*paths} - {*found})]
-
-
-def _kind_of_skipped(path: str) -> str:
-    extension = Path(path).suffix.lower() or "without extension"
-    return extension if isfile(path) else "broken link or special file"
+    return found, ["broken link or special file"] * (len(paths) - len(found))
 
 
 def _folders_in(folder: str) -> Iterator[tuple[str, list[str]]]:
@@ -116,18 +112,6 @@ def _folders_in(folder: str) -> Iterator[tuple[str, list[str]]]:
             continue
         seen.add(real)
         yield here, sorted(name for name in names if not name.startswith(HIDDEN))
-
-
-def _glob(pattern: str) -> list[str]:
-    """Returns the paths that match a pattern. ** stands for all folders of `_folders_in`."""
-    parts = Path(pattern).parts
-    if "**" not in parts:
-        return glob.glob(pattern)
-    at = parts.index("**")
-    tops = filter(os.path.isdir, glob.glob(str(Path(*parts[:at]))))
-    folders = itertools.chain.from_iterable(map(_folders_in, tops))
-    rest = parts[at + 1 :] or ("*",)
-    return [path for here, _ in folders for path in _glob(str(Path(glob.escape(here), *rest)))]
 
 
 def _raise_read_error(error: OSError) -> None:
@@ -160,7 +144,7 @@ def _token_files_of(entry: str) -> list[Path]:
         return sorted(folder.glob("*.bin"))
     if os.path.isfile(entry):
         return [Path(entry)] if entry.endswith(".bin") else []
-    return sorted(Path(p) for p in _glob(entry) if p.endswith(".bin"))
+    return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))
 
 
 def notes_about_repeated(files: Iterable[str | Path]) -> list[str]:
@@ -268,7 +252,7 @@ def encode_files(
         encoder = StreamEncoder(tokenizer)
         return concatenate(encode_part(part, encoder)), encoder
 
-    options |= {"special": tuple(tokenizer.special)}
+    options["special"] = tokenizer.special_bytes
     parts, ids, num_empty, trimmed = [], bytearray(), 0, Counter()
     for file in files:
         if format_of(file).is_file:

@@ -134,8 +134,8 @@ def test_links_are_followed_and_not_circular(tmp_path):
     (top / "z.txt").symlink_to(a)  # a linked file is listed once
     with time_limit():
         assert find_files(str(top)) == [str(a), f"{top}/link2/b.txt"]
-        for path in (f"{top}/**/*.txt", f"{top}/**/**/*", [str(top), f"{tmp_path}/**/*.txt"]):
-            files = find_files(path)  # of two links back, glob.glob needs exponential time
+        for path in (f"{top}/*/*.txt", [str(top), f"{tmp_path}/*/*.txt"]):
+            files = find_files(path)
             assert sorted(os.path.basename(file) for file in files) == ["a.txt", "b.txt"]
 
 
@@ -295,10 +295,9 @@ def test_what_is_not_text_is_refused_with_what_to_do(name, tmp_path):
     content, advice = REFUSED[name]
     names = [name] if name.endswith(".ipynb") else ["a.txt", "a.csv", "a.txt.gz", "b"]
     for path in (write(tmp_path / name, content) for name in names):
-        assert advice in check_refused(path).hint
-        if path.suffix != ".csv":  # also before a large text is read
-            with refused(DataError, "data.path", path):
-                find_files([str(path)], [])
+        with refused(DataError, "data.path", path) as caught:
+            find_files(str(path))
+        assert advice in caught.value.hint
 
 
 @pytest.mark.parametrize(
