@@ -145,11 +145,10 @@ def quote_texts(overrides: Sequence[str], is_sweep: bool = False) -> list[str]:
     parser = OverridesParser.create()
 
     def parses(text: str) -> bool:
-        try:
+        with contextlib.suppress(HydraException):
             parser.parse_override(text)
-        except HydraException:
-            return False
-        return True
+            return True
+        return False
 
     def quoted(value: str) -> str:
         if SYNTAX.match(value) or parses(f"_={value}"):
