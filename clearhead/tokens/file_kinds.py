@@ -44,8 +44,6 @@ KINDS = (
     Kind("times", "grep -v -e '-->' FILE", rb"WEBVTT\b|1\r?\n\d\d:\d\d:\d\d,", ".srt .vtt", True),
     Kind("headers of mail", "give the texts only", rb"From \S+ [^\n]+\d:\d\d", ".eml .mbox", True),
     Kind("the syntax of JSON", "name it *.jsonl or *.json", rb"\s*(\[\s*)?\{\s*\"", "", True),
-    Kind("terminal colours", r"sed 's/\x1b\[[0-9;]*m//g' FILE", rb".*\x1b\[[0-9;]*m", "", True),
-    Kind("U+FFFD for lost characters", "convert the original", rb".*\xef\xbf\xbd", "", True),
 )
 
 

@@ -6,9 +6,9 @@
 
 Only byte-level BPE as in the GPT-2 family is read: without a normalizer, with one of the PATTERNS,
 and with ids in the order of the merges. A file that would give other ids in `tokenizers` or
-transformers is refused. tiktoken merges the neighbours whose *token* has the
-smallest id, tokenizers the neighbours that are the first *pair* in the list of merges. Both give
-the same ids if each token is the result of exactly one pair, which is compared here.
+transformers is refused. tiktoken merges the neighbours whose *token* has the smallest id,
+`tokenizers` those that are the first *pair* in the list of merges. Both give the same ids if each
+token is the result of exactly one pair, which is compared here.
 """
 
 import functools

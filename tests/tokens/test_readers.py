@@ -308,8 +308,6 @@ def test_what_is_not_text_is_refused_with_what_to_do(name, tmp_path):
         ("a.srt.gz", "1\n00:00:01,000 --> 00:00:02,000\nA line."),
         ("a.mbox", "From a"),
         ("a.txt", '{"text": "one"}\n'),
-        ("a.txt", "\x1b[32mgreen\x1b[0m"),
-        ("a.txt", "caf\ufffd"),
     ],
 )
 def test_text_with_markup_is_read_with_a_note(name, content, tmp_path):
