@@ -7,7 +7,6 @@ a power failure it is complete or absent. A rename is safe only after fsync of t
 import contextlib
 import errno
 import functools
-import glob
 import json
 import os
 import secrets
@@ -53,15 +52,9 @@ def atomic_write(path: Path, content: bytes | Iterable[bytes]) -> None:
         raise
 
 
-def temporary_files(folder: Path, name: str = "*") -> list[Path]:
-    """Returns the temporary files and folders in a folder, of one name or of all."""
-    pattern = name if name == "*" else glob.escape(name)
-    return [*folder.glob(f"{pattern}.part-" + "[0-9a-f]" * 16)]
-
-
 def remove_temporary_files(folder: Path) -> None:
     """Removes temporary files of killed processes. No other process may write to the folder."""
-    for part in temporary_files(folder):
+    for part in folder.glob("*.part-" + "[0-9a-f]" * 16):
         remove(part)
 
 

@@ -35,9 +35,8 @@ class LensTokenizer:
 def lens_tokenizer(tokenizer: Any) -> LensTokenizer:
     """Returns the functions of a tokenizer.
 
-    tokenizer: with the methods of tiktoken's encodings, as ours; or a fast tokenizer of
-    transformers. `bos` of the latter is its bos_token, without one
-    its eos_token, without both 0. Raises TypeError for another object.
+    tokenizer: with the methods of tiktoken's encodings; or a fast tokenizer of transformers,
+    whose `bos` is its bos_token, else its eos_token, else 0. Raises TypeError for another object.
     """
     if isinstance(tokenizer, LensTokenizer):
         return tokenizer

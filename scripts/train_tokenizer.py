@@ -85,7 +85,8 @@ def main(settings: TokenizerConfig) -> None:
             report(done, len(parts))
     if not sample.text_bytes:
         raise DataError("data.path", data.path, *NO_TEXT)
-    print(*notes_about_trimmed(data.path, trimmed), sep="\n", end="\n" * bool(trimmed))
+    for note in notes_about_trimmed(data.path, trimmed):
+        print(note)
     print(f"training on {sample.size:,} of {sample.text_bytes:,} bytes ...", flush=True)
     try:
         train = functools.partial(train_tokenizer, sample, settings.vocab_size)

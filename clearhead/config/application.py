@@ -33,7 +33,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
@@ -76,24 +76,17 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError with all problems.
     """
-    with one_line_each(overrides), own_hydra():
-        return checked(hydra.compose("config", quote_texts(overrides)), overrides)
-
-
-@contextlib.contextmanager
-def own_hydra() -> Iterator[None]:
-    """Initializes Hydra with configs/. The program may be a Hydra application itself: afterwards
-    its Hydra, which is global, is as before."""
-    with COMPOSING:
+    with one_line_each(overrides), COMPOSING:
+        # The program may be a Hydra application itself: its Hydra, which is global, is restored.
         of_process, version = GlobalHydra.instance(), VersionBase.instance()
-        of_program, of_process.hydra = of_process.hydra, None
-        base = version.version_base
+        before = of_process.hydra, version.version_base
+        of_process.hydra = None
         try:
             with hydra.initialize_config_dir(str(CONFIGS), **VERSION):
-                yield
+                return checked(hydra.compose("config", quote_texts(overrides)), overrides)
         finally:
             GlobalHydra.set_instance(of_process)
-            of_process.hydra, version.version_base = of_program, base
+            of_process.hydra, version.version_base = before
 
 
 def checked(values: DictConfig, overrides: Sequence[str]) -> Config:
@@ -156,30 +149,27 @@ def quote_texts(overrides: Sequence[str], is_sweep: bool = False) -> list[str]:
     parser = OverridesParser.create()
 
     def parses(text: str) -> bool:
-        try:
+        with contextlib.suppress(HydraException):
             parser.parse_override(text)
-        except HydraException:
-            return False
-        return True
+            return True
+        return False
 
     def quoted(value: str) -> str:
-        if parses(f"_={value}") or SYNTAX.match(value):
+        if SYNTAX.match(value) or parses(f"_={value}"):
             return value
         return QuotedString(value.strip(), Quote.double).with_quotes()
 
-    found = []
-    for text in overrides:
+    def changed(text: str) -> str:
         key, equals, value = text.partition("=")
         if not equals or text.startswith("-") or parses(text):
-            found.append(text)
-            continue
-        entries = re.fullmatch(r"\[(.*)\]", value)
-        if entries:
-            value = f"[{','.join(map(quoted, entries[1].split(',')))}]"
-        else:
-            value = ",".join(map(quoted, value.split(",") if is_sweep else [value]))
-        found.append(f"{key}={value}" if parses(f"{key}={value}") else text)
-    return found
+            return text
+        if is_list := value.startswith("[") and value.endswith("]"):
+            value = value[1:-1]
+        value = ",".join(map(quoted, value.split(",") if is_list or is_sweep else [value]))
+        new = f"{key}=[{value}]" if is_list else f"{key}={value}"
+        return new if parses(new) else text
+
+    return [*map(changed, overrides)]
 
 
 # ------------------------------------------------------------------------- the command train.py

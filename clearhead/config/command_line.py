@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
 import yaml
-from filelock import FileLock
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, DirectoryPath, Field
@@ -31,6 +30,7 @@ from clearhead.config.yaml_files import nested, table
 from clearhead.errors import (
     DEBUG_HINT,
     NO_VALUE,
+    UNSAFE,
     ClearheadError,
     Problem,
     as_yaml,
@@ -39,20 +39,10 @@ from clearhead.errors import (
     message_of,
     refuse,
 )
-from clearhead.files import (
-    as_json,
-    atomic_write,
-    fsync,
-    make_folder,
-    remove,
-    rename,
-    temporary_files,
-    temporary_name,
-)
+from clearhead.files import as_json, atomic_write, fsync, make_folder, rename, temporary_name
 
 WAIT_FOR_RANK_0 = 10  # seconds
 SYNTAX = re.compile(r"\s*[\[{\"']")  # the beginning of a list, a mapping or a quoted text
-NULL = ("", "~", "null", "Null", "NULL")  # in YAML
 # Raised for values that are not YAML, such as [a.
 UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 
@@ -89,17 +79,9 @@ def new_folder(out: str) -> Iterator[Path]:
     Raises ConfigError for an OSError inside the context."""
     path = Path(os.path.abspath(out))
     part = temporary_name(path)
-    lock = FileLock(part / "lock", timeout=0)  # the system releases it if the process dies
     try:
-        for found in temporary_files(path.parent, path.name):
-            with contextlib.suppress(OSError):  # locked: its process still writes
-                with FileLock(found / "lock", timeout=0):
-                    pass
-                remove(found)
         make_folder(part)
-        with lock:
-            yield part
-        os.unlink(lock.lock_file)
+        yield part
         for file in (*part.iterdir(), part):
             fsync(file)
         rename(part, path)
@@ -123,25 +105,19 @@ def settings_command(schema: type[Schema]) -> Callable:
 
     def decorate(run: Callable[[Schema], None]) -> Callable[[], None]:
         def main() -> None:
-            with command_line() as arguments, clean_exit_on_sigterm():
-                if {"-h", "--help"}.isdisjoint(arguments):
+            with command_line() as arguments:
+                if not {"-h", "--help"}.isdisjoint(arguments):
+                    return show_help(schema)
+                # So that temporary files are removed and workers end.
+                before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+                try:
                     run(parse(schema, arguments))
-                else:
-                    show_help(schema)
+                finally:
+                    signal.signal(signal.SIGTERM, before)
 
         return main
 
     return decorate
-
-
-@contextlib.contextmanager
-def clean_exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit(143), so that temporary files are removed and workers end."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
@@ -171,17 +147,19 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
 
 
 def yaml_value(text: str) -> object:
-    """Returns a value as YAML; the text itself if it is not a number, true, false, null, or the
-    beginning of a list, a mapping or a quoted text. Raises one of UNREADABLE."""
-    is_plain = not SYNTAX.match(text)
+    """Returns a value as YAML: a number, true, false, null, or what begins like a list, mapping or
+    a quoted text. Any other value is the text itself. Raises one of UNREADABLE."""
+    may_be_text = not SYNTAX.match(text) and not UNSAFE.search(text)
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"_={text}"]))["_"]
     except UNREADABLE:
-        if is_plain:
+        if may_be_text:
             return text
         raise
-    is_text = not isinstance(value, int | float) and text.strip() not in NULL
-    return text.strip() if is_plain and is_text else value
+    plain = text.strip()
+    is_number = isinstance(value, int | float) and " " not in plain  # not "7 #x.txt"
+    is_value = is_number or plain in ("", "~", "null", "Null", "NULL")
+    return plain if may_be_text and not is_value else value
 
 
 def show_help(schema: type[BaseModel]) -> None:

@@ -59,9 +59,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, window: int | None = Non
     """Writes files from which AutoTokenizer loads a tokenizer with the same ids.
 
     window: number of tokens that a model with it can read. A batch is padded with the end-of-text
-    token on the right, as the documentation of GPT-2 in transformers advises: its positions are
-    absolute, so only `generate` reads a text with padding before it as one without, and that warns
-    of padding after it.
+    token on the right, as the documentation of GPT-2 in transformers advises.
     """
     (folder / TOKENIZER).write_bytes(to_json(tokenizer))
     settings = {

@@ -26,7 +26,6 @@ Text in which BOUNDARY finds no such position, for example a gigabyte of one let
 encoded in chunks, based on a property of byte-pair encoding; see `StreamEncoder`.
 """
 
-import functools
 import itertools
 import mmap
 import os
@@ -66,28 +65,19 @@ def find_boundary(
     text: bytes | bytearray | mmap.mmap,
     start: int,
     stop: int | None = None,
-    special: tuple[str, ...] = (),
+    special: Sequence[bytes] = (),
 ) -> int | None:
     """Returns the first boundary at a position p with 0 < start <= p < stop, or None. stop: None
     for the end of the text. special: tokens that have no boundary inside."""
-    pattern, longest = _boundary_or(special)
     stop = len(text) if stop is None else stop
     # + 3: it reads the next character, up to three bytes of it.
-    end = min(len(text), stop + max(3, longest))
-    for found in pattern.finditer(text, max(0, start - longest), end):
-        if found.start() >= stop:
+    for found in BOUNDARY.finditer(text, start, min(len(text), stop + 3)):
+        p = found.start()
+        if p >= stop:
             return None
-        if found.start() >= start and found.start() == found.end():  # not a special token
-            return found.start()
+        if not any(t in text[max(0, p - len(t) + 1) : p + len(t) - 1] for t in special):
+            return p
     return None
-
-
-@functools.lru_cache
-def _boundary_or(special: tuple[str, ...]) -> tuple[re.Pattern[bytes], int]:
-    """Returns a pattern of boundaries and special tokens, and the bytes of the longest token."""
-    names = [name.encode() for name in special]
-    pattern = b"|".join([BOUNDARY.pattern, *map(re.escape, names)])
-    return re.compile(pattern), max(map(len, names), default=0)
 
 
 class StreamEncoder:
@@ -112,21 +102,21 @@ class StreamEncoder:
         self._lengths = tokenizer.byte_lengths.copy()
         for name, number in tokenizer.special.items():
             self._lengths[number] = len(name.encode())
-        self._special = tuple(tokenizer.special)
-        self._longest = int(self._lengths[[*tokenizer.special.values()]].max())
+        self._longest = max(map(len, tokenizer.special_bytes))
 
     def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:
         """Encodes blocks of UTF-8 (no character split between blocks); yields uint16 arrays of
         ids."""
         buffer = bytearray()  # text that is read but not encoded yet
         limit = 2 * self.chunk_bytes  # maximum length of a chunk; grows if no boundary is found
+        special = self.tokenizer.special_bytes
         next_id: int | None = None  # after a chunk without a boundary: the first id of the next one
         for block in itertools.chain(blocks, [None]):
             buffer += block or b""
             while len(buffer) > limit + self._longest or (block is None and buffer):
                 end = boundary = len(buffer)
                 if len(buffer) > limit:
-                    end = boundary = find_boundary(buffer, self.chunk_bytes, limit, self._special)
+                    end = boundary = find_boundary(buffer, self.chunk_bytes, limit, special)
                 if boundary is None:
                     end = limit
                     while buffer[end] & 0xC0 == 0x80:  # inside a character

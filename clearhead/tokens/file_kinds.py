@@ -2,13 +2,11 @@ r"""What a file contains that is not plain UTF-8, and what to do with it.
 
 kind_of(".docx", b"PK\x03\x04...").advice         # "save it as plain text (UTF-8) or as CSV"
 likely_encodings("Größe".encode("cp1252"))        # ["cp1252"]
-chat_command({"prompt": "", "completion": ""}, "a.jsonl", ".jsonl")    # writes a text field
+chat_code({"messages": [{"role": "user", "content": "Hello."}]})       # Python code for its text
 """
 
 import codecs
-import json
 import re
-import shlex
 from typing import NamedTuple
 
 HEAD = 2**16  # bytes at the start of a file that KINDS looks at
@@ -27,18 +25,15 @@ class Kind(NamedTuple):
 
 _SAVE = "save it as plain text (UTF-8), a table as CSV"
 _ZIP = rb"PK\x03\x04(.{26}mimetypeapplication/|.*\[Content_Types\]|.*word/)"
+_PACKED = rb"\x1f\x8b\x08|\x28\xb5\x2f\xfd|BZh\d1AY&SY|\xfd7zXZ\0"
 _OTHER = rb"SQLite format 3\0|\x93NUMPY|.{4}\0{4}\{\"|\x80[\2-\5][\x95\]})(c]|ARROW1\0|\x7fELF"
 _OTHER += rb"|MZ.\0|\x89PNG|\xff\xd8\xff|GIF8[79]a|ID3[\2-\4]|RIFF.{4}WAVE|OggS\0|fLaC\0"
 KINDS = (
     Kind("a PDF document", "extract its text: pdftotext FILE", rb"%PDF-"),
-    Kind("a PostScript document", "extract its text: ps2ascii FILE", rb"%!PS-"),
     Kind("an office document or e-book", f"{_SAVE}, or convert it: pandoc -t plain FILE", _ZIP),
     Kind("an old office document, or rich text", _SAVE, rb"\xd0\xcf\x11\xe0|\{\\rtf\d"),
-    Kind("a Kindle e-book", "convert it to text with Calibre", rb".{60}BOOKMOBI"),
     Kind("an archive", "unpack it and give the folder", rb"PK\x03\x04|.{257}ustar|7z\xbc|Rar!\x1a"),
-    Kind("compressed with gzip", "decompress it, or add .gz to its name", rb"\x1f\x8b\x08"),
-    Kind("compressed with zstd", "decompress it, or add .zst to its name", rb"\x28\xb5\x2f\xfd"),
-    Kind("compressed", "decompress it", rb"BZh\d1AY&SY|\xfd7zXZ\0"),
+    Kind("compressed", "decompress it, or add .gz or .zst to its name", _PACKED),
     Kind("a Parquet file", "name it *.parquet", rb"PAR1[\0-\x1f]"),
     Kind("a file of token ids", "name it *.bin", rb"\x88\xd8\x34\x01|\x80\xd4\x34\x01"),
     Kind("music as MIDI", "write it as text, such as ABC notation", rb"MThd\0"),
@@ -47,10 +42,8 @@ KINDS = (
     Kind("HTML tags", "pandoc -t plain FILE", rb"\s*<(?i:!doctype )?html\b", ".html .htm", True),
     Kind("XML tags", "give the texts only", rb"\s*<\?xml ", ".xml", True),
     Kind("times", "grep -v -e '-->' FILE", rb"WEBVTT\b|1\r?\n\d\d:\d\d:\d\d,", ".srt .vtt", True),
-    Kind("headers of mail", "give the texts only", rb"From \S+ .+?\d:\d\d", ".eml .mbox", True),
+    Kind("headers of mail", "give the texts only", rb"From \S+ [^\n]+\d:\d\d", ".eml .mbox", True),
     Kind("the syntax of JSON", "name it *.jsonl or *.json", rb"\s*(\[\s*)?\{\s*\"", "", True),
-    Kind("terminal colours", r"sed 's/\x1b\[[0-9;]*m//g' FILE", rb".*\x1b\[[0-9;]*m", "", True),
-    Kind("U+FFFD for lost characters", "convert the original", rb".*\xef\xbf\xbd", "", True),
 )
 
 
@@ -97,20 +90,15 @@ def seven_bit_encoding(raw: bytes) -> str | None:
     return None
 
 
-def is_utf8_instead(raw: bytes, encoding: str) -> bool:
-    """Returns whether bytes that are read in another encoding are certainly UTF-8."""
+def is_utf8(raw: bytes, encoding: str) -> bool:
+    """Returns whether bytes that should be in another encoding are certainly UTF-8."""
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(raw).lstrip("\ufeff")
+        text = codecs.getincrementaldecoder("utf-8")().decode(raw)
     except UnicodeDecodeError:
         return False
-    read = (
-        raw.decode(encoding, "replace").lstrip("\ufeff").rstrip("\ufffd")
-    )  # may end in a character
-    if text.startswith(read):
-        return False
-    num_others = sum(c > "\x7f" for c in text)
-    is_ascii = len(raw) > 16 and "\0" not in text and "a".encode(encoding) != b"a"
-    return num_others > 7 or (is_ascii and not num_others)
+    if raw.isascii():  # these characters are other ones in UTF-16 or EBCDIC
+        return len(raw) > 16 and b"\0" not in raw and "a".encode(encoding) != b"a"
+    return sum(c > "\x7f" for c in text) > 7
 
 
 def likely_encodings(sample: bytes) -> list[str]:
@@ -120,9 +108,6 @@ def likely_encodings(sample: bytes) -> list[str]:
     many are frequent in a language that uses it, less those that are implausible where they are.
     The part must begin at a multiple of four bytes of the file.
     """
-    for name in ("utf-32", "utf-16"):  # with a byte-order mark
-        if sample.startswith(tuple("\ufeff".encode(name + order) for order in ("-le", "-be"))):
-            return [name]
     texts = {}  # the first encoding of each text, and its share of frequent characters
     for name in WIDE if b"\0" in sample else OTHERS.split():
         text = sample.decode(name, "replace")
@@ -141,26 +126,13 @@ PARTS = ("system", "instruction", "prompt", "question", "input", "context")
 PARTS += ("completion", "response", "output", "answer", "chosen")  # in the order of a text
 
 
-ROWS = {".json": "json.load(sys.stdin)", ".csv": "csv.DictReader(sys.stdin)"}  # Python code
-ROWS[".parquet"] = "__import__('pyarrow.parquet').parquet.read_table(sys.stdin.buffer).to_pylist()"
-
-
-def chat_command(record: dict, path: str, extension: str) -> str:
-    """Returns a command that writes the messages or the parts of each record to a field "text", or
-    "" for a record that has none. extension: of the format of the file."""
-    lists = {k: v[0] for k, v in record.items() if isinstance(v, list) and v}
-    found = [
-        f'"%({who})s: %({what})s" % m for m in r[{json.dumps(key)}]'
-        for key, first in lists.items()
-        for who, what in TURNS
-        if isinstance(first, dict) and {who, what} <= first.keys()
-    ]
+def chat_code(record: dict) -> str:
+    """Returns Python code for the text of a record that has messages, or several of the PARTS; ""
+    for other records."""
+    lists = {key: value[0] for key, value in record.items() if isinstance(value, list) and value}
+    for key, first in lists.items():
+        for who, what in TURNS:
+            if isinstance(first, dict) and {who, what} <= first.keys():
+                return f'"\\n\\n".join("%({who})s: %({what})s" % m for m in record[{key!r}])'
     parts = [key for key in PARTS if isinstance(record.get(key), str)]
-    if len(parts) > 1:
-        found.append(f"r[k] for k in {json.dumps(parts)} if r[k]")
-    if not found:
-        return ""
-    rows = ROWS.get(extension, "map(json.loads, sys.stdin)")
-    code = f"import csv, json, sys; rows = {rows}; "
-    code += rf'[print(json.dumps({{"text": "\n\n".join({found[0]})}})) for r in rows]'
-    return f"python -c {shlex.quote(code)} < {shlex.quote(path)} > texts.jsonl"
+    return f'"\\n\\n".join(filter(None, map(record.get, {parts})))' if len(parts) > 1 else ""

@@ -28,7 +28,7 @@ def between_markers(blocks: Iterable[bytes], trimmed: Counter) -> Iterator[bytes
 
     Removed is what precedes a start marker in the first FRAME bytes, what is between the end marker
     of such a text and the next start marker, up to 2 * FRAME bytes, and what follows an end marker
-    in the last FRAME bytes. Then `trimmed` counts the text, its bytes, and those that are kept.
+    in the last FRAME bytes. Then `trimmed` counts the bytes of the text, and those that are kept.
     """
     text, is_book, read, kept = b"", None, 0, 0
     for block in itertools.chain(blocks, [b""]):  # b"": the end
@@ -54,13 +54,14 @@ def between_markers(blocks: Iterable[bytes], trimmed: Counter) -> Iterator[bytes
         if found:
             yield found
     if kept < read:
-        trimmed.update(texts=1, read=read, kept=kept)
+        trimmed.update(read=read, kept=kept)
 
 
 def notes_about_trimmed(path: str | list[str], trimmed: Counter) -> list[str]:
     """Returns a note about what `between_markers` has removed."""
+    if not trimmed:
+        return []
     where = path if isinstance(path, str) else "data.path"
-    where += f": of {trimmed['texts']:,} texts," if trimmed["texts"] > 1 else ":"
+    used = "of Project Gutenberg's books, only the part between the marker lines is used"
     sizes = f"{trimmed['kept']:,} of {trimmed['read']:,} bytes"
-    used = f"only the part between the markers of Project Gutenberg is used, {sizes}"
-    return [sanitize(f"{where} {used}; data.trim=false uses all", keep="")] * bool(trimmed)
+    return [sanitize(f"{where}: {used}, {sizes}; data.trim=false uses all", keep="")]

@@ -135,8 +135,8 @@ class Preparation:
         self.settings = settings
         options = {key: getattr(settings, key) for key in ("text_key", "encoding", "trim")}
         self.tokenizer = load_tokenizer(settings.tokenizer)
-        special = tuple(self.tokenizer.special)
-        self.tasks = make_tasks(files, settings.shard_tokens, special=special, **options)
+        options["special"] = self.tokenizer.special_bytes
+        self.tasks = make_tasks(files, settings.shard_tokens, **options)
         # Identifies a preparation by file names and settings. Changed files are detected per task.
         names = [os.path.basename(file) for file in files]
         values = [settings.shard_tokens, settings.text_key, settings.encoding]

@@ -29,19 +29,19 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from clearhead.errors import DataError, message_of
+from clearhead.errors import DataError, message_of, sanitize
 from clearhead.tokens import HUB
 from clearhead.tokens.encoding import StreamEncoder, find_boundary, utf8_blocks
 from clearhead.tokens.file_kinds import (
     HEAD,
     Kind,
-    chat_command,
-    is_utf8_instead,
+    chat_code,
+    is_utf8,
     kind_of,
     likely_encodings,
     seven_bit_encoding,
@@ -50,7 +50,7 @@ from clearhead.tokens.gutenberg import between_markers, has_markers
 
 COMPRESSED = (".gz", ".zst")
 BLOCK = 2**20  # bytes read at once
-ROWS = 16  # maximum rows of Parquet that are read at once
+ROWS = 16  # of Parquet, read at once; each may have MAX_RECORD characters
 MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
 NO_TEXT = ("the files contain no text", "use other files, or data.trim=false if they have markers")
 CREATE_AGAIN = "create or download it again"
@@ -72,7 +72,7 @@ class FilePart:
     encoding: str = "utf-8"  # of plain text
     trim: bool = True  # of plain text: only what is between the markers of Project Gutenberg
     size: int = 0  # approximate number of bytes to read; 0 for a hub dataset
-    special: tuple[str, ...] = ()  # special tokens of the tokenizer, which are not split
+    special: Sequence[bytes] = ()  # special tokens of the tokenizer, which are not split
 
     @property
     def format(self) -> "Format":
@@ -91,8 +91,7 @@ def documents(part: FilePart, trimmed: Counter | None = None) -> Iterator[Iterab
     trimmed: counts what `between_markers` removes."""
     found = _translated(part, part.format.read(part))
     if part.format.is_text:
-        is_whole = part.start == 0 and part.stop is None
-        if part.trim and is_whole:
+        if part.trim and part.start == 0 and part.stop is None:
             found = between_markers(found, Counter() if trimmed is None else trimmed)
         yield found
     else:
@@ -146,30 +145,29 @@ def check_regular_file(path: str) -> None:
         raise DataError("data.path", path, "not a regular file", "give a text file")
 
 
-@contextlib.contextmanager
-def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
-    """Opens a file for reading, and decompresses it. Raises DataError for files that KINDS
-    refuses."""
+def open_decompressed(path: str) -> io.BufferedIOBase:
+    """Opens a file for reading, and decompresses it."""
     check_regular_file(path)
-    with OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)(path) as file:
-        kind = kind_of(extension_of(path), file.peek(HEAD))
+    return OPENERS.get(os.path.splitext(path.lower())[1], _open_plain)(path)
+
+
+def check_kinds(files: Iterable[str]) -> list[str]:
+    """Raises DataError for a file that is not text (KINDS), unless its format is Parquet or a
+    dataset. Returns a note for each kind of text files that are probably not plain text."""
+    found: dict[Kind, list[str]] = {}
+    for path in (path for path in files if format_of(path).split is _split_bytes):
+        with translate_read_errors(path, *READ_ERRORS), open_decompressed(path) as file:
+            kind = kind_of(extension_of(path), file.peek(HEAD))
         if kind and not kind.is_read:
             raise DataError("data.path", path, f"is {kind.what}", kind.advice)
-        yield file
-
-
-def notes_about_kinds(files: Iterable[str]) -> list[str]:
-    """Returns a note for each kind of text files that are probably not plain text."""
-    found: dict[Kind, list[str]] = {}
-    for path in (path for path in files if format_of(path) is FORMATS["text"]):
-        with translate_read_errors(path, *READ_ERRORS), open_decompressed(path) as file:
-            if kind := kind_of(extension_of(path), file.peek(HEAD)):
-                found.setdefault(kind, []).append(path)
-    return [
-        f"data.path: {paths[0]}{f' and {len(paths) - 1} more' if paths[1:] else ''}: read as plain "
-        f"text, with {kind.what}; to change that: {kind.advice}"
-        for kind, paths in found.items()
-    ]
+        if kind and format_of(path).is_text:
+            found.setdefault(kind, []).append(path)
+    notes = []
+    for kind, paths in found.items():
+        which = f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else paths[0]
+        note = f"{which}: read as plain text, with {kind.what}; to change that: {kind.advice}"
+        notes.append(sanitize(f"data.path: {note}", keep=""))
+    return notes
 
 
 def _open_plain(path: str) -> io.BufferedIOBase:
@@ -258,36 +256,39 @@ def decoded_blocks(part: FilePart) -> Iterator[bytes]:
 
 
 def _check_encoding(part: FilePart, raw: bytes, offset: int) -> None:
-    """Raises DataError for a text that can be decoded, but is probably in another encoding."""
-    if codecs.lookup(part.encoding).name == "utf-8":
-        if part.format.read is not _json_records and (name := seven_bit_encoding(raw)):
+    """Raises DataError for a text that can be decoded, but is certainly in another encoding."""
+    if codecs.lookup(part.encoding).name in ("utf-8", "utf-8-sig"):
+        if name := seven_bit_encoding(raw[:HEAD]):
             reason = f"is {name} text, not {part.encoding}"
-            raise DataError("data.path", part.path, reason, f"set data.encoding={name}")
-    elif not offset and is_utf8_instead(raw, part.encoding):
+            raise DataError("data.path", part.path, reason, _change_encoding(part, [name]))
+    elif not offset and is_utf8(raw, part.encoding):
         reason = f"is utf-8 text, not {part.encoding}"
         hint = "remove data.encoding, or convert the file if other files need it"
         raise DataError("data.path", part.path, reason, hint)
 
 
 def _encoding_hint(part: FilePart, raw: bytes, position: int) -> str:
-    """Returns what to do about a byte of a block that cannot be decoded."""
-    encoding, position = codecs.lookup(part.encoding).name, max(0, position)
-    start = max(0, position - HEAD // 4) // 4 * 4
-    names = likely_encodings(raw[start : position + HEAD // 4])
-    is_zero = raw[position : position + 1] == b"\0" and position > 16  # not UTF-16
-    is_utf8 = encoding == "utf-8" and (is_zero or is_utf8_instead(raw[:position], "latin-1"))
-    if not raw or is_utf8 or encoding in [codecs.lookup(name).name for name in names[:1]]:
+    """Returns what to do about a byte that cannot be decoded. raw: what was read of the file."""
+    start = max(0, position - HEAD // 4) // 4 * 4  # a character of UTF-32 has four bytes
+    names = likely_encodings(raw[start : max(0, position) + HEAD // 4])
+    given = codecs.lookup(part.encoding).name
+    is_correct = is_utf8(raw[: max(0, position)], "latin-1") if given == "utf-8" else not raw
+    if is_correct or given in [codecs.lookup(name).name for name in names[:1]]:
         return f"most of it is {part.encoding}: correct the byte, or convert what follows"
+    return f"{_change_encoding(part, names)}, or correct the byte"
+
+
+def _change_encoding(part: FilePart, names: list[str]) -> str:
     if part.format.read in (_json_lines, _json_records):
         return f"JSON must be in UTF-8: iconv -f {names[0] if names else 'ENCODING'} -t utf-8 FILE"
-    which = f"probably {' or '.join(names)}" if names else "which an editor may show"
-    return f"set data.encoding, {which}, or correct the byte"
+    probably = f"probably {' or '.join(names)}" if names else "which an editor may show"
+    return f"set data.encoding, {probably}"
 
 
 # ----------------------------------------------------------------------- JSON, CSV, Parquet, hub
 
 
-def _next_line(text: mmap.mmap, position: int, special: tuple[str, ...]) -> int | None:
+def _next_line(text: mmap.mmap, position: int, special: Sequence[bytes]) -> int | None:
     """Returns the first position from this one on where a line starts."""
     return text.find(b"\n", position - 1) + 1 or None
 
@@ -362,15 +363,15 @@ def text_field(record: object, part: FilePart, where: str) -> str:
     if text is None:
         return ""
     reason = f"the value of {key!r} in {where} has the type {type(text).__name__}, not text"
-    hint = _chat_hint(keys, part, where) or "set data.text_key, or correct the file"
-    raise DataError("data.path", part.path, reason, hint)
+    raise DataError(
+        "data.path", part.path, reason, _chat_hint(keys) or "set data.text_key, or correct the file"
+    )
 
 
-def _chat_hint(record: dict, part: FilePart, where: str) -> str:
+def _chat_hint(record: dict) -> str:
     """Returns a hint for a record of a chat or an instruction, or ""."""
-    extension = ".jsonl" if where.startswith("the line") else part.format.extensions[:1]
-    command = extension and chat_command(record, part.path, "".join(extension))
-    return f"write its parts to one field: {command}" if command else ""
+    code = chat_code(record)
+    return code and f"write one text per record with Python (docs/data.md): {code}"
 
 
 def _text_key(keys: dict, part: FilePart, where: str) -> str:
@@ -385,7 +386,7 @@ def _text_key(keys: dict, part: FilePart, where: str) -> str:
     hint = "set data.text_key, to a list such as [text,content] if files differ"
     if not keys:
         hint = 'write objects such as {"text": ...}, one per line, or an array in a *.json file'
-    hint = (not found and _chat_hint(keys, part, where)) or hint
+    hint = (not found and _chat_hint(keys)) or hint
     raise DataError("data.path", part.path, reason, hint)
 
 
@@ -399,26 +400,27 @@ def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
 
 def _csv_rows(part: FilePart) -> Iterator[str]:
     """Reads the text of each row. The first row has the names of the columns. The delimiter is the
-    one that separates data.text_key in it."""
+    one that separates data.text_key in it, or separates most names."""
     csv.field_size_limit(MAX_RECORD)
-    wanted = {part.text_key} if isinstance(part.text_key, str) else {*part.text_key}
     lines = _text_lines(part)
-    first = next(lines, "")
+    if not (first := next(lines, "")):
+        return
     delimiters = "\t,;" if extension_of(part.path) == ".tsv" else ",;\t"
-    names = {d: next(csv.reader([first], delimiter=d), []) for d in delimiters}
-    with_key = [delimiter for delimiter in delimiters if wanted & {*names[delimiter]}]
-    delimiter = (with_key or sorted(delimiters, key=lambda d: -len(names[d])))[0]
+    names = {mark: next(csv.reader([first], delimiter=mark), []) for mark in delimiters}
+    wanted = {part.text_key} if isinstance(part.text_key, str) else {*part.text_key}
+    delimiter = max(names, key=lambda mark: (not wanted.isdisjoint(names[mark]), len(names[mark])))
     header = names[delimiter]
-    if first.strip():
-        _text_key(dict.fromkeys(header, ""), part, "the first line")
+    key = _text_key(dict.fromkeys(header, ""), part, "the first line")
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     where = "the row in line 2"
     try:
+        if header.count(key) > 1:
+            raise csv.Error(f"several columns {key!r:.60}")
         for row in rows:
-            if row and (len(row) != len(header) or len({*header}) != len(header)):
-                raise csv.Error(f"{len(row)} fields, but {len({*header})} different names")
+            if len(row) not in (0, len(header)):
+                raise csv.Error(f"{len(row)} fields, but {len(header)} names")
             if row:
-                yield text_field(dict(zip(header, row, strict=True)), part, where)
+                yield row[header.index(key)]
             where = f"the row in line {rows.line_num + 2}"
     except csv.Error as error:
         reason = f"{where} is not valid CSV ({message_of(error)})"
@@ -428,24 +430,20 @@ def _csv_rows(part: FilePart) -> Iterator[str]:
 
 def _text_lines(part: FilePart) -> Iterator[str]:
     """Yields the lines of a text with their ends: line feed, carriage return, or both."""
-    decoder, line = io.IncrementalNewlineDecoder(None, translate=False), []  # keeps both together
-    for block in itertools.chain(decoded_blocks(part), [b""]):
-        for piece in re.split(r"(?<=\n)|(?<=\r)(?!\n)", decoder.decode(block.decode(), not block)):
-            line.append(piece)
-            if piece.endswith(("\n", "\r")):
-                yield "".join(line)
-                line = []
-        _check_length("".join(line), part, "a line")
-    yield "".join(line)
+    rest = b""
+    for block in decoded_blocks(part):
+        *lines, rest = (rest + block).splitlines(keepends=True)  # "\n" may follow a last "\r"
+        _check_length(rest, part, "a line")
+        yield from (line.decode() for line in lines)
+    yield rest.decode()
 
 
 def _parquet_rows(part: FilePart) -> Iterator[str]:
     with _open_parquet(part.path) as file:
         key = _text_key(_empty_record(file.schema_arrow), part, "the file")
-        groups = range(file.num_row_groups)[part.start : part.stop]
-        for group in groups:
-            rows = _rows_at_once(file.metadata.row_group(group), key, part, group)
-            batches = file.iter_batches(rows, row_groups=[group], columns=[key])
+        for group in range(file.num_row_groups)[part.start : part.stop]:
+            _check_row_group(file.metadata.row_group(group), key, part, group)
+            batches = file.iter_batches(ROWS, row_groups=[group], columns=[key])
             values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
             for row, value in enumerate(values):
                 where = f"row {row} of row group {group}"
@@ -459,19 +457,17 @@ def _empty_record(schema) -> dict:
     return {n: [dict.fromkeys(keys.findall(t))] if "<" in t else "" for n, t in types.items()}
 
 
-def _rows_at_once(metadata, key: str, part: FilePart, group: int) -> int:
-    """Returns how many rows of a row group are read at once: a batch has at most 256 MiB, as a
-    value has at most the size of its column. Raises DataError if few rows have very much text,
-    because Arrow needs five times the memory of their page."""
+def _check_row_group(metadata, key: str, part: FilePart, group: int) -> None:
+    """Raises DataError if few rows have very much text: Arrow needs five times the memory of a
+    page, which has at least one text."""
     columns = map(metadata.column, range(metadata.num_columns))
-    column = next((column for column in columns if column.path_in_schema == key), None)
-    size = column.total_uncompressed_size if column else 0
-    is_repeated = column and size > 1000 * column.total_compressed_size
-    if size > 4 * MAX_RECORD and (is_repeated or size > metadata.num_rows * MAX_RECORD // 16):
-        reason = f"row group {group} has {size:,} bytes of text in few rows ({metadata.num_rows:,})"
-        hint = "split long texts, or write the file with fewer rows per row group"
-        raise DataError("data.path", part.path, reason, hint)
-    return max(1, min(ROWS, 2**28 // max(1, size)))
+    for column in (column for column in columns if column.path_in_schema == key):
+        size = column.total_uncompressed_size
+        is_repeated = size > 1000 * column.total_compressed_size
+        if size > max(4 * MAX_RECORD, 0 if is_repeated else metadata.num_rows * MAX_RECORD // 16):
+            reason = f"row group {group} has {size:,} bytes of text in {metadata.num_rows:,} rows"
+            hint = "split long texts, or write the file with fewer rows per row group"
+            raise DataError("data.path", part.path, reason, hint)
 
 
 def _split_row_groups(part: FilePart, max_bytes: int) -> Iterator[FilePart]:

@@ -28,21 +28,20 @@ from clearhead.tokens.readers import (
     IN_FOLDERS,
     NO_TEXT,
     FilePart,
+    check_kinds,
     check_regular_file,
     encode_part,
     extension_of,
     format_of,
-    notes_about_kinds,
     split_file,
     translate_read_errors,
 )
 from clearhead.tokens.shards import MANIFEST, open_shards, read_manifest
-from clearhead.tokens.token_stream import MAX_MEASURED, SEARCH_BLOCK, Checksums, TokenStream
+from clearhead.tokens.token_stream import Checksums, TokenStream
 from clearhead.tokens.tokenizer import Tokenizer
 
 PART_BYTES = 2**19  # of text that a thread encodes at once
 HIDDEN = (".", "~$")  # first characters of the names of hidden files; "~$": of a lock of Word
-NO_FILE = "broken link or special file"
 
 # ------------------------------------------------------------------------------------------- files
 
@@ -55,57 +54,51 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
     text files that are probably not plain text. Raises DataError if an entry matches no file or a
     folder cannot be listed.
     """
-    files: list[str] = []
-    seen: set[str] = set()  # their real paths
+    files, seen = [], set()  # seen: their real paths
+    notes = [] if notes is None else notes
     for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
-        others: list[str] = []  # what is skipped
-        if entry.startswith(HUB):
-            found = [entry]
-        elif os.path.isdir(entry):
-            found, others = _text_files_in(entry)
-            if not found:
-                hint = "use a glob for files with another extension, such as FOLDER/*.html"
-                names = ", ".join(f"*{extension}" for extension in IN_FOLDERS)
-                raise DataError("data.path", entry, f"the folder contains no {names}", hint)
-        elif os.path.exists(entry):
-            check_regular_file(entry)
-            found = [entry]
-        else:
-            names = [name for name in sorted({*_glob(entry)}) if not os.path.isdir(name)]
-            names = [name for name in names if not os.path.basename(name).startswith(HIDDEN[1:])]
-            found = list(filter(isfile, names))
-            others = [NO_FILE] * (len(names) - len(found))
-            if not found:
-                reason = "no file matches" if glob.has_magic(entry) else "file not found"
-                hint = f"check the path (relative to {os.getcwd()})"
-                hint += "; write a list as [a,b]" if "," in entry else ""
-                raise DataError("data.path", entry, reason, hint)
-        if found != [entry]:
-            real = {os.path.realpath(file): file for file in reversed(found)}  # each one once
-            others += ["already read"] * len(real.keys() & seen)
-            found = [file for file in found if file in {real[r] for r in real.keys() - seen}]
-        if others and notes is not None:
-            skipped = ", ".join(f"{n} {kind}" for kind, n in Counter(others).most_common(9))
-            read = f"{len(found)} file{'s' * (len(found) != 1)} read"
-            notes.append(sanitize(f"{entry}: {read}; skipped: {skipped}", keep=""))
-        files += found
-        seen |= {*map(os.path.realpath, found)}
-    if notes is not None:
-        notes += [sanitize(note, keep="") for note in notes_about_kinds(files)]
+        found, skipped = _files_of(entry)
+        for file in found:
+            if (real := os.path.realpath(file)) in seen and file != entry:
+                skipped.append("already read")
+            else:
+                files.append(file)
+            seen.add(real)
+        if skipped:
+            num_read = len(found) - skipped.count("already read")
+            kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(skipped).most_common(9))
+            note = f"{entry}: {num_read} file{'s' * (num_read != 1)} read; skipped: {kinds}"
+            notes.append(sanitize(note, keep=""))
+    notes += check_kinds(files)
     return files
 
 
-def _text_files_in(folder: str) -> tuple[list[str], list[str]]:
-    """Returns the text files in a folder and its subfolders, and the kinds of its other files."""
-    found, others = [], []
-    for here, names in _folders_in(folder):
-        for path in (str(Path(here, name)) for name in names):
-            if isfile(path) and extension_of(path) in IN_FOLDERS:
-                found.append(path)
-            else:
-                kind = Path(path).suffix.lower() or "without extension"
-                others.append(kind if isfile(path) else NO_FILE)
-    return sorted(found, key=Path), others
+def _files_of(entry: str) -> tuple[list[str], list[str]]:
+    """Returns the files of an entry of data.path, and the kinds of what is skipped."""
+    if entry.startswith(HUB):
+        return [entry], []
+    if os.path.isdir(entry):
+        paths = [str(Path(here, name)) for here, names in _folders_in(entry) for name in names]
+        found = [path for path in paths if isfile(path) and extension_of(path) in IN_FOLDERS]
+        if not found:
+            hint = "use a glob for files with another extension, such as FOLDER/*.html"
+            names = ", ".join(f"*{extension}" for extension in IN_FOLDERS)
+            raise DataError("data.path", entry, f"the folder contains no {names}", hint)
+        others = {*paths} - {*found}
+        kinds = [Path(path).suffix.lower() or "without extension" for path in others]
+        return sorted(found, key=Path), kinds
+    if os.path.exists(entry):
+        check_regular_file(entry)
+        return [entry], []
+    paths = {path for path in glob.glob(entry, recursive=True) if not os.path.isdir(path)}
+    paths = [path for path in paths if not os.path.basename(path).startswith(HIDDEN[1:])]
+    found = sorted(filter(isfile, paths))
+    if not found:
+        reason = "no file matches" if glob.has_magic(entry) else "file not found"
+        hint = f"check the path (relative to {os.getcwd()})"
+        hint += "; write a list as [a,b]" if "," in entry else ""
+        raise DataError("data.path", entry, reason, hint)
+    return found, ["broken link or special file"] * (len(paths) - len(found))
 
 
 def _folders_in(folder: str) -> Iterator[tuple[str, list[str]]]:
@@ -119,18 +112,6 @@ def _folders_in(folder: str) -> Iterator[tuple[str, list[str]]]:
             continue
         seen.add(real)
         yield here, sorted(name for name in names if not name.startswith(HIDDEN))
-
-
-def _glob(pattern: str) -> list[str]:
-    """Returns the paths that match a pattern. ** stands for all folders of `_folders_in`."""
-    parts = Path(pattern).parts
-    if "**" not in parts:
-        return glob.glob(pattern)
-    at = parts.index("**")
-    tops = filter(os.path.isdir, glob.glob(str(Path(*parts[:at]))))
-    folders = itertools.chain.from_iterable(map(_folders_in, tops))
-    rest = parts[at + 1 :] or ("*",)
-    return [path for here, _ in folders for path in _glob(str(Path(glob.escape(here), *rest)))]
 
 
 def _raise_read_error(error: OSError) -> None:
@@ -163,7 +144,7 @@ def _token_files_of(entry: str) -> list[Path]:
         return sorted(folder.glob("*.bin"))
     if os.path.isfile(entry):
         return [Path(entry)] if entry.endswith(".bin") else []
-    return sorted(Path(p) for p in _glob(entry) if p.endswith(".bin"))
+    return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))
 
 
 def notes_about_repeated(files: Iterable[str | Path]) -> list[str]:
@@ -225,22 +206,7 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
             hint = "use a longer text, a smaller data.max_length, or another data.val_fraction"
             raise DataError(key, source, reason, f"{hint} (0: no validation)")
     loaded.notes += notes_about_repeated(files)
-    loaded.notes += notes_about_special(loaded.train, tokenizer)
     return loaded
-
-
-def notes_about_special(streams: list[TokenStream], tokenizer: Tokenizer) -> list[str]:
-    """Returns a note about special tokens in the training text, except the end-of-text token."""
-    names = {number: name for name, number in tokenizer.special.items() if name != tokenizer.end}
-    if not names or sum(map(len, streams)) > MAX_MEASURED:
-        return []
-    counts: Counter[int] = Counter()
-    for ids in itertools.chain(*(stream.blocks(SEARCH_BLOCK) for stream in streams)):
-        counts.update(ids[np.isin(ids, [*names])].tolist())
-    found = ", ".join(f"{names[i]} ({count:,})" for i, count in counts.most_common(5))
-    found += f" and {len(counts) - 5} more" * (len(counts) > 5)
-    note = f"special tokens of the tokenizer are read as their ids, not as text: {found}"
-    return [sanitize(f"data.path: {note}", keep="")] * bool(counts)
 
 
 def load_streams(
@@ -271,7 +237,7 @@ def encode_files(
         encoder = StreamEncoder(tokenizer)
         return concatenate(encode_part(part, encoder)), encoder
 
-    options |= {"special": tuple(tokenizer.special)}
+    options["special"] = tokenizer.special_bytes
     parts, ids, num_empty, trimmed = [], bytearray(), 0, Counter()
     for file in files:
         if format_of(file).is_file:

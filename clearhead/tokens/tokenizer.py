@@ -84,14 +84,18 @@ class Tokenizer(tiktoken.Encoding):
             explicit_n_vocab=len(self.ranks) + len(self.special),
         )
 
-    def __reduce__(self) -> tuple:
-        # for other processes
+    def __reduce__(self) -> tuple:  # for other processes
         return Tokenizer, (self.ranks, self.pattern, self.special, self.name, self.end)
 
     @property
     def eot_token(self) -> int:
         """The id of the end-of-text token."""
         return self.special[self.end]
+
+    @property
+    def special_bytes(self) -> list[bytes]:
+        """The special tokens in UTF-8."""
+        return [name.encode() for name in self.special]
 
     @functools.cached_property
     def checksum(self) -> str:
@@ -196,12 +200,10 @@ def train_tokenizer(sample: Sample, vocab_size: int | None = None) -> Tokenizer:
     size = vocab_size or default_vocab_size(sample.text_bytes)
     texts = [block.decode("utf-8", "ignore") for block in sample.blocks]
     counts = np.bincount(np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32))
-    # A short text, in which no pair occurs twice, has a second try with all repeated characters.
-    for rarest, share in ((counts.sum() / (RARE * size), MOST_CHARACTERS), (2, 1)):
-        characters, tokens = _frequent(counts, max(rarest, 2), int((size - 257) * share))
-        tokens += _merges(texts, characters, size - 257 - len(tokens))
-        if (found := 257 + len(tokens)) == size:
-            break
+    least, most = max(counts.sum() / (RARE * size), 2), int((size - 257) * MOST_CHARACTERS)
+    characters, tokens = _frequent(counts, least, most)
+    tokens += _merges(texts, characters, size - 257 - len(tokens))
+    found = 257 + len(tokens)
     if vocab_size and found < vocab_size:
         reason = f"the text supports {found:,} ids: no other pair of tokens occurs twice"
         fewer = f"{found}, " if found > 257 else ""

@@ -6,9 +6,9 @@
 
 Only byte-level BPE as in the GPT-2 family is read: without a normalizer, with one of the PATTERNS,
 and with ids in the order of the merges. A file that would give other ids in `tokenizers` or
-transformers is refused. tiktoken merges the neighbours whose *token* has the
-smallest id, tokenizers the neighbours that are the first *pair* in the list of merges. Both give
-the same ids if each token is the result of exactly one pair, which is compared here.
+transformers is refused. tiktoken merges the neighbours whose *token* has the smallest id,
+`tokenizers` those that are the first *pair* in the list of merges. Both give the same ids if each
+token is the result of exactly one pair, which is compared here.
 """
 
 import functools
@@ -27,8 +27,6 @@ TOKENIZER = "tokenizer.json"
 MAX_BYTES = 2**26  # of a file
 MAX_TOKEN_BYTES, MAX_SPECIAL = 2**10, 2**7  # bytes of a token of text, and of a special token
 CONFIG = "tokenizer_config.json"
-NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-NAMED += ["additional_special_tokens", "extra_special_tokens"]
 ADDING = ("SpecialToken", "BertProcessing", "RobertaProcessing")  # post-processors that add tokens
 # Settings in tokenizer_config.json that add something to a text, or change it.
 CHANGES = ("add_bos_token", "add_eos_token", "add_prefix_space", "do_lower_case")
@@ -193,7 +191,8 @@ def _added_tokens(folder: Path) -> tuple[tuple[AddedToken, ...], str | None]:
     for number, token in (decoder if isinstance(decoder, dict) else {}).items():
         if isinstance(token, dict) and number.isdecimal():
             added.append(_added_token(token, int(number)))
-    named = {key: settings[key] for key in NAMED if settings.get(key)}
+    names = ("_token", "_special_tokens")  # bos_token, additional_special_tokens, ...
+    named = {key: value for key, value in settings.items() if key.endswith(names) and value}
     for value in named.values():
         values = value if isinstance(value, list) else [value]
         added += [_added_token(token, None, special=True) for token in values]
@@ -307,9 +306,8 @@ def _check_special(names: set[str]) -> None:
                 raise ValueError(f"has special tokens that overlap, such as {name!r:.40}")
 
 
-def _bytes(token: str) -> bytes | None:
-    """Returns the bytes of a token; None if it has characters that are not those of bytes."""
-    return bytes(map(BYTES.get, token)) if BYTES.keys() >= {*token} else None
+def _bytes(token: str) -> bytes:
+    return bytes(BYTES[character] for character in token)
 
 
 def _named(tokenizer: Tokenizer) -> Tokenizer:

@@ -6,9 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -171,33 +168,6 @@ def test_stopped_halfway_leaves_nothing(run, tmp_path, monkeypatch):
         found, _, err = run("checkpoint=runs/one", f"out={tmp_path / 'out'}")
         assert (found, printed_keys(err)) == (code, ["out"] if code == 2 else [])
         assert list(tmp_path.iterdir()) == []
-
-
-KILLED = """
-import os, signal, sys
-from clearhead.config.command_line import new_folder
-with new_folder(sys.argv[1]) as folder:
-    (folder / "half").write_text("")
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_the_next_command_removes_what_a_killed_one_left(run, tmp_path):
-    """But not the folder of a command that still runs, or of another name."""
-    other = tmp_path / f"out2.part-{'0' * 16}"
-    other.mkdir()
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "out")]
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPOSITORY}
-    killed, running = (subprocess.Popen(command, **options) for _ in range(2))
-    folders = [Path(process.stdout.readline().strip()) for process in (killed, running)]
-    killed.kill()
-    killed.wait()
-    assert all((folder / "half").exists() for folder in folders)
-    assert run("checkpoint=runs/one", f"out={tmp_path / 'out'}")[0] == 0
-    assert {*tmp_path.iterdir()} == {other, folders[1], tmp_path / "out"}
-    assert {file.name for file in (tmp_path / "out").iterdir()} == FILES
-    running.communicate()
 
 
 def test_padded_batches(home):

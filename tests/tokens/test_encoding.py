@@ -106,7 +106,7 @@ def test_special_tokens_of_chunks_and_parts_are_those_of_one_call(
         file = Path(folder, "a.txt")
         file.write_bytes(text.encode())
         patch.setattr("clearhead.tokens.sources.PART_BYTES", part_bytes)
-        found, _ = encode_files([str(file)], tokenizer)
+        found, *_ = encode_files([str(file)], tokenizer)
     starts = [tokenizer.eot_token] * (expected[0] != tokenizer.eot_token)
     assert found.tolist() == starts + expected
 

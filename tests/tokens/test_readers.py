@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from itertools import chain
@@ -135,8 +134,8 @@ def test_links_are_followed_and_not_circular(tmp_path):
     (top / "z.txt").symlink_to(a)  # a linked file is listed once
     with time_limit():
         assert find_files(str(top)) == [str(a), f"{top}/link2/b.txt"]
-        for path in (f"{top}/**/*.txt", f"{top}/**/**/*", [str(top), f"{tmp_path}/**/*.txt"]):
-            files = find_files(path)  # of two links back, glob.glob needs exponential time
+        for path in (f"{top}/*/*.txt", [str(top), f"{tmp_path}/*/*.txt"]):
+            files = find_files(path)
             assert sorted(os.path.basename(file) for file in files) == ["a.txt", "b.txt"]
 
 
@@ -271,7 +270,7 @@ def test_a_book_is_what_is_between_its_markers(tmp_path, monkeypatch, case, enco
             parts = split_file(path, 2**14, encoding=encoding, trim=trim)
             blocks = [*chain(*(chain(*documents(part, counted)) for part in parts))]
             assert "".join(block.decode() for block in blocks) == text
-            sizes = {"texts": 1, "read": len(content.encode()), "kept": len(text.encode())}
+            sizes = {"read": len(content.encode()), "kept": len(text.encode())}
             assert counted == (sizes if text != content else {})
 
 
@@ -296,10 +295,9 @@ def test_what_is_not_text_is_refused_with_what_to_do(name, tmp_path):
     content, advice = REFUSED[name]
     names = [name] if name.endswith(".ipynb") else ["a.txt", "a.csv", "a.txt.gz", "b"]
     for path in (write(tmp_path / name, content) for name in names):
-        assert advice in check_refused(path).hint
-        if path.suffix != ".csv":  # also before a large text is read
-            with refused(DataError, "data.path", path):
-                find_files([str(path)], [])
+        with refused(DataError, "data.path", path) as caught:
+            find_files(str(path))
+        assert advice in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -310,8 +308,6 @@ def test_what_is_not_text_is_refused_with_what_to_do(name, tmp_path):
         ("a.srt.gz", "1\n00:00:01,000 --> 00:00:02,000\nA line."),
         ("a.mbox", "From a"),
         ("a.txt", '{"text": "one"}\n'),
-        ("a.txt", "\x1b[32mgreen\x1b[0m"),
-        ("a.txt", "caf\ufffd"),
     ],
 )
 def test_text_with_markup_is_read_with_a_note(name, content, tmp_path):
@@ -416,17 +412,15 @@ CHATS = [
 
 
 @pytest.mark.parametrize("record", CHATS)
-def test_the_advice_for_chats_writes_their_text(record, tmp_path):
-    """The command in the hint is run. Its output is read as JSON lines."""
-    files = {"a chat's.jsonl": json.dumps(record) + "\n", "a.json": json.dumps([record], indent=1)}
-    paths = [write(tmp_path / name, content) for name, content in files.items()]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
-    for path in [*paths, tmp_path / "a.parquet"]:
-        _, command = check_refused(path).hint.split(": ", 1)
-        command = command.replace("python", f"'{sys.executable}'", 1)
-        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-        (text,) = read(tmp_path / "texts.jsonl")
-        assert [part.split(": ")[-1] for part in text.decode().split("\n\n")] == ["A's?", "B"]
+def test_the_advice_for_chats_is_python_code_for_their_text(record, tmp_path):
+    paths = [tmp_path / name for name in ("a.jsonl.gz", "a.json", "a.parquet")]
+    write(paths[0], json.dumps(record) + "\n")
+    write(paths[1], json.dumps([record], indent=1))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), paths[2])
+    for path in paths:
+        _, code = check_refused(path).hint.split(": ", 1)
+        text = eval(code, {"record": record})
+        assert [part.split(": ")[-1] for part in text.split("\n\n")] == ["A's?", "B"]
 
 
 def test_a_new_text_format(tmp_path, monkeypatch, encoder):
