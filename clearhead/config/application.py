@@ -149,10 +149,11 @@ def quote_texts(overrides: Sequence[str], is_sweep: bool = False) -> list[str]:
     parser = OverridesParser.create()
 
     def parses(text: str) -> bool:
-        with contextlib.suppress(HydraException):
+        try:
             parser.parse_override(text)
-            return True
-        return False
+        except HydraException:
+            return False
+        return True
 
     def quoted(value: str) -> str:
         if SYNTAX.match(value) or parses(f"_={value}"):

@@ -37,7 +37,7 @@ from clearhead.tokens.readers import (
     translate_read_errors,
 )
 from clearhead.tokens.shards import MANIFEST, open_shards, read_manifest
-from clearhead.tokens.token_stream import Checksums, TokenStream
+from clearhead.tokens.token_stream import MAX_MEASURED, SEARCH_BLOCK, Checksums, TokenStream
 from clearhead.tokens.tokenizer import Tokenizer
 
 PART_BYTES = 2**19  # of text that a thread encodes at once
@@ -206,7 +206,22 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
             hint = "use a longer text, a smaller data.max_length, or another data.val_fraction"
             raise DataError(key, source, reason, f"{hint} (0: no validation)")
     loaded.notes += notes_about_repeated(files)
+    loaded.notes += notes_about_special(loaded.train, tokenizer)
     return loaded
+
+
+def notes_about_special(streams: list[TokenStream], tokenizer: Tokenizer) -> list[str]:
+    """Returns a note about special tokens in the training text, except the end-of-text token."""
+    names = {number: name for name, number in tokenizer.special.items() if name != tokenizer.end}
+    if not names or sum(map(len, streams)) > MAX_MEASURED:
+        return []
+    blocks = itertools.chain(*(stream.blocks(SEARCH_BLOCK) for stream in streams))
+    counts = sum((Counter(ids[np.isin(ids, [*names])].tolist()) for ids in blocks), Counter())
+    if not counts:
+        return []
+    found = ", ".join(f"{names[number]} ({n:,})" for number, n in counts.most_common(5))
+    note = f"special tokens of the tokenizer are read as their ids, not as text: {found}"
+    return [sanitize(f"data.path: {note}", keep="")]
 
 
 def load_streams(

@@ -84,7 +84,8 @@ class Tokenizer(tiktoken.Encoding):
             explicit_n_vocab=len(self.ranks) + len(self.special),
         )
 
-    def __reduce__(self) -> tuple:  # for other processes
+    def __reduce__(self) -> tuple:
+        # for other processes
         return Tokenizer, (self.ranks, self.pattern, self.special, self.name, self.end)
 
     @property

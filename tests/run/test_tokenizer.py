@@ -115,7 +115,7 @@ def test_a_resumed_run_continues_with_its_tokenizer(make_run, tmp_path):
     assert rows(rest.directory)[-1]["val/loss"] == rows(whole.directory)[-1]["val/loss"]
 
 
-def test_special_tokens_have_one_meaning_everywhere(make_run, tmp_path, monkeypatch):
+def test_special_tokens_have_one_meaning_everywhere(make_run, tmp_path, monkeypatch, capsys):
     """In the training text, in samples and in the export. The end of a text has its own name, so
     <|endoftext|> is text."""
     ranks = get_tokenizer("byte").ranks
@@ -135,7 +135,11 @@ def test_special_tokens_have_one_meaning_everywhere(make_run, tmp_path, monkeypa
     )
     settings = ["data.tokenizer=chat", "model.vocab_size=null", "data.path=chat.txt", "name=chat"]
     run = make_run(*settings, 'trainer.sample_prompt="<user>a b"')
+    capsys.readouterr()
     data = load_datasets(run.config.data, run.evaluator.tokenizer)
+    (note,) = [note for note in data.notes if "<user> (" in note]
+    assert "a b (" in note
+    assert "</s>" not in note
     tokens = data.train.tokens.gather(np.array([0]), 2 * len(expected) + 1)[0].tolist()
     assert tokens == [257, *expected, *expected]
     fit(run)
