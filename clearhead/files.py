@@ -7,6 +7,7 @@ a power failure it is complete or absent. A rename is safe only after fsync of t
 import contextlib
 import errno
 import functools
+import glob
 import json
 import os
 import secrets
@@ -52,9 +53,11 @@ def atomic_write(path: Path, content: bytes | Iterable[bytes]) -> None:
         raise
 
 
-def remove_temporary_files(folder: Path) -> None:
-    """Removes temporary files of killed processes. No other process may write to the folder."""
-    for part in folder.glob("*.part-" + "[0-9a-f]" * 16):
+def remove_temporary_files(folder: Path, name: str = "*") -> None:
+    """Removes temporary files and folders of killed processes, of one name or of all. No other
+    process may write to them."""
+    pattern = name if name == "*" else glob.escape(name)
+    for part in folder.glob(f"{pattern}.part-" + "[0-9a-f]" * 16):
         remove(part)
 
 

@@ -14,6 +14,7 @@ from clearhead.config.schema import (
     Checkpoint,
     DataConfig,
     Device,
+    Encoding,
     LensSettings,
     MaxTokens,
     Names,
@@ -44,6 +45,9 @@ class MeasuredText(Settings):
         None,
         description="text or token files on which heads are measured and removed; null: the "
         "validation data of the run",
+    )
+    encoding: Encoding | None = Field(
+        None, description="encoding of text files, such as cp1252; null: as in the run"
     )
 
 
@@ -133,6 +137,7 @@ def load_data(trained: "Model", settings: InspectConfig) -> "LoadedData | None":
     if path := settings.data.path:
         changes = {"path": path, "synthetic": None, "val_path": None, "val_fraction": 0.0}
         changes["weights"] = None
+        changes |= {"encoding": settings.data.encoding} if settings.data.encoding else {}
     elif not trained.state:
         if settings.ablation:
             reason = "a model without a run needs a text for ablation"
@@ -156,12 +161,13 @@ def data_config(trained: "PretrainedModel", **changes: object) -> DataConfig:
     return DataConfig.with_defaults(**values)
 
 
-def text_of(path: str | list[str]) -> str:
+def text_of(path: str | list[str], encoding: str) -> str:
     """Returns the beginning of the texts of data.path. Raises DataError."""
     from clearhead.tokens.readers import documents, split_file
     from clearhead.tokens.sources import find_files
 
-    parts = (part for file in find_files(path) for part in split_file(file, TEXT_BYTES))
+    files = find_files(path)
+    parts = (part for file in files for part in split_file(file, TEXT_BYTES, encoding=encoding))
     read = bytearray()
     texts = (itertools.chain(text, [b"\n"]) for part in parts for text in documents(part))
     for block in itertools.chain.from_iterable(texts):
@@ -227,7 +233,7 @@ def lens_of(
         text = some_windows(dataset, MAX_WINDOWS, MAX_TOKENS)
         name = text_name(is_synthetic(trained, settings), bool(loaded.val))
     elif settings.data.path:
-        text = text_of(settings.data.path)
+        text = text_of(settings.data.path, settings.data.encoding or "utf-8")
     try:
         lens = Lens(
             trained.tokenizer,

@@ -39,7 +39,15 @@ from clearhead.errors import (
     message_of,
     refuse,
 )
-from clearhead.files import as_json, atomic_write, fsync, make_folder, rename, temporary_name
+from clearhead.files import (
+    as_json,
+    atomic_write,
+    fsync,
+    make_folder,
+    remove_temporary_files,
+    rename,
+    temporary_name,
+)
 
 WAIT_FOR_RANK_0 = 10  # seconds
 SYNTAX = re.compile(r"\s*[\[{\"']")  # the beginning of a list, a mapping or a quoted text
@@ -80,6 +88,7 @@ def new_folder(out: str) -> Iterator[Path]:
     path = Path(os.path.abspath(out))
     part = temporary_name(path)
     try:
+        remove_temporary_files(path.parent, path.name)  # of a killed command
         make_folder(part)
         yield part
         for file in (*part.iterdir(), part):

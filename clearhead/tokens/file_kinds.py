@@ -43,6 +43,7 @@ KINDS = (
     Kind("XML tags", "give the texts only", rb"\s*<\?xml ", ".xml", True),
     Kind("times", "grep -v -e '-->' FILE", rb"WEBVTT\b|1\r?\n\d\d:\d\d:\d\d,", ".srt .vtt", True),
     Kind("headers of mail", "give the texts only", rb"From \S+ [^\n]+\d:\d\d", ".eml .mbox", True),
+    Kind("Windows line ends (\\r\\n)", "tr -d '\\r' < FILE", rb"[^\n]{0,9999}\r\n", "", True),
     Kind("the syntax of JSON", "name it *.jsonl or *.json", rb"\s*(\[\s*)?\{\s*\"", "", True),
 )
 

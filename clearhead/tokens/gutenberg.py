@@ -10,9 +10,14 @@ from clearhead.errors import sanitize
 
 # The lines around a book of Project Gutenberg, in all their forms. The title may have a line break.
 MARKER = rb"\*\*\* ?%s OF TH(?:E|IS) (?:COPYRIGHTED )?PROJECT GUTENBERG E-?(?:BOOK|TEXT)"
-START = MARKER % b"START" + rb"(?:[^*]{0,400}\*\*\*|[^\n]*)\s*|\*END[* ]THE SMALL PRINT![^\n]*\s*"
-START, END = (re.compile(text, re.IGNORECASE) for text in (START, MARKER % b"END"))
+START = MARKER % b"START" + rb"(?:[^*]{0,400}\*\*\*|[^\n]*)|\*END[* ]THE SMALL PRINT![^\n]*"
+# Who has made the book, after a start marker; a line that repeats its title, before an end marker.
+MAKERS = rb"(?:(?:E-text )?(?:Produced|Prepared|Transcribed) by .*\n(?:.*\S.*\n){0,6}\s*)?"
+START = re.compile(rb"(?:%s)\s*%s" % (START, MAKERS), re.IGNORECASE)
+END = re.compile(MARKER % b"END", re.IGNORECASE)
+LAST_LINE = re.compile(rb"\s*End of (?:the |this )?Project Gutenberg[^*]{0,300}\Z", re.IGNORECASE)
 FRAME = 2**16  # bytes; a header before a book is shorter, and so is a licence after it
+LINE = 400  # bytes; LAST_LINE is shorter
 
 
 def has_markers(path: str) -> bool:
@@ -38,12 +43,15 @@ def between_markers(blocks: Iterable[bytes], trimmed: Counter) -> Iterator[bytes
             continue
         if is_book is None and (is_book := START.search(text, 0, FRAME)):
             position = is_book.end()
-        while (end := END.search(text, position)) and end.start() < known:
+        while (end := END.search(text, position)) and end.start() < known + LINE:
             stop = after = end.end()  # not removed
             if following := is_book and START.search(text, stop, stop + 2 * FRAME):
-                stop, after = end.start(), following.end()
+                after = following.end()
             elif len(text) - end.start() <= FRAME:  # at the end of the text
-                stop, after = end.start(), len(text)
+                after = len(text)
+            if after > stop:
+                line = LAST_LINE.search(text, max(position, end.start() - LINE), end.start())
+                stop = line.start() if line else end.start()
             found.append(text[position:stop])
             position = after
         known = max(known, position)
@@ -63,5 +71,5 @@ def notes_about_trimmed(path: str | list[str], trimmed: Counter) -> list[str]:
         return []
     where = path if isinstance(path, str) else "data.path"
     used = "of Project Gutenberg's books, only the part between the marker lines is used"
-    sizes = f"{trimmed['kept']:,} of {trimmed['read']:,} bytes"
-    return [sanitize(f"{where}: {used}, {sizes}; data.trim=false uses all", keep="")]
+    share = f"{trimmed['kept'] / trimmed['read']:.0%} of the text"
+    return [sanitize(f"{where}: {used}, {share}; data.trim=false uses all", keep="")]

@@ -263,7 +263,7 @@ def _check_encoding(part: FilePart, raw: bytes, offset: int) -> None:
             raise DataError("data.path", part.path, reason, _change_encoding(part, [name]))
     elif not offset and is_utf8(raw, part.encoding):
         reason = f"is utf-8 text, not {part.encoding}"
-        hint = "remove data.encoding, or convert the file if other files need it"
+        hint = f"set data.encoding=utf-8, or convert the file if other files are {part.encoding}"
         raise DataError("data.path", part.path, reason, hint)
 
 
@@ -282,7 +282,7 @@ def _change_encoding(part: FilePart, names: list[str]) -> str:
     if part.format.read in (_json_lines, _json_records):
         return f"JSON must be in UTF-8: iconv -f {names[0] if names else 'ENCODING'} -t utf-8 FILE"
     probably = f"probably {' or '.join(names)}" if names else "which an editor may show"
-    return f"set data.encoding, {probably}"
+    return f"set data.encoding for all files, {probably}"
 
 
 # ----------------------------------------------------------------------- JSON, CSV, Parquet, hub

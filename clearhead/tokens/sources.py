@@ -90,7 +90,7 @@ def _files_of(entry: str) -> tuple[list[str], list[str]]:
     if os.path.exists(entry):
         check_regular_file(entry)
         return [entry], []
-    paths = {path for path in glob.glob(entry, recursive=True) if not os.path.isdir(path)}
+    paths = {path for path in _glob(entry) if not os.path.isdir(path)}
     paths = [path for path in paths if not os.path.basename(path).startswith(HIDDEN[1:])]
     found = sorted(filter(isfile, paths))
     if not found:
@@ -112,6 +112,19 @@ def _folders_in(folder: str) -> Iterator[tuple[str, list[str]]]:
             continue
         seen.add(real)
         yield here, sorted(name for name in names if not name.startswith(HIDDEN))
+
+
+def _glob(pattern: str) -> list[str]:
+    """Returns the paths that a pattern matches. ** stands for all folders of `_folders_in`: with
+    links in a circle, glob.glob would not end."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        return glob.glob(pattern)
+    at = parts.index("**")
+    tops = filter(os.path.isdir, glob.glob(str(Path(*parts[:at]))))
+    folders = itertools.chain.from_iterable(map(_folders_in, tops))
+    rest = parts[at + 1 :] or ("*",)
+    return [path for here, _ in folders for path in _glob(str(Path(glob.escape(here), *rest)))]
 
 
 def _raise_read_error(error: OSError) -> None:
@@ -144,7 +157,7 @@ def _token_files_of(entry: str) -> list[Path]:
         return sorted(folder.glob("*.bin"))
     if os.path.isfile(entry):
         return [Path(entry)] if entry.endswith(".bin") else []
-    return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))
+    return sorted(Path(p) for p in _glob(entry) if p.endswith(".bin"))
 
 
 def notes_about_repeated(files: Iterable[str | Path]) -> list[str]:

@@ -6,6 +6,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,6 +171,29 @@ def test_stopped_halfway_leaves_nothing(run, tmp_path, monkeypatch):
         found, _, err = run("checkpoint=runs/one", f"out={tmp_path / 'out'}")
         assert (found, printed_keys(err)) == (code, ["out"] if code == 2 else [])
         assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import sys
+from clearhead.config.command_line import new_folder
+with new_folder(sys.argv[1]) as folder:
+    (folder / "half").write_text("")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_next_command_removes_what_a_killed_one_left(run, tmp_path):
+    other = tmp_path / f"out2.part-{'0' * 16}"  # of another name
+    other.mkdir()
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "out")]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPOSITORY}
+    with subprocess.Popen(command, **options) as killed:
+        assert (Path(killed.stdout.readline().strip()) / "half").exists()
+        killed.kill()
+    assert run("checkpoint=runs/one", f"out={tmp_path / 'out'}")[0] == 0
+    assert {*tmp_path.iterdir()} == {other, tmp_path / "out"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == FILES
 
 
 def test_padded_batches(home):

@@ -134,7 +134,7 @@ def test_links_are_followed_and_not_circular(tmp_path):
     (top / "z.txt").symlink_to(a)  # a linked file is listed once
     with time_limit():
         assert find_files(str(top)) == [str(a), f"{top}/link2/b.txt"]
-        for path in (f"{top}/*/*.txt", [str(top), f"{tmp_path}/*/*.txt"]):
+        for path in (f"{top}/**/*.txt", [str(top), f"{tmp_path}/**/*.txt"]):
             files = find_files(path)
             assert sorted(os.path.basename(file) for file in files) == ["a.txt", "b.txt"]
 
@@ -241,6 +241,12 @@ TALE, LONG_TALE = (f"Où est la marée{n}? demanda-t-il.\n" * n for n in (70, 90
 BOOKS = {
     **{f"start {n}": (HEADER + start + TALE + END, TALE) for n, start in enumerate(STARTS)},
     "with a licence": (HEADER + STARTS[0] + LONG_TALE + END_OLD + LICENCE, LONG_TALE),
+    "with its makers and its title": (
+        (HEADER + STARTS[1] + "Produced by A. Nother and the\nProofreading Team\n\n\n" + LONG_TALE)
+        + ("\r\n\r\nEnd of the Project Gutenberg EBook of A Tale,\r\nby Anon\r\n\r\n" + END)
+        + LICENCE,
+        LONG_TALE.rstrip(),
+    ),
     "two books": (
         (HEADER + STARTS[0] + TALE + END + LICENCE) + HEADER + STARTS[1] + LONG_TALE + END,
         TALE + LONG_TALE,
