@@ -120,4 +120,5 @@ def test_fit_returns_the_contents_of_summary_json(make_run, monkeypatch):
     assert (summary["steps"], summary["val/loss"]) == (4, run.state.val_loss)
     assert fit(make_run("name=a")) == summary  # it was finished before
     monkeypatch.setattr("clearhead.output.summary.atomic_write", Mock(side_effect=OSError))
-    assert fit(make_run("name=a", "trainer.max_steps=5")) is None
+    with pytest.raises(RunError):
+        fit(make_run("name=a", "trainer.max_steps=5"))
