@@ -64,7 +64,7 @@ class TextConfig(Settings):
         None, description="encoding of text files, such as cp1252; null: as in the run"
     )
     trim: bool | None = Field(
-        None, description="leave out the licence in a book of Project Gutenberg; null: as trained"
+        None, description="skip the licence in a book of Project Gutenberg; null: as trained"
     )
 
 

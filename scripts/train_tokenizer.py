@@ -45,7 +45,7 @@ class SourceConfig(Settings):
         "text", description="JSON field or column that has the text, or a list of several"
     )
     encoding: Encoding = Field("utf-8", description="of text files, such as cp1252")
-    trim: bool = Field(True, description="of a book of Project Gutenberg, leave out its licence")
+    trim: bool = Field(True, description="skip the licence in a book of Project Gutenberg")
 
     def files(self) -> list[str]:
         """Returns the files of `path`. Prints notes about them. Raises DataError."""

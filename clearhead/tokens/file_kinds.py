@@ -9,7 +9,7 @@ import codecs
 import re
 from typing import NamedTuple
 
-HEAD = 2**16  # bytes at the start of a file that KINDS looks at
+HEAD = 2**16  # bytes at the start of a file, which are compared with KINDS
 
 
 class Kind(NamedTuple):
