@@ -39,7 +39,7 @@ from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from clearhead.config.command_line import SYNTAX, errors_in_one_line, wait_passively
+from clearhead.config.command_line import SYNTAX, errors_in_one_line, spin_briefly
 from clearhead.config.schema import Config, known_settings
 from clearhead.config.stored import config_from
 from clearhead.config.validation import unknown_key
@@ -208,7 +208,7 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
     @functools.wraps(run)
     def main() -> None:
         arguments = sys.argv[1:]
-        wait_passively()
+        spin_briefly()
         with errors_in_one_line(debug="debug=true" in arguments):
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
             with one_line_each(arguments):
