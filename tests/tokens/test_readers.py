@@ -350,7 +350,7 @@ def test_likely_encoding_of_a_text(case, tmp_path):
     raw, path = ((SENTENCES[language] + "\n") * 20).encode(encoding), tmp_path / "a.txt"
     assert encoding in check_refused(write(path, raw)).hint
     if encoding in ("cp932", "cp949", "gb18030", "euc_jp"):
-        lost = raw[:40] + raw[41:-1] + b"\x81\n"  # each is in a line of its own
+        lost = raw[:40] + raw[41:-1] + b"\x81\n"  # each in a separate line
         assert encoding in check_refused(write(path, lost)).hint
         with refused(DataError, "data.path", path) as caught:
             read(path, encoding=encoding)
