@@ -43,10 +43,11 @@ def here(in_process, tmp_path):
     return functools.partial(in_process, main, tmp_path, "workers=1")
 
 
-# Each process runs this first. All tasks but the first wait until the file "hold" is removed.
-# SIGINT is enabled because pytest may ignore it, as background processes do.
+# Each process runs this first. All tasks but the first wait until the file "hold" is removed, as does
+# the second worker while it starts. SIGINT is enabled because pytest may ignore it, as background
+# processes do.
 HOOK = f"""
-import os, runpy, signal, time
+import os, runpy, signal, sys, time
 runpy.run_path({str(NO_NETWORK / "sitecustomize.py")!r})
 signal.signal(signal.SIGINT, signal.default_int_handler)
 real = os.fsync
@@ -57,6 +58,13 @@ def fsync(file):
         time.sleep(0.005)
     real(file)
 os.fsync = fsync
+parent = os.getppid()
+if "--multiprocessing-fork" in sys.orig_argv:
+    try:
+        open("first", "x").close()
+    except FileExistsError:
+        while os.path.exists("hold") and os.getppid() == parent:
+            time.sleep(0.005)
 """
 
 
@@ -138,6 +146,7 @@ def test_killed_before_each_file_operation(here, tmp_path):
 
 SIGNALS = [
     (signal.SIGINT, "all", {130}),  # Ctrl-C in a terminal
+    (signal.SIGINT, "the workers", {0}),  # which do not get it, not even while they start
     (signal.SIGKILL, "a worker", {4}),  # as by the out-of-memory killer
 ]
 MORE_SIGNALS = [
@@ -147,7 +156,7 @@ MORE_SIGNALS = [
 
 
 @pytest.mark.parametrize(("number", "whom", "codes"), SIGNALS + MORE_SIGNALS * CAMPAIGN)
-def test_stopped_by_a_signal(start, resumed, number, whom, codes):
+def test_stopped_by_a_signal(start, resumed, tmp_path, number, whom, codes):
     """No process remains, no traceback is printed, and the same command resumes."""
     process = start()
     cmdlines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(process)}
@@ -156,7 +165,11 @@ def test_stopped_by_a_signal(start, resumed, number, whom, codes):
     if whom == "all":
         os.killpg(process.pid, number)
     else:
-        os.kill(process.pid if whom == "main" else workers[0], number)
+        pids = {"main": [process.pid], "a worker": workers[:1], "the workers": workers}
+        for pid in pids[whom]:
+            os.kill(pid, number)
+    if whom == "the workers":
+        (tmp_path / "hold").unlink()
     assert wait_for_exit(process) in codes
     keys = printed_keys(process.log.read_text())
     assert whom != "a worker" or keys[-1] == "workers"
