@@ -34,7 +34,7 @@ PACKAGES = ("numpy", "tiktoken")
 TASKS = Path("/proc/self/task")  # a folder for each thread of this process, on Linux
 # Without other programs, the threads of a training get 0.98 of the time in which they could run;
 # two threads and an endless loop on two cores get 0.67.
-MIN_SHARE = 0.75
+MIN_SHARE = 0.7
 
 # ------------------------------------------------------------------------ memory of a device
 

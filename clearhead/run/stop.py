@@ -110,7 +110,8 @@ class Stop:
         if expected >= (self.max_steps or math.inf):
             return ""
         hint = ": too few to learn from; use a longer limit or a smaller model"
-        text = f"about {expected:,.0f} steps in {seconds / 60:g} minutes"
+        minutes = seconds / 60
+        text = f"about {expected:,.0f} steps in {minutes:g} minute{'s' * (minutes != 1)}"
         return text + hint * (expected < self.few_steps)
 
     def _expected_steps(self, step: int) -> int:
