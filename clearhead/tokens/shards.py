@@ -36,7 +36,7 @@ from pydantic import (
 from clearhead.errors import DataError, hint_of, message_of
 from clearhead.files import atomic_write, open_regular, read_json, rename, temporary_name
 from clearhead.tokens import VOCABULARIES
-from clearhead.tokens.readers import translate_read_errors
+from clearhead.tokens.text_files import translate_read_errors
 from clearhead.tokens.token_stream import TokenStream, invalid_id
 from clearhead.tokens.tokenizer import Tokenizer
 

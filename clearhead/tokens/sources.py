@@ -27,16 +27,18 @@ from clearhead.tokens.gutenberg import notes_about_trimmed
 from clearhead.tokens.readers import (
     IN_FOLDERS,
     NO_TEXT,
-    FilePart,
     check_kinds,
-    check_regular_file,
     encode_part,
-    extension_of,
     format_of,
     split_file,
-    translate_read_errors,
 )
 from clearhead.tokens.shards import MANIFEST, open_shards, read_manifest
+from clearhead.tokens.text_files import (
+    FilePart,
+    check_regular_file,
+    extension_of,
+    translate_read_errors,
+)
 from clearhead.tokens.token_stream import MAX_MEASURED, SEARCH_BLOCK, Checksums, TokenStream
 from clearhead.tokens.tokenizer import Tokenizer
 
