@@ -56,9 +56,7 @@ class GenerateConfig(ScriptConfig):
 
     checkpoint: Checkpoint
     prompt: Text | Annotated[list[Text], Field(min_length=1)] = Field(
-        "The",
-        description="the text to continue, or @FILE, a UTF-8 file (@@ is a literal @); several: "
-        '\'["one","two"]\'',
+        "The", description='the text to continue; several: \'["one","two"]\''
     )
     prompts: Name | None = Field(
         None, description="file with a prompt in each line; .jsonl: JSON with the key prompt"
@@ -118,13 +116,12 @@ def check_combinations(settings: GenerateConfig) -> None:
 def read_prompts(settings: GenerateConfig) -> list[str]:
     """Returns the texts to continue. Raises ConfigError."""
     if path := settings.prompts:
-        lines = [line.removesuffix("\r") for line in read_text("prompts", path, path).split("\n")]
+        lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
         is_json = path.lower().endswith(".jsonl")
         found = [prompt_of_json(line, path) if is_json else line for line in lines if line.strip()]
         refuse([("prompts", path, "contains no prompt", "write one in each line")] * (not found))
         return found
-    given = [settings.prompt] if isinstance(settings.prompt, str) else settings.prompt
-    return [prompt_of_argument(text) for text in given]
+    return [settings.prompt] if isinstance(settings.prompt, str) else settings.prompt
 
 
 def prompt_of_json(line: str, path: str) -> str:
@@ -138,26 +135,14 @@ def prompt_of_json(line: str, path: str) -> str:
         raise ConfigError([("prompts", path, reason, hint)]) from error
 
 
-def prompt_of_argument(text: str) -> str:
-    """Returns the prompt for a text of the command line: @FILE is the file's content without its
-    last line break, @@ a literal @."""
-    if not text.startswith("@"):
-        return text
-    if text.startswith("@@"):
-        return text[1:]
-    return read_text("prompt", text, text[1:]).removesuffix("\n").removesuffix("\r")
-
-
-def read_text(key: str, value: str, path: str) -> str:
-    """Returns the content of a UTF-8 file. Raises ConfigError with this key and value."""
+def read_text(path: str) -> str:
+    """Returns the content of a UTF-8 file. Raises ConfigError."""
     try:
         content = read_bounded(Path(os.path.expanduser(path)), MAX_PROMPT_BYTES)
         return content.decode("utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: not in UTF-8, or no path
         reason = f"cannot be read ({getattr(error, 'strerror', None) or message_of(error)})"
-        hint = "give a text file in UTF-8"
-        hint += "; a prompt that starts with @ is written @@..." * (key == "prompt")
-        raise ConfigError([(key, value, reason, hint)]) from error
+        raise ConfigError([("prompts", path, reason, "give a text file in UTF-8")]) from error
 
 
 # ------------------------------------------------------------------------------------- texts

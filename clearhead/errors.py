@@ -12,7 +12,6 @@ by SIGINT, 143 stopped by SIGTERM, SIGUSR1 or SIGHUP.
 """
 
 import contextlib
-import errno
 import os
 import re
 import sys
@@ -68,13 +67,7 @@ def problems_of(error: BaseException, hint: str = "") -> list[Problem]:
     if isinstance(error, ClearheadError):
         return error.problems
     reason = f"{type(error).__name__}: {message_of(error) or 'no message'}"
-    return [Problem("", NO_VALUE, reason, hint_of(error, hint))]
-
-
-def hint_of(error: BaseException, hint: str) -> str:
-    """Returns the hint for an error of the operating system; the given one for most errors."""
-    is_limit = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
-    return "raise the limit of open files: ulimit -n" if is_limit else hint
+    return [Problem("", NO_VALUE, reason, hint)]
 
 
 def message_of(error: BaseException) -> str:

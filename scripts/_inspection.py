@@ -23,6 +23,7 @@ from clearhead.config.schema import (
     Text,
     Threads,
 )
+from clearhead.config.stored import data_settings
 from clearhead.errors import NO_VALUE, ClearheadError, Problem, refuse
 from headlens import LensConfig
 
@@ -154,9 +155,8 @@ def load_data(trained: "Model", settings: InspectConfig) -> "LoadedData | None":
 
 def data_config(trained: "PretrainedModel", **changes: object) -> DataConfig:
     """Returns the data settings of a run, or default settings. Raises ConfigError."""
-    stored = trained.state.settings["data"] if trained.state else {}
+    stored = data_settings(trained.state.settings) if trained.state else {}
     values = {key: value for key, value in stored.items() if key in DataConfig.model_fields}
-    values = {"trim": not stored} | values  # earlier runs read all of a text
     values |= changes | {"max_length": trained.window}
     return DataConfig.with_defaults(**values)
 

@@ -37,6 +37,7 @@ from clearhead.config.schema import (
     Settings,
     Threads,
 )
+from clearhead.config.stored import data_settings
 from clearhead.errors import CheckpointError, DataError, Problem, refuse, sanitize
 
 if TYPE_CHECKING:
@@ -169,8 +170,8 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
     """
     from clearhead.tokens.sources import load_streams, split_tokens
 
-    own = pretrained.state.settings["data"] if pretrained.state else {}
-    values = {"trim": not own} | {key: own[key] for key in FROM_RUN if key in own}
+    own = data_settings(pretrained.state.settings) if pretrained.state else {}
+    values = {key: own[key] for key in FROM_RUN if key in own}
     values |= settings.data.model_dump(exclude_none=True, exclude={"within_documents"})
     values |= {"max_length": 1}
     config, notes = DataConfig.with_defaults(**values), []

@@ -220,23 +220,18 @@ validation, samples and checkpoints are included only if the utilisation include
 
 def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
     """Returns the settings of training and of the plan. ConfigError lists the problems of both."""
-    own, config, plan = list(PlanConfig.model_fields), None, None
+    own, found, problems = list(PlanConfig.model_fields), [], []
     mine = [text for text in arguments if text.partition("=")[0] in own]
-    problems = []
-    try:
-        plan = parse(PlanConfig, mine)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        config = of_training([text for text in arguments if text not in mine])
-    except ConfigError as error:
-        known = [*own, *known_settings()]
-        unknown = {text.partition("=")[0] for text in arguments} - {*known}
-        problems += [
-            unknown_key(*problem[:2], known) if problem.key in unknown else problem
-            for problem in error.problems
-        ]
-    refuse(problems)
+    others = [text for text in arguments if text not in mine]
+    for read in (lambda: parse(PlanConfig, mine), lambda: of_training(others)):
+        try:
+            found.append(read())
+        except ConfigError as error:
+            problems += error.problems
+    known = [*own, *known_settings()]
+    unknown = {text.partition("=")[0] for text in others} - {*known}
+    refuse([unknown_key(*p[:2], known) if p.key in unknown else p for p in problems])
+    plan, config = found
     return config, plan
 
 

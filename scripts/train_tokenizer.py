@@ -6,15 +6,14 @@
 
 For a text that fits into memory, one command is enough: python train.py data.tokenizer=bpe.
 
-Reads the texts completely and trains on evenly spaced parts of them, `sample_mb` megabytes in all.
-The same texts and settings give the same files. Writes tokenizer.json and tokenizer_config.json,
+Reads the texts completely and trains on evenly spaced parts of them, at most 16 MB in all. The same
+texts and settings give the same files. Writes tokenizer.json and tokenizer_config.json,
 which AutoTokenizer of transformers reads too.
 """
 
 import functools
 import itertools
 from collections import Counter
-from typing import Annotated
 
 from pydantic import Field
 
@@ -24,13 +23,13 @@ from clearhead.config.command_line import (
     new_folder,
     settings_command,
 )
-from clearhead.config.schema import Encoding, Names, Positive, Settings, VocabSize
+from clearhead.config.schema import Encoding, Names, Settings, VocabSize
 from clearhead.errors import DataError, sanitize
 from clearhead.output.console import call_in_thread, progress
 from clearhead.tokens.gutenberg import notes_about_trimmed
 from clearhead.tokens.readers import NO_TEXT, documents, split_file
-from clearhead.tokens.sources import find_files, notes_about_repeated
-from clearhead.tokens.tokenizer import SAMPLE_BYTES, Sample, train_tokenizer
+from clearhead.tokens.sources import find_files
+from clearhead.tokens.tokenizer import Sample, train_tokenizer
 
 PART_BYTES = 2**24  # progress is shown after each part
 
@@ -50,7 +49,6 @@ class SourceConfig(Settings):
     def files(self) -> list[str]:
         """Returns the files of `path`. Prints notes about them. Raises DataError."""
         files = find_files(self.path, notes := [])
-        notes += notes_about_repeated(files)
         print(*notes, sep="\n", end="\n" * bool(notes))
         return files
 
@@ -63,10 +61,6 @@ class TokenizerConfig(ScriptConfig):
     vocab_size: VocabSize | None = Field(
         None, description="number of ids; null: about twice the square root of the bytes of text"
     )
-    sample_mb: Annotated[Positive, Field(le=100_000)] = Field(
-        SAMPLE_BYTES // 10**6,
-        description="MB of text to train on; each needs 10 to 130 MB of memory",
-    )
 
 
 @settings_command(TokenizerConfig)
@@ -77,7 +71,7 @@ def main(settings: TokenizerConfig) -> None:
     files = data.files()
     options = data.model_dump(exclude={"path"})
     parts = [part for file in files for part in split_file(file, PART_BYTES, **options)]
-    sample, trimmed = Sample(settings.sample_mb * 10**6), Counter()
+    sample, trimmed = Sample(), Counter()
     with progress("parts read") as report:
         for done, part in enumerate(parts, start=1):
             for block in itertools.chain.from_iterable(documents(part, trimmed)):

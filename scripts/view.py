@@ -84,21 +84,24 @@ def measured(path: str) -> "LiveModel":
 def write(folder: Path) -> None:
     """Draws the images and the page of a run."""
     from clearhead.output.live import LiveRun
-    from clearhead.output.play import write_play_page
+    from clearhead.output.play import PLAY_HTML, why_not, write_play_page
     from clearhead.output.report import write_run_page
     from headlens import draw_run
 
     run = LiveRun(folder)
     if not run.is_run:
         raise DataError("write", folder, "not a run directory", "give runs/NAME")
+    state = run.progress()["state"]
     try:
         draw_run(folder / "attention")
-        state = run.progress()["state"]
-        pages = [write_run_page(folder, state), write_play_page(folder, state)]
+        print(sanitize(f"page of the run  {write_run_page(folder, state)}"))
     except ValueError as error:
         hint = "remove the file, or use the version of clearhead that wrote it"
         raise DataError("write", folder, str(error), hint) from error
-    print(*(sanitize(f"page of the run  {page}") for page in pages if page), sep="\n")
+    if reason := why_not(folder):
+        print(sanitize(f"no {PLAY_HTML}: {reason}"))
+    else:
+        print(sanitize(f"type into it     {write_play_page(folder, state)}"))
 
 
 if __name__ == "__main__":

@@ -265,18 +265,6 @@ def test_validation_on_a_separate_text(tmp_path):
         load(path, val_path=str(short))
 
 
-def test_notes_about_files_that_are_read_twice(tmp_path):
-    a, b = (str(write_source(tmp_path / f"{name}.txt", ["a text " * 9])) for name in "ab")
-    for path, options, files in (
-        ([a, b], {"val_path": a}, []),  # see overlap.py
-        ([a, b, a], {}, [a]),
-        ([a, str(tmp_path)], {"weights": [1, 1]}, [a]),
-    ):
-        notes = load(path, **options).notes
-        assert len(notes) == len(files), (path, options)
-        assert all(file in note for file, note in zip(files, notes, strict=True))
-
-
 def test_a_mixture_of_texts(tmp_path):
     """Each source is split separately; data.val_path is used once. A weight that would select no
     window of 1,000 is refused."""

@@ -1,7 +1,6 @@
 """Lists the checkpoints of a run, finds the checkpoint for a path, and says which directory is a
 run."""
 
-import difflib
 import os
 import sys
 from collections.abc import Callable
@@ -99,8 +98,7 @@ def find_checkpoint(
     if damage:
         raise damage
     if not path.exists() and not path.is_symlink():
-        near = similar_run(path)
-        hint = f"did you mean {near}?" if near else "give a run directory or a checkpoint"
+        hint = "give a run directory or a checkpoint"
         raise CheckpointError(key, path, "directory not found", hint)
     hint = "give runs/NAME or runs/NAME/checkpoints/step_..."
     raise CheckpointError(key, path, "contains no checkpoint", hint)
@@ -118,10 +116,3 @@ def read_found(
         if folder.exists():
             raise
     return read_found(find, read)
-
-
-def similar_run(path: Path) -> Path | None:
-    """Returns the run in runs/ with a name similar to a path's; None if there is none."""
-    runs = {folder.name: folder for folder in Path("runs").glob("*/") if folder.is_dir()}
-    near = difflib.get_close_matches(path.name, runs, n=1, cutoff=0.7)
-    return runs[near[0]] if near else None

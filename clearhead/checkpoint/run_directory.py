@@ -21,7 +21,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from clearhead.config.stored import SETTINGS_JSON
-from clearhead.errors import RunDirectoryError, RunFileError, hint_of
+from clearhead.errors import RunDirectoryError, RunFileError
 from clearhead.files import (
     as_json,
     atomic_write,
@@ -66,7 +66,7 @@ def writable(runs: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = f"{error.filename or runs} cannot be written ({error.strerror})"
-        hint = hint_of(error, "use a writable directory or another name")
+        hint = "use a writable directory or another name"
         raise RunDirectoryError("runs_dir", runs, reason, hint) from error
 
 

@@ -39,7 +39,12 @@ from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from clearhead.config.command_line import SYNTAX, errors_in_one_line, spin_briefly
+from clearhead.config.command_line import (
+    SYNTAX,
+    errors_in_one_line,
+    not_a_setting,
+    spin_briefly,
+)
 from clearhead.config.schema import Config, known_settings
 from clearhead.config.stored import config_from
 from clearhead.config.validation import unknown_key
@@ -129,9 +134,9 @@ def problems_of(error: Exception, overrides: Sequence[str]) -> list[Problem]:
         said += f": {cause}"
     key, said, hint = getattr(error, "override", "hydra"), " ".join(said.split()), "see --help"
     if isinstance(error, OverrideParseException):
-        hint = f"""as a text: '{key.partition("=")[0]}="TEXT"'"""
         if "=" not in key:
-            said, hint = "not of the form KEY=VALUE", "quote a value with blanks: 'KEY=some words'"
+            return [not_a_setting(key)]
+        hint = f"""as a text: '{key.partition("=")[0]}="TEXT"'"""
     return [Problem(key, NO_VALUE, said or type(error).__name__, hint)]
 
 

@@ -136,8 +136,7 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     for text in arguments:
         key, equals, raw = text.partition("=")
         if not equals:
-            hint = "quote a value with blanks: 'KEY=some words'"
-            problems.append(Problem(text or "''", NO_VALUE, "not of the form KEY=VALUE", hint))
+            problems.append(not_a_setting(text or "''"))
         elif key not in fields:
             problems.append(unknown_key(key, raw, list(fields)))
         elif key in schema.free_text and not re.match(r"\[\s*[\"']", raw):
@@ -153,6 +152,12 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     unreadable = {problem.key for problem in problems}
     refuse(problems + [problem for problem in more if problem.key not in unreadable])
     return config
+
+
+def not_a_setting(text: str) -> Problem:
+    """Returns the problem of an argument without an equals sign."""
+    hint = "quote a value with blanks: 'KEY=some words'"
+    return Problem(text, NO_VALUE, "not of the form KEY=VALUE", hint)
 
 
 def yaml_value(text: str) -> object:

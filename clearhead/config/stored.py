@@ -76,6 +76,12 @@ def settings_of(run: Path) -> dict | None:
     return settings if isinstance(settings, dict) else None
 
 
+def data_settings(settings: dict) -> dict:
+    """Returns the settings of data with which a run was trained. settings: all of the run."""
+    before = {key.removeprefix("data."): value for key, value in ADDED.items()}
+    return before | settings["data"]
+
+
 def dropped_settings(stored: dict, run: object, given: Collection[str] = ()) -> list[Problem]:
     """Returns a problem for each setting in DROPPED with which a run was trained.
 

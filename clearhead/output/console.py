@@ -156,22 +156,25 @@ def _report_lines(what: str) -> Report:
     return report
 
 
-def call_in_thread(what: str, function: Callable):
-    """Returns function(), one long call of another library. Prints on stderr how long it has taken:
-    after LINE_SECONDS, after twice as long, and so on. what: what it does.
-
-    Calls it in a daemon thread: otherwise a signal, such as Ctrl-C, is handled after the call.
-    """
+def in_thread(function: Callable) -> Future:
+    """Calls a function in a daemon thread: signals, such as Ctrl-C, are handled during the call,
+    and the process can end if it never returns."""
     future = Future()
 
     def call() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:
+        except BaseException as error:  # also SystemExit: wandb.teardown() calls sys.exit
             future.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
-    started, line_after = time.monotonic(), LINE_SECONDS
+    return future
+
+
+def call_in_thread(what: str, function: Callable):
+    """Returns function(), one long call of another library. Prints on stderr how long it has taken:
+    after LINE_SECONDS, after twice as long, and so on. what: what it does."""
+    future, started, line_after = in_thread(function), time.monotonic(), LINE_SECONDS
     while not wait([future], timeout=min(1, line_after)).done:
         if (seconds := time.monotonic() - started) >= line_after:
             print(f"{what}: {duration(seconds)} until now", file=sys.stderr, flush=True)

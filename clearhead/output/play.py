@@ -1,7 +1,6 @@
 """The page of a run on which people type into its model: one file, with the weights.
 
-    if not why_not(Path("runs/first")):
-        page = play_page(Path("runs/first"), state="finished")
+    write_play_page(Path("runs/first"), state="finished")  # runs/first/play.html
 
 It is run.html with the key `model` in its data. headlens/page/embedded.js runs the model:
 
@@ -44,34 +43,25 @@ MAX_WEIGHTS = 10_000_000  # bytes of all checkpoints in the page, which has 1 to
 LEVELS = 2**15 - 1
 
 
-def why_not(folder: Path) -> tuple[str, str] | None:
-    """Returns why a run has no page with its model: (reason, hint). None if it has one."""
+def why_not(folder: Path) -> str | None:
+    """Returns why a run has no page with its model; None if it has one."""
     settings, problems = validate(ModelSettings, (settings_of(folder) or {}).get("model"))
     if problems or settings.vocab_size is None or not list_checkpoints(folder):
-        return "not a run directory with a checkpoint", "give runs/NAME"
+        return "the run has no checkpoint"
     if settings.attention in SCORES:
-        reason = f"model.attention={settings.attention} has other attention scores than GPT-2"
-        return reason, "train with one of the other kernels"
+        return f"model.attention={settings.attention} has other attention scores than GPT-2"
     count = model_without_values(ModelConfig(**settings.model_dump())).num_parameters()
     if count > MAX_PARAMETERS:
-        reason = f"the model has {count:,} parameters; a page runs at most {MAX_PARAMETERS:,}"
-        return reason, "python -m scripts.view runs a model of any size"
-    if not last_snapshot(folder / "attention"):
-        return "has no attention snapshot", "train with the lens"
-    return None
-
-
-def play_page(folder: Path, state: str) -> bytes:
-    """Returns the page of a run with its model. state: as for write_run_page. Raises
-    CheckpointError."""
-    return run_page(folder, state, packed_model(folder))
+        return f"the model has {count:,} parameters; a page runs at most {MAX_PARAMETERS:,}"
+    return None if last_snapshot(folder / "attention") else "the run has no attention snapshot"
 
 
 def write_play_page(folder: Path, state: str) -> Path | None:
-    """Writes folder/play.html; returns its path, or None if the run has no such page."""
+    """Writes folder/play.html; returns its path, or None if the run has no such page. state: as for
+    write_run_page. Raises CheckpointError."""
     if why_not(folder):
         return None
-    atomic_write(folder / PLAY_HTML, play_page(folder, state))
+    atomic_write(folder / PLAY_HTML, run_page(folder, state, packed_model(folder)))
     return folder / PLAY_HTML
 
 

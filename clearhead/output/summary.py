@@ -2,14 +2,13 @@
 summary.json: the result of a finished run."""
 
 import json
-import re
 import shlex
 import signal
 import time
 from pathlib import Path
 
 from clearhead.checkpoint.format import State
-from clearhead.checkpoint.resume import longer, resume_command
+from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.run_directory import SUMMARY_JSON, final_validation
 from clearhead.config.application import is_single_run
 from clearhead.config.schema import Config
@@ -62,7 +61,7 @@ def introduce(
     if is_single_run() and not was_finished:
         lines.append(f"watch it live: {view_command(config)}")
     if was_finished:
-        more = longer(config, state)
+        more = "a larger trainer.max_steps or trainer.max_minutes, or trainer.patience=null"
         lines.append(f"already finished after step {state.step}; to train further, use {more}")
     elif state.step > 0:
         lines.append(f"resuming after step {state.step}")
@@ -101,8 +100,8 @@ def where_to_look(config: Config, log: RunLog, uploaded: str | None, has_risen: 
     if (folder / PLAY_HTML).is_file():
         lines.append(f"type into it     {folder / PLAY_HTML}")
     given = folder / "checkpoints" / "best" if has_risen else folder
-    prompt = re.sub("^@", "@@", config.trainer.sample_prompt or "")  # @FILE: from a file
-    command = ["python", script_path("generate.py"), f"checkpoint={given}", f"prompt={prompt}"]
+    prompt = f"prompt={config.trainer.sample_prompt or ''}"
+    command = ["python", script_path("generate.py"), f"checkpoint={given}", prompt]
     lines.append(f"generate text    {shlex.join(command)}")
     if uploaded:
         lines.append(f"W&B model        {uploaded}")

@@ -9,9 +9,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import wait
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +18,7 @@ from clearhead.config.application import is_in_sweep
 from clearhead.config.schema import WandbConfig
 from clearhead.errors import sanitize
 from clearhead.files import REPOSITORY
+from clearhead.output.console import in_thread
 from headlens import define_wandb_metrics
 
 START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
@@ -124,23 +124,12 @@ def teardown() -> None:
 
 def call_with_timeout(seconds: float, function: Callable):
     """Returns function(). Raises TimeoutError if it takes longer than `seconds`, and RuntimeError
-    for its errors.
-
-    Calls it in a daemon thread: if it never returns, the process can end nevertheless.
-    """
-    future = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # also SystemExit: wandb.teardown() calls sys.exit
-            future.set_exception(RuntimeError(cause(error)))
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not future.done():
+    for its errors."""
+    future = in_thread(function)
+    if not wait([future], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
+    if error := future.exception():
+        raise RuntimeError(cause(error)) from error
     return future.result()
 
 

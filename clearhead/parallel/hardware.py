@@ -22,6 +22,7 @@ import torch
 
 from clearhead.files import REPOSITORY
 from clearhead.parallel.launch import launch_command, local_ranks
+from clearhead.tokens.encoding import available_cores
 
 try:
     import resource
@@ -149,7 +150,7 @@ class CoreTime:
         before, self.before = self.before, thread_times()
         self.since += elapsed
         ran, waited = ((n - o).total() / 1e9 for n, o in zip(self.before, before, strict=True))
-        cores = min(self.threads, os.cpu_count() or 1)
+        cores = min(self.threads, available_cores())
         # Threads of this process that wait for each other use all cores: no other program does.
         if ran >= MIN_SHARE * min(ran + waited, cores * elapsed):
             return ""
@@ -228,9 +229,8 @@ def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
     torch: with its build, such as 2.13.0+cu130, which the version of the package may lack. cuda:
     the CUDA version of that build; None for a CPU build.
     """
-    linux = hasattr(os, "sched_getaffinity")
     return {
-        "cores": len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
+        "cores": available_cores(),
         "processor": processor(),
         "system": platform.platform(),
         "commit": git(REPOSITORY, "rev-parse", "--short", "HEAD"),

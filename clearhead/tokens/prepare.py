@@ -33,15 +33,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from clearhead.errors import DataError, PreparationError
 from clearhead.files import atomic_write, read_json, remove_temporary_files
 from clearhead.tokens.encoding import StreamEncoder
-from clearhead.tokens.readers import (
-    NO_TEXT,
-    FilePart,
-    documents,
-    encode_part,
-    format_of,
-    split_file,
-    translate_read_errors,
-)
+from clearhead.tokens.readers import NO_TEXT, documents, encode_part, format_of, split_file
 from clearhead.tokens.shards import (
     HEADER_BYTES,
     MANIFEST,
@@ -50,6 +42,7 @@ from clearhead.tokens.shards import (
     ShardWriter,
     write_manifest,
 )
+from clearhead.tokens.text_files import FilePart, translate_read_errors
 from clearhead.tokens.tokenizer_json import TOKENIZER, load_tokenizer, stored
 
 MIN_TASK_BYTES = 2**22  # of text
@@ -97,7 +90,7 @@ def fingerprint_of(parts: Iterable[FilePart]) -> str:
     values = []
     for part in parts:
         changed = None
-        if part.format.is_file:
+        if format_of(part.path).is_file:
             with translate_read_errors(part.path, OSError):
                 state = os.stat(part.path)
             changed = [state.st_size, state.st_mtime_ns]
@@ -116,7 +109,7 @@ def make_tasks(files: list[str], shard_tokens: int, **options) -> list[Task]:
     groups: list[list[FilePart]] = [[]]
     size = 0  # of the last group
     for part in itertools.chain.from_iterable(split_file(f, task_bytes, **options) for f in files):
-        if groups[-1] and (size + part.size > task_bytes or not part.format.is_file):
+        if groups[-1] and (size + part.size > task_bytes or not format_of(part.path).is_file):
             groups.append([])
             size = 0
         groups[-1].append(part)
@@ -158,7 +151,7 @@ class Preparation:
             hint = "use another out=, or delete the folder; training reads several: data.path=[A,B]"
             raise DataError("out", self.folder, reason, hint)
         for part in itertools.chain(*(task.parts for task in unfinished)):
-            if part.start == 0 and part.format.is_file:  # not after hours of other files
+            if part.start == 0 and format_of(part.path).is_file:  # not after hours of other files
                 for blocks in itertools.islice(documents(part), 1):
                     next(iter(blocks), None)
         preparing.mkdir(parents=True, exist_ok=True)

@@ -33,10 +33,10 @@ from pydantic import (
     model_validator,
 )
 
-from clearhead.errors import DataError, hint_of, message_of
+from clearhead.errors import DataError, message_of
 from clearhead.files import atomic_write, open_regular, read_json, rename, temporary_name
 from clearhead.tokens import VOCABULARIES
-from clearhead.tokens.readers import translate_read_errors
+from clearhead.tokens.text_files import translate_read_errors
 from clearhead.tokens.token_stream import TokenStream, invalid_id
 from clearhead.tokens.tokenizer import Tokenizer
 
@@ -48,6 +48,7 @@ HEADER_BYTES = 256 * 4
 MAX_VERIFIED = 2**30  # bytes; token files up to this size are read when they are opened
 BLOCK = 2**21  # bytes read at once
 TOKEN_DTYPE = np.dtype("<u2")
+PLAIN_IDS = "write them with numpy: ids.astype('uint16').tofile('ids.bin')"
 # Matches the name of a validation file (without its extension).
 VALIDATION_NAME = re.compile(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)")
 
@@ -275,8 +276,8 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: Tokenizer) -> 
     try:
         ids = np.asarray(np.memmap(path, TOKEN_DTYPE, "r", first_byte, (count,)))
     except OSError as error:
-        hint = hint_of(error, "copy the file to a local disk")
-        raise _bad_file(path, f"cannot be memory-mapped ({error.strerror})", hint) from error
+        reason = f"cannot be memory-mapped ({error.strerror})"
+        raise _bad_file(path, reason, "copy the file to a local disk") from error
     return _Shard(path, size, first_byte, ids, tokenizer.n_vocab, entry and entry.sha256)
 
 
@@ -304,8 +305,7 @@ def _check_plain_ids(path: Path, start: bytes, size: int, vocab_size: int, is_pl
     """Raises DataError unless a file has nanoGPT's format, 16-bit ids of this vocabulary without a
     header. start: its first bytes. is_plain: false if the file must have a header."""
     if start.startswith(b"\x93NUMPY"):
-        hint = f"numpy.load({str(path)!r}).astype('uint16').tofile('ids.bin') writes the ids alone"
-        raise _bad_file(path, "a file of numpy.save, not plain ids", hint)
+        raise _bad_file(path, "a file of numpy.save, not plain ids", PLAIN_IDS)
     if (path.parent / "meta.pkl").exists():  # written by nanoGPT's character-level data
         reason = "there is a meta.pkl: these are not ids of a tokenizer of this project"
         raise _bad_file(path, reason, "train on the text: data.path=input.txt data.tokenizer=byte")
@@ -313,9 +313,7 @@ def _check_plain_ids(path: Path, start: bytes, size: int, vocab_size: int, is_pl
     zeros = (columns == 0).sum(axis=0) > 0.9 * len(columns)
     if zeros[1] and zeros[3] and not zeros[0]:
         bits = 64 if zeros[2] else 32
-        read = f"numpy.fromfile({str(path)!r}, 'uint{bits}')"
-        hint = f"if all are below {vocab_size}: {read}.astype('uint16').tofile('ids.bin')"
-        raise _bad_file(path, f"its ids have {bits} bits instead of 16", hint)
+        raise _bad_file(path, f"its ids have {bits} bits instead of 16", PLAIN_IDS)
     ids = np.frombuffer(start[: len(start) // 2 * 2], TOKEN_DTYPE)
     # A header has zeros after its three numbers.
     is_header = len(start) == HEADER_BYTES and not any(start[12:])

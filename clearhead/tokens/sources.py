@@ -11,7 +11,7 @@ import glob
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from os.path import isfile
@@ -27,16 +27,18 @@ from clearhead.tokens.gutenberg import notes_about_trimmed
 from clearhead.tokens.readers import (
     IN_FOLDERS,
     NO_TEXT,
-    FilePart,
     check_kinds,
-    check_regular_file,
     encode_part,
-    extension_of,
     format_of,
     split_file,
-    translate_read_errors,
 )
 from clearhead.tokens.shards import MANIFEST, open_shards, read_manifest
+from clearhead.tokens.text_files import (
+    FilePart,
+    check_regular_file,
+    extension_of,
+    translate_read_errors,
+)
 from clearhead.tokens.token_stream import MAX_MEASURED, SEARCH_BLOCK, Checksums, TokenStream
 from clearhead.tokens.tokenizer import Tokenizer
 
@@ -160,13 +162,6 @@ def _token_files_of(entry: str) -> list[Path]:
     return sorted(Path(p) for p in _glob(entry) if p.endswith(".bin"))
 
 
-def notes_about_repeated(files: Iterable[str | Path]) -> list[str]:
-    """Returns notes about files that are read more than once."""
-    counts = Counter(map(os.path.realpath, files))
-    notes = [f"{file} is read more than once" for file, n in counts.most_common(3) if n > 1]
-    return [sanitize(f"data.path: {note}", keep="") for note in notes]
-
-
 # ------------------------------------------------------------------------------------------ tokens
 
 
@@ -188,7 +183,6 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
     """
     loaded, is_mixture = LoadedTokens(), config.weights and isinstance(config.path, list)
     sources, key = (config.path if is_mixture else [config.path]), "data.path"
-    files = []
     for source in sources:
         streams = load_streams(config, source, tokenizer, loaded.notes)
         loaded.checksums += itertools.chain(*(s.checksums() for s in streams.values()))
@@ -203,7 +197,6 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
             loaded.notes.append(sanitize(f"data.path={source}: {reason}", keep=""))
         loaded.train.append(train)
         loaded.val += [] if val is None else [val]
-        files += token_files(source) or find_files(source)
     if config.val_path:
         sources, key = [config.val_path], "data.val_path"
         try:
@@ -218,7 +211,6 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer) -> LoadedTokens:
             reason = f"{len(val)} validation tokens, but a window needs {config.max_length + 1}"
             hint = "use a longer text, a smaller data.max_length, or another data.val_fraction"
             raise DataError(key, source, reason, f"{hint} (0: no validation)")
-    loaded.notes += notes_about_repeated(files)
     loaded.notes += notes_about_special(loaded.train, tokenizer)
     return loaded
 

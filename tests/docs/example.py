@@ -46,7 +46,8 @@ def write_example() -> None:
         if int(folder.name.removeprefix("step_")) not in KEPT:
             shutil.rmtree(folder)
     EXAMPLE.parent.mkdir(exist_ok=True)
-    run_python("-m", "scripts.share", "run=runs/induction", f"out={EXAMPLE}")
+    run_python("-m", "scripts.view", "write=runs/induction")
+    shutil.copy(run / "play.html", EXAMPLE)
 
 
 def opened(browser, path, width: int, height: int, link="", motion="reduce") -> Page:

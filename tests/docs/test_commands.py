@@ -42,7 +42,6 @@ SHORT = {
     "scripts.compare": [],
     "scripts.compare_heads": [],
     "scripts.view": [],
-    "scripts.share": [],
     "scripts.plan": [],
     "scripts.runs": [],  # last, because it removes what the others read
 }

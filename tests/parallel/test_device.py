@@ -42,7 +42,7 @@ def test_training_says_when_other_programs_use_the_cores(
     make_run, capsys, tmp_path, monkeypatch, used, threads, is_slow
 ):
     """Files as in /proc/self/task. At most three lines."""
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(hardware, "available_cores", lambda: 2)
     monkeypatch.setattr(hardware, "TASKS", tmp_path / "task")
     run, counts, now = make_run(), [], [0.0]
     capsys.readouterr()

@@ -34,7 +34,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from clearhead.errors import DataError
-from clearhead.tokens import END_OF_TEXT, readers
+from clearhead.tokens import END_OF_TEXT, records
 from clearhead.tokens import prepare as module
 from scripts.prepare_data import main
 
@@ -103,7 +103,7 @@ def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
     rows = [[{"text": f"Part {n}, row {row}."} for row in range(4)] for n in range(3)]
     data_set = SimpleNamespace(num_shards=3)
     data_set.shard = lambda num_shards, index: {3: rows}[num_shards][index]
-    monkeypatch.setattr(readers, "load_hub_dataset", {"hub:some:thing": data_set}.get)
+    monkeypatch.setattr(records, "load_hub_dataset", {"hub:some:thing": data_set}.get)
     path = write_source(tmp_path / "a.txt", ["And a file."])
     prepare(["hub:some:thing", str(path)], tmp_path / "out")
     documents = [record["text"] for part in rows for record in part]

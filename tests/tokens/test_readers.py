@@ -22,17 +22,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from clearhead.errors import DataError
-from clearhead.tokens import END_OF_TEXT, VOCABULARIES, readers
+from clearhead.tokens import END_OF_TEXT, VOCABULARIES, readers, records, text_files
 from clearhead.tokens.encoding import StreamEncoder
-from clearhead.tokens.readers import (
-    FilePart,
-    decoded_blocks,
-    documents,
-    encode_part,
-    load_hub_dataset,
-    split_file,
-)
+from clearhead.tokens.readers import documents, encode_part, split_file
 from clearhead.tokens.sources import find_files
+from clearhead.tokens.text_files import FilePart, decoded_blocks
 from clearhead.tokens.tokenizer import get_tokenizer
 
 some = trials(10, 150)
@@ -151,7 +145,7 @@ def test_invalid_text_is_refused(tmp_path, monkeypatch):
             path = write(tmp_path / f"bad.txt{ending}", content)
             assert set(numbers) <= numbers_in(check_refused(path)), content[:9]
     for block in (2**20, len(good), 5):
-        monkeypatch.setattr(readers, "BLOCK", block)
+        monkeypatch.setattr(text_files, "BLOCK", block)
         for end in (b"\xe9 " + good, b"\xc3", b"\0"):  # a wrong byte; a truncated file; no text
             error = check_refused(write(tmp_path / "a.txt", good + end))
             assert {len(good), end[0]} <= numbers_in(error)
@@ -197,7 +191,7 @@ def test_json_array(tmp_path, monkeypatch):
     texts = ["one", "", "é日 \u2028 🙂", "a" * 3000, "end"]
     records = [{"id": 1, "text": text} for text in texts] + [{"text": None}]
     for block in (2**20, 64):
-        monkeypatch.setattr(readers, "BLOCK", block)
+        monkeypatch.setattr(text_files, "BLOCK", block)
         for name, indent in (("a.json", None), ("a.JSON.gz", 2)):
             path = write(tmp_path / name, "\ufeff" + json.dumps(records, indent=indent))
             assert read(path) == [*(text.encode() for text in texts), b""]
@@ -269,8 +263,8 @@ def test_a_book_is_what_is_between_its_markers(tmp_path, monkeypatch, case, enco
     content, expected = BOOKS[case]
     expected = content if expected is None else expected
     path = str(write(tmp_path / name, content.encode(encoding)))
-    for block in (readers.BLOCK, 999):
-        monkeypatch.setattr(readers, "BLOCK", block)
+    for block in (text_files.BLOCK, 999):
+        monkeypatch.setattr(text_files, "BLOCK", block)
         for trim, text in ((True, expected), (False, content)):
             counted = Counter()
             parts = split_file(path, 2**14, encoding=encoding, trim=trim)
@@ -380,7 +374,7 @@ CSV_TEXTS = ['One, "two".\r\nThree.', "", "été"]
 def test_csv(tmp_path, monkeypatch):
     """Separated by commas, semicolons or tabs; each line end; blocks of any size."""
     for block in (2**20, 3):
-        monkeypatch.setattr(readers, "BLOCK", block)
+        monkeypatch.setattr(text_files, "BLOCK", block)
         for change in ((",", ","), ("id,", "\ufeffid,"), ("\r\n", "\r"), ("\r\n", "\n")):
             texts = [text.replace(*change).encode() for text in CSV_TEXTS]
             assert read(write(tmp_path / "a.CSV.gz", CSV.replace(*change))) == texts
@@ -400,7 +394,7 @@ def test_csv(tmp_path, monkeypatch):
 )
 def test_invalid_row_of_csv_is_refused(line, tmp_path, monkeypatch):
     """With its line. A text must not lose or gain a part silently."""
-    monkeypatch.setattr(readers, "MAX_RECORD", 98)
+    monkeypatch.setattr(records, "MAX_RECORD", 98)
     path = write(tmp_path / "a.csv", CSV + line + "\n5,six\n")
     if len(line) != 101:
         assert 7 in numbers_in(check_refused(path))
@@ -545,7 +539,7 @@ def test_bad_bytes_are_refused_whichever_part_has_them(folder, content, most):
 
 def test_a_document_that_is_too_long_for_memory_is_refused(tmp_path, monkeypatch):
     """The error names the limit and the position. At most `limit` bytes are read at once."""
-    monkeypatch.setattr(readers, "MAX_RECORD", 100_000)
+    monkeypatch.setattr(records, "MAX_RECORD", 100_000)
     line, place = json_line("a" * 99_950), len(json_line("b"))
     assert len(line) <= 100_000
     for ending in ("", ".gz", ".zst"):
@@ -566,7 +560,7 @@ def test_a_few_kilobytes_of_parquet_with_a_huge_text_need_little_memory(
     rows, tmp_path, monkeypatch
 ):
     """Arrow would decompress it completely before its length is known."""
-    monkeypatch.setattr(readers, "MAX_RECORD", 2**20)
+    monkeypatch.setattr(records, "MAX_RECORD", 2**20)
     path = write_parquet(
         tmp_path / "a.parquet", ["b"] * (rows - 1) + ["a" * 2**25], compression="zstd"
     )
@@ -585,7 +579,7 @@ def test_what_cannot_be_opened_is_refused(tmp_path, monkeypatch):
     """System calls are patched, because root may read everything."""
     path = write(tmp_path / "a.txt.gz")
     denied = mock.Mock(side_effect=PermissionError(errno.EACCES, "denied", str(tmp_path)))
-    monkeypatch.setitem(readers.OPENERS, ".gz", denied)
+    monkeypatch.setitem(text_files.OPENERS, ".gz", denied)
     check_refused(path)
     monkeypatch.setattr(os, "scandir", denied)
     with refused(DataError, "data.path", tmp_path):
@@ -615,7 +609,7 @@ def test_hub_data_set(hub, encoder):
     shards = [DOCUMENTS[:2], DOCUMENTS[2:3], DOCUMENTS[3:]]
     for number, rows in enumerate(shards):
         write_source(hub / f"train-{number}.jsonl", rows)
-    assert load_hub_dataset(f"hub:{hub}").num_shards == 3
+    assert records.load_hub_dataset(f"hub:{hub}").num_shards == 3
     for number, rows in enumerate(shards):
         assert [text.decode() for text in read(f"hub:{hub}", number, 3)] == rows
     assert encode_all(f"hub:{hub}", encoder) == ids_of(DOCUMENTS)
@@ -633,3 +627,5 @@ def test_hub_config_split_and_text_key(hub):
     write(hub / "b.jsonl", json_line("b") + "not JSON\n")
     for config in ("", ":first", ":second", ":second:val", ":third", "/no/such/folder"):
         check_refused(f"hub:{hub}{config}")
+    with refused(DataError, "data.path", f"hub:{hub}/no/such/folder"):
+        list(split_file(f"hub:{hub}/no/such/folder", 100))

@@ -1,0 +1,285 @@
+"""Readers of records: the texts in JSON, CSV and Parquet files and in datasets of the Hugging Face
+hub. The package pyarrow or datasets is imported on first use.
+
+Empty texts and null are no text. A lone surrogate in JSON becomes U+FFFD, as in tiktoken. Errors
+raise DataError with the line or row.
+"""
+
+import csv
+import itertools
+import json
+import mmap
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from clearhead.errors import DataError, message_of
+from clearhead.tokens import HUB
+from clearhead.tokens.text_files import (
+    BLOCK,
+    FilePart,
+    check_regular_file,
+    decoded_blocks,
+    encoding_hint,
+    extension_of,
+    import_optional,
+    open_decompressed,
+)
+
+ROWS = 16  # of Parquet, read at once; each may have MAX_RECORD characters
+MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
+
+# ------------------------------------------------------------------------------- text of a record
+
+
+def text_field(record: object, part: FilePart, where: str) -> str:
+    """Returns the text of a record, "" for null. Raises DataError if it has none. where: its
+    position."""
+    keys = record if isinstance(record, dict) else {}
+    key = _text_key(keys, part, where)
+    text = keys[key]
+    if isinstance(text, str):
+        _check_length(text, part, where)
+        return text
+    if text is None:
+        return ""
+    reason = f"the value of {key!r} in {where} has the type {type(text).__name__}, not text"
+    raise DataError(
+        "data.path", part.path, reason, _chat_hint(keys) or "set data.text_key, or correct the file"
+    )
+
+
+def _text_key(keys: dict, part: FilePart, where: str) -> str:
+    """Returns the key of the text. Raises DataError unless exactly one is in `keys`."""
+    wanted = [part.text_key] if isinstance(part.text_key, str) else part.text_key
+    found = [key for key in wanted if key in keys]
+    if len(found) == 1:
+        return found[0]
+    shown = [", ".join(f"{key!r:.60}" for key in itertools.islice(of, 10)) for of in (wanted, keys)]
+    how_many = "no key" if not found else "more than one key of"
+    reason = f"{where} has {how_many} {shown[0]} (its keys: {shown[1] or 'none'})"
+    hint = "set data.text_key, to a list such as [text,content] if files differ"
+    if not keys:
+        hint = 'write objects such as {"text": ...}, one per line, or an array in a *.json file'
+    hint = (not found and _chat_hint(keys)) or hint
+    raise DataError("data.path", part.path, reason, hint)
+
+
+def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
+    """Raises DataError for a text that would need too much memory."""
+    if len(text) > MAX_RECORD:
+        unit = "bytes" if isinstance(text, bytes) else "characters"
+        reason = f"{where} is longer than {MAX_RECORD:,} {unit}"
+        raise DataError("data.path", part.path, reason, "split the text into several records")
+
+
+# ------------------------------------------------------------------------------- chats
+
+TURNS = (("role", "content"), ("from", "value"))  # keys of a message
+PARTS = ("system", "instruction", "prompt", "question", "input", "context")
+PARTS += ("completion", "response", "output", "answer", "chosen")  # in the order of a text
+
+
+def _chat_hint(record: dict) -> str:
+    """Returns a hint with Python code for the text of a record that has messages, or several of the
+    PARTS; "" for other records."""
+    how = "write one text per record with Python (docs/data.md): "
+    lists = {key: value[0] for key, value in record.items() if isinstance(value, list) and value}
+    for key, first in lists.items():
+        for who, what in TURNS:
+            if isinstance(first, dict) and {who, what} <= first.keys():
+                return f'{how}"\\n\\n".join("%({who})s: %({what})s" % m for m in record[{key!r}])'
+    parts = [key for key in PARTS if isinstance(record.get(key), str)]
+    code = f'"\\n\\n".join(filter(None, map(record.get, {parts})))'
+    return how + code if len(parts) > 1 else ""
+
+
+# ------------------------------------------------------------------------------- JSON
+
+
+def next_line(text: mmap.mmap, position: int, special: Sequence[bytes]) -> int | None:
+    """Returns the first position from this one on where a line starts."""
+    return text.find(b"\n", position - 1) + 1 or None
+
+
+# Lines that are not valid JSON, and what to do.
+LINE_HINTS = (
+    (rb".*\}\s*,\s*$", "remove the comma at the end of each line"),
+    (rb"\s*\[", "an array is read from a file that is named *.json"),
+    (rb"\s*\{(.*[,\[{])?\s*$", "write one object per line, or an array in a *.json file"),
+    (rb"", "correct the line"),
+)
+
+
+def json_lines(part: FilePart) -> Iterator[str]:
+    """Reads the text of each line; blank lines are skipped."""
+    offset, end = part.start, part.stop
+    with open_decompressed(part.path) as file:
+        if offset:
+            file.seek(offset)
+        while (end is None or offset < end) and (line := file.readline(MAX_RECORD + 1)):
+            where = f"the line at byte {offset}"
+            _check_length(line, part, where)
+            if line.strip():
+                try:
+                    record = json.loads(line.decode("utf-8-sig"))
+                except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+                    reason = f"{where} is not valid JSON ({message_of(error)})"
+                    hint = next(h for line_end, h in LINE_HINTS if re.match(line_end, line, re.S))
+                    if isinstance(error, UnicodeDecodeError):
+                        hint = encoding_hint(part, line, error.start)
+                    raise DataError("data.path", part.path, reason, hint) from error
+                yield text_field(record, part, where)
+            offset += len(line)
+
+
+def json_records(part: FilePart) -> Iterator[str]:
+    """Reads the text of each record of a JSON array. Other files are read as JSON lines."""
+    blocks = (block.decode() for block in decoded_blocks(replace(part, encoding="utf-8")))
+    text = next(blocks, "")
+    if not text.lstrip().startswith("["):
+        yield from json_lines(part)
+        return
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
+    position, number = text.index("[") + 1, 0
+    while not text.startswith("]", position := between.match(text, position).end()):
+        where = f"record {number}"
+        try:
+            record, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            more = "".join(itertools.islice(blocks, 1 + (len(text) - position) // BLOCK))
+            text, position = text[position:] + more, 0
+            if not more or len(text) > 2 * MAX_RECORD or isinstance(error, RecursionError):
+                reason = f"{where} is not valid JSON ({message_of(error)})"
+                raise DataError("data.path", part.path, reason, "correct it") from error
+            continue
+        yield text_field(record, part, where)
+        number += 1
+    if any(block.strip() for block in itertools.chain([text[position + 1 :]], blocks)):
+        reason = f"there is more after the array, which has {number} records"
+        raise DataError("data.path", part.path, reason, "give one array, or one object per line")
+
+
+# ------------------------------------------------------------------------------- CSV
+
+
+def csv_rows(part: FilePart) -> Iterator[str]:
+    """Reads the text of each row. The first row has the names of the columns. The delimiter is the
+    one that separates data.text_key in it, or separates most names."""
+    csv.field_size_limit(MAX_RECORD)
+    lines = _text_lines(part)
+    if not (first := next(lines, "")):
+        return
+    delimiters = "\t,;" if extension_of(part.path) == ".tsv" else ",;\t"
+    names = {mark: next(csv.reader([first], delimiter=mark), []) for mark in delimiters}
+    wanted = {part.text_key} if isinstance(part.text_key, str) else {*part.text_key}
+    delimiter = max(names, key=lambda mark: (not wanted.isdisjoint(names[mark]), len(names[mark])))
+    header = names[delimiter]
+    key = _text_key(dict.fromkeys(header, ""), part, "the first line")
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    where = "the row in line 2"
+    try:
+        if header.count(key) > 1:
+            raise csv.Error(f"several columns {key!r:.60}")
+        for row in rows:
+            if len(row) not in (0, len(header)):
+                raise csv.Error(f"{len(row)} fields, but {len(header)} names")
+            if row:
+                yield row[header.index(key)]
+            where = f"the row in line {rows.line_num + 2}"
+    except csv.Error as error:
+        reason = f"{where} is not valid CSV ({message_of(error)})"
+        hint = f"each row needs one field per name, separated by {delimiter!r}; quote texts"
+        raise DataError("data.path", part.path, reason, hint) from error
+
+
+def _text_lines(part: FilePart) -> Iterator[str]:
+    """Yields the lines of a text with their ends: line feed, carriage return, or both."""
+    rest = b""
+    for block in decoded_blocks(part):
+        *lines, rest = (rest + block).splitlines(keepends=True)  # "\n" may follow a last "\r"
+        _check_length(rest, part, "a line")
+        yield from (line.decode() for line in lines)
+    yield rest.decode()
+
+
+# ------------------------------------------------------------------------------- Parquet
+
+
+def parquet_rows(part: FilePart) -> Iterator[str]:
+    with _open_parquet(part.path) as file:
+        key = _text_key(_empty_record(file.schema_arrow), part, "the file")
+        for group in range(file.num_row_groups)[part.start : part.stop]:
+            _check_row_group(file.metadata.row_group(group), key, part, group)
+            batches = file.iter_batches(ROWS, row_groups=[group], columns=[key])
+            values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
+            for row, value in enumerate(values):
+                where = f"row {row} of row group {group}"
+                yield text_field({key: value.as_py()}, part, where)
+
+
+def _empty_record(schema) -> dict:
+    """Returns a record of a Parquet file with its keys, and those of lists of objects."""
+    types = {name: str(schema.field(name).type) for name in schema.names}
+    keys = re.compile(r"(\w+): string")
+    return {n: [dict.fromkeys(keys.findall(t))] if "<" in t else "" for n, t in types.items()}
+
+
+def _check_row_group(metadata, key: str, part: FilePart, group: int) -> None:
+    """Raises DataError if few rows have very much text: Arrow needs five times the memory of a
+    page, which has at least one text."""
+    columns = map(metadata.column, range(metadata.num_columns))
+    for column in (column for column in columns if column.path_in_schema == key):
+        size = column.total_uncompressed_size
+        is_repeated = size > 1000 * column.total_compressed_size
+        if size > max(4 * MAX_RECORD, 0 if is_repeated else metadata.num_rows * MAX_RECORD // 16):
+            reason = f"row group {group} has {size:,} bytes of text in {metadata.num_rows:,} rows"
+            hint = "split long texts, or write the file with fewer rows per row group"
+            raise DataError("data.path", part.path, reason, hint)
+
+
+def split_row_groups(part: FilePart, max_bytes: int) -> Iterator[FilePart]:
+    with _open_parquet(part.path) as file:
+        groups = range(file.num_row_groups)
+        sizes = [file.metadata.row_group(group).total_byte_size for group in groups]
+    first = size = 0
+    for group in groups:
+        size += sizes[group]
+        if size >= max_bytes or group == groups[-1]:
+            yield replace(part, start=first, stop=group + 1, size=size)
+            first, size = group + 1, 0
+
+
+def _open_parquet(path: str):
+    parquet = import_optional("pyarrow.parquet", path, "Parquet", "pyarrow")
+    check_regular_file(path)
+    return parquet.ParquetFile(path)
+
+
+# ------------------------------------------------------------------------------- hub
+
+
+def hub_rows(part: FilePart) -> Iterator[str]:
+    """Reads the texts of a hub dataset's part number `start`; the dataset has `stop` parts."""
+    rows = load_hub_dataset(part.path)
+    if part.stop:
+        rows = rows.shard(num_shards=part.stop, index=part.start)
+    for record in rows:
+        yield text_field(record, part, "a row")
+
+
+def split_hub_dataset(part: FilePart, max_bytes: int) -> Iterator[FilePart]:
+    """Splits a dataset as it is stored."""
+    count = load_hub_dataset(part.path).num_shards
+    for number in range(count):
+        yield replace(part, start=number, stop=count)
+
+
+def load_hub_dataset(path: str):
+    """Streams the dataset hub:NAME, hub:NAME:CONFIG or hub:NAME:CONFIG:SPLIT.
+
+    Only this function reads data from the network.
+    """
+    datasets = import_optional("datasets", path, "the Hugging Face hub", "datasets")
+    name, config, split = [*path.removeprefix(HUB).split(":"), "", ""][:3]
+    return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
