@@ -3,6 +3,7 @@
     config.json, model.safetensors    written by huggingface.py
     generation_config.json            ids of the start, end and padding tokens
     tokenizer.json, tokenizer_config.json    the tokenizer
+    README.md                         the model card: size, training and loss of the model
 
 The files contain no pickle and no text of the run.
 """
@@ -14,6 +15,35 @@ from clearhead.models.pretrained import PretrainedModel
 from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.tokenizer_json import TOKENIZER, to_json
 
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- gpt2
+- clearhead
+---
+
+# GPT-2, trained with clearhead
+
+```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", model="PATH/OF/THIS/FOLDER")
+print(generate("The", max_new_tokens={new})[0]["generated_text"])
+```
+
+It was trained on windows of {window:,} tokens: a prompt and its continuation together should not be
+longer. Its tokenizer is {tokenizer}.
+
+| | |
+|---|---|
+{rows}
+"""
+TOKENIZER_DESCRIPTIONS = {
+    "gpt2": "GPT-2's byte-pair encoding",
+    "byte": "a byte tokenizer: 256 ids, and one for the end of a text",
+}
+
 
 def write(pretrained: PretrainedModel, folder: Path) -> None:
     """Writes all files into an empty folder."""
@@ -22,6 +52,7 @@ def write(pretrained: PretrainedModel, folder: Path) -> None:
     ends = {f"{name}_token_id": end_of_text for name in ("bos", "eos", "pad")}
     write_json(folder / "generation_config.json", ends)
     write_tokenizer(pretrained.tokenizer, folder, pretrained.window)
+    (folder / "README.md").write_text(model_card(pretrained), encoding="utf-8")
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, window: int | None = None) -> None:
@@ -39,3 +70,23 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, window: int | None = Non
     }
     settings |= {"model_max_length": window} if window else {}
     write_json(folder / "tokenizer_config.json", settings)
+
+
+def model_card(pretrained: PretrainedModel) -> str:
+    """Returns the model card: numbers only, and no text of the run, which may be a stranger's."""
+    values: dict[str, float | None] = {"parameters": pretrained.model.num_parameters()}
+    if state := pretrained.state:
+        values |= {"steps": state.step, "tokens trained on": state.tokens}
+        values["validation loss (nats per token)"] = state.val_loss
+    return CARD.format(
+        new=max(1, min(40, pretrained.window - 8)),
+        window=pretrained.window,
+        tokenizer=TOKENIZER_DESCRIPTIONS.get(
+            pretrained.tokenizer.name, f"byte-level BPE with {pretrained.tokenizer.n_vocab:,} ids"
+        ),
+        rows="\n".join(
+            f"| {key} | {value:{',' if type(value) is int else '.4g'}} |"
+            for key, value in values.items()
+            if value is not None
+        ),
+    )

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers import REPOSITORY
 from helpers.models import tiny_model
 from helpers.refusals import printed_keys
-from helpers.runs import change_state, run_command, train_in
+from helpers.runs import change_state, rows, run_command, train_in
 from helpers.tally import trials
 from helpers.texts import FRAGMENTS
 from hypothesis import example, given
@@ -28,7 +29,7 @@ from clearhead.models.huggingface import to_hf
 from clearhead.models.pretrained import load_pretrained
 from scripts.export_hf import main
 
-FILES = {"config.json", "generation_config.json", "model.safetensors"}
+FILES = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
 FILES |= {"tokenizer.json", "tokenizer_config.json"}
 SOURCES = {"words": "gpt2", "bytes": "runs/one"}  # name of the export -> the exported model
 
@@ -106,13 +107,24 @@ def test_files_and_what_we_read_back(home):
     assert config["n_ctx"] == config["n_positions"]  # llama.cpp requires it
 
 
-def test_the_example_runs(home, capsys):
-    """The example of docs/checkpoints.md."""
+def test_card_has_the_figures_of_the_run(home):
+    _, head, body = (home / "bytes" / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head)["library_name"] == "transformers"
+    last = [row for row in rows(home / "runs/one") if "val/loss" in row][-1]
+    rows_of_table = [line.split("|") for line in body.splitlines() if line.startswith("|")]
+    values = {value.strip() for _, _, value, _ in rows_of_table}
+    assert {f"{last['val/loss']:.4g}", "4", "1,024"} <= values
+
+
+def test_examples_run(home, capsys):
+    """The examples of the model card and of docs/checkpoints.md."""
     docs = (REPOSITORY / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", docs, re.DOTALL)
-    (code,) = [block for block in blocks if 'model="my-model"' in block]
-    for name in SOURCES:
-        exec(code.replace("my-model", str(home / name)))
+    card = (home / "bytes" / "README.md").read_text(encoding="utf-8")
+    for text, place in ((card, "PATH/OF/THIS/FOLDER"), (docs, "my-model")):
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        (code,) = [block for block in blocks if f'model="{place}"' in block]
+        folder = home / ("bytes" if text is card else "words")
+        exec(code.replace(place, str(folder)))
         assert capsys.readouterr().out.startswith("The")
 
 
@@ -149,13 +161,13 @@ def test_bad_arguments_change_nothing(run, home, tmp_path):
 def test_stopped_halfway_leaves_nothing(run, tmp_path, monkeypatch):
     for code in (143, 2):
 
-        def write_tokenizer(*_, code=code):
-            assert len(list(tmp_path.glob("out.part-*/*"))) >= 3
+        def model_card(*_, code=code):
+            assert len(list(tmp_path.glob("out.part-*/*"))) >= 5
             if code == 143:
                 os.kill(os.getpid(), signal.SIGTERM)
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(export, "write_tokenizer", write_tokenizer)
+        monkeypatch.setattr(export, "model_card", model_card)
         found, _, err = run("checkpoint=runs/one", f"out={tmp_path / 'out'}")
         assert (found, printed_keys(err)) == (code, ["out"] if code == 2 else [])
         assert list(tmp_path.iterdir()) == []
