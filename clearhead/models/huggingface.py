@@ -3,11 +3,12 @@
 Hugging Face's parameters differ from those of model.py in three ways. Queries, keys and values have
 one common weight matrix, `c_attn`. Each projection is a `Conv1D`, whose weight is the transpose of
 a Linear's weight. Names may have the prefix `transformer.`, and old files contain causal masks. The
-files are safetensors, in one file, and JSON. The transformers library is not needed.
+files are safetensors, possibly in shards, and JSON. The transformers library is not needed.
 """
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -175,16 +176,28 @@ def gpt2_error(file: Path, reason: str) -> CheckpointError:
 
 
 def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Returns (the weights file, the tensors by name), memory-mapped if possible."""
+    """Returns (the weights file or index, the tensors by name), memory-mapped if possible."""
     if (folder / SINGLE_FILE).is_file():
         return folder / SINGLE_FILE, read_tensors(folder / SINGLE_FILE)
     if (folder / INDEX).is_file():
-        hint = "write it in one file: save_pretrained(DIR, max_shard_size='50GB')"
-        reason = "the weights are in several files"
-        raise CheckpointError("checkpoint", folder / INDEX, reason, hint)
+        return folder / INDEX, _read_shards(folder / INDEX)
     if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
         raise pickle_error(pickles[0], f", and there is no {SINGLE_FILE}")
     raise DamagedCheckpointError(folder / SINGLE_FILE, "file not found")
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """Returns the tensors of all files in an index."""
+    weight_map = read_config(index).get("weight_map")
+    names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else {"nothing"}
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(names):
+        if not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise gpt2_error(
+                index, f"lists {name!r:.80}, which is not a safetensors file in this folder"
+            )
+        tensors |= read_tensors(index.with_name(name))
+    return tensors
 
 
 def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:

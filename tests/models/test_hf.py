@@ -124,9 +124,19 @@ def test_other_names_and_precisions(folder, place, weights):
         assert torch.equal(in_bf16.get_parameter(name), parameter.bfloat16().float())
 
 
-def test_weights_in_several_files_are_refused(theirs, tmp_path):
+def test_shards(theirs, folder, tmp_path):
+    """Shards written by transformers, and an invalid index."""
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
-    refusal(tmp_path, "model.safetensors.index.json")
+    index = tmp_path / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    assert_same_weights(from_hf(tmp_path), from_hf(folder))
+    for change, refused_file in (
+        ({"x": "../model.safetensors"}, index.name),
+        ({"x": "a\0.safetensors", "y": "\ud800.safetensors"}, index.name),
+        ({"x": "model-9.safetensors"}, "model-9.safetensors"),  # which is missing
+    ):
+        index.write_text(json.dumps({"weight_map": places | change}))
+        refusal(tmp_path, refused_file)
 
 
 def test_tokenizer_and_window_of_a_directory(folder, tmp_path):
