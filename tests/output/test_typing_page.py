@@ -270,6 +270,23 @@ def test_a_continuation_is_stopped(page, reader):
     expect(page.locator("#take-prompt")).to_be_visible()
 
 
+def test_a_continuation_does_not_end_inside_a_character(tmp_path, window):
+    """A character of three tokens: after 100 tokens, the most of a continuation, one is begun."""
+    (tmp_path / "text.txt").write_text("語" * 4000, encoding="utf-8")
+    long = ("data.max_length=128", "model.context_length=128", "trainer.max_steps=40")
+    run = train_in(tmp_path, "name=characters", *RUN, *long, "optimizer.lr=0.02", "lens.every=40")
+    lens = window(reduced_motion="reduce").new_page()
+    with contextlib.closing(lens):
+        lens.goto((run / "play.html").as_uri())
+        pages.ready(lens)
+        lens.locator("#temperature").evaluate("node => { node.value = 0; }")
+        type_in(lens, "語")
+        lens.locator("#continue").click()
+        expect(lens.locator("#story-tokens [data-token]")).to_have_count(3 + 102)
+        expect(lens.locator("#continue")).to_contain_text("continue")
+        expect(lens.locator("#typed")).to_have_value("語" * 35)
+
+
 def test_a_score_is_the_sum_of_its_parts(page):
     type_in(page, WORDS)
     page.locator("#show-all").click()
