@@ -7,8 +7,6 @@ import functools
 import sys
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .prompts import visible
 
 MOST = 3.4e38  # the largest fp32 number
@@ -33,14 +31,18 @@ def index(below: int) -> Kind:
 def check(kind: Kind, values: Any, *shape: int) -> None:
     """Raises ValueError unless `values` are nested lists of this shape, without a shape one value,
     and all values are of this kind."""
-    found = np.array(values, object)
-    flat = found.ravel().tolist()
-    if found.shape != shape or not {*map(type, flat)} <= {*kind.types}:
-        raise ValueError("a value has another type or length")
+    types, least, below = kind
+    flat = [values]
+    for length in shape:
+        if {*map(type, flat)} - {list} or {*map(len, flat)} - {length}:
+            raise ValueError("a list has another type or length")
+        flat = [value for of in flat for value in of]
+    if {*map(type, flat)} - {*types}:
+        raise ValueError("a value has another type")
     if kind == TEXT:
         "".join(flat).encode()  # raises ValueError for lone surrogates
-    elif not all(kind.least <= value < kind.below for value in flat if value is not None):
-        raise ValueError("a value is out of range")  # or NaN
+    elif not all(least <= value < below for value in flat if value is not None):  # or NaN
+        raise ValueError("a value is out of range")
 
 
 @functools.lru_cache(1000)
