@@ -21,16 +21,7 @@ from . import finding
 from .fonts import DrawnText, drawn, font_of
 from .heads import KINDS
 from .heads import title_of as title_of_name
-from .heatmap import (
-    ACCENT_INDEX,
-    INK,
-    PALE_INK,
-    WHITE,
-    colour_bar,
-    fitted,
-    png_of,
-    tile,
-)
+from .heatmap import ACCENT_INDEX, INK, PALE_INK, WHITE, colour_bar, fitted, png_of, tile
 from .prompts import Prompt, clipped
 from .rounding import formatted
 from .snapshot_data import SnapshotData, triangle_to_square
@@ -52,10 +43,7 @@ AXES = "row: query token, column: key token"
 
 
 def heads_image(
-    codes: np.ndarray,
-    prompt: Prompt,
-    step: int,
-    named: Sequence[Mapping] = (),
+    codes: np.ndarray, prompt: Prompt, step: int, named: Sequence[Mapping] = ()
 ) -> Image.Image:
     """Returns the image of all heads on a prompt. Its size depends on (L, H) alone.
 

@@ -283,7 +283,7 @@ def _mean_weight(of: Heads, name: str, index: int) -> list[Part]:
     the text, or without one on the prompts."""
     target = KINDS[name].target.format(of.offsets[index])
     value = float(of.row.values[name].flat[index])
-    error = float(of.row.errors[name].flat[index]) if of.row.errors else None
+    error = float(of.row.errors[name].flat[index]) if name in of.row.errors else None
     chance = formatted(of.data.uniform[name])
     weight = ["bold", formatted_mean(value, error)]
     return ["mean weight ", weight, f" on {target} (chance {chance})"]

@@ -164,10 +164,10 @@ def targets_on(prompt: Prompt) -> dict[str, np.ndarray]:
     """Returns for each name, "offset_2" to "offset_8" in place of "offset", which key tokens its
     heads attend to, bool (t, t) for the t tokens that are shown. Without names that are undefined
     on the prompt: in a sequence of random tokens, a separator separates nothing."""
-    shown = prompt.shown
-    found = HeadStatistics(torch.tensor([prompt.token_ids]), [prompt.tokens]).targets[0]
+    ids, shown = prompt.token_ids, prompt.shown
+    found = HeadStatistics(torch.tensor([ids[:shown]]), [prompt.tokens[:shown]]).targets[0]
     return {
-        key: targets[:shown, :shown].bool().numpy()
+        key: targets.bool().numpy()
         for key, targets in zip(TARGETS, found, strict=True)
         if (name := key if key in STATISTICS else "offset") in KINDS
         if not prompt.period or STATISTICS[name].on != "texts"

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from .prompts import Prompt
-from .schema import COUNT, OPTIONAL, check, index, items, note
+from .schema import COUNT, OPTIONAL, check, index, note
 from .statistics import OFFSETS, STATISTICS
 
 # The indices of a row are below these. heads.py, which imports this file, has the names ("", the
@@ -71,6 +71,8 @@ class History:
     def add(self, row: Row) -> None:
         """Writes the rows that an earlier call could not write, and then this row."""
         line = _line(row)
+        # Others are not of this model.
+        self.rows[:] = [of for of in self.rows if of.names.shape == row.names.shape]
         self.rows.append(row_of(json.loads(line)))  # rounded, as a resumed run reads it
         self.pending += line.encode()
         with open(self.file, "ab", buffering=0) as file:
@@ -116,16 +118,18 @@ def row_values(row: Row) -> dict:
 def row_of(values: dict) -> Row:
     """Returns the row of `row_values`. Raises an exception of any class for another value, also for
     a row with other statistics."""
-    first = values[next(iter(STATISTICS))]
-    shape = len(first) or 1, len(first[0]) or 1
-    of_heads = items(OPTIONAL, *shape)
-    of_errors = {key: of_heads for key in values["errors"] if key in STATISTICS}
-    kind = dict.fromkeys(STATISTICS, of_heads) | {"step": COUNT, "errors": of_errors}
-    kind |= {key: items(index(below), *shape) for key, below in BELOW.items()}
-    check([values], kind | {"losses": items(OPTIONAL, None, None)}, "row")
+    layers, heads = np.shape(values[next(iter(STATISTICS))])
+    errors = {key: of for key, of in values["errors"].items() if key in STATISTICS}
+    for of_heads in [*(values[key] for key in STATISTICS), *errors.values()]:
+        check(OPTIONAL, of_heads, layers or 1, heads or 1)
+    for key, below in BELOW.items():
+        check(index(below), values[key], layers, heads)
+    for losses in values["losses"]:
+        check(OPTIONAL, losses, len(losses))
+    check(COUNT, values["step"])
     found = {key: np.array(values[key], np.float32) for key in STATISTICS}
     losses = [np.array(of_prompt, np.float32) for of_prompt in values["losses"]]
-    errors = {key: np.array(values["errors"][key], np.float32) for key in of_errors}
+    errors = {key: np.array(of_heads, np.float32) for key, of_heads in errors.items()}
     row = Row(values["step"], found, losses, errors)
     for key in BELOW:
         setattr(row, key, np.array(values[key], np.int64))

@@ -21,15 +21,7 @@ from .ablation import COLUMNS, Ablate
 from .capturing import AttentionFunction, capture, unwrapped
 from .config import DEFAULT_PROMPTS, LensConfig
 from .finding import counts_of_names, events, head_line, removal_lines
-from .heads import (
-    ALL_NAMES,
-    KINDS,
-    as_csv,
-    clearest,
-    head_table,
-    heads_by_name,
-    title_of_head,
-)
+from .heads import ALL_NAMES, KINDS, as_csv, clearest, head_table, heads_by_name, title_of_head
 from .heatmap import fitted, rgb
 from .history import History, Row, atomic_write, copying_step, evenly_spaced
 from .page import MAX_HISTORY

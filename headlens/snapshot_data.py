@@ -33,14 +33,12 @@ from .ablation import COLUMNS
 from .heads import KINDS
 from .history import Row, atomic_write, row_of, row_values
 from .prompts import Prompt
-from .schema import COUNT, FLAG, NUMBER, OPTIONAL, TEXT, Value, check, index, items, note
+from .schema import COUNT, FLAG, NUMBER, OPTIONAL, TEXT, check, index, note
 from .statistics import STATISTICS
 
 FORMAT = 3
 CONTEXTS = 5  # cells that a head moves most, and cells at random
-UNIFORM = dict.fromkeys(
-    STATISTICS, OPTIONAL
-)  # the kind, see schema.py, of their values for uniform attention
+DETAILS = ("statistics", "largest_norms", "predictions", "without")
 MAX_BYTES, MAX_JSON_BYTES = 2**30, 2**25  # uncompressed; a JSON object takes 30 times its bytes
 
 
@@ -175,13 +173,13 @@ def _read(file: ZipFile) -> SnapshotData:
     if (values["ablation"] or {}).get("method") == "estimate":  # of earlier versions
         values["ablation"] = None
     prompts, row = [_prompt(prompt) for prompt in values["prompts"]], row_of(values["row"])
-    shape, contexts = row.names.shape, None
-    check([values], _kind(prompts, *shape), "json")
-    names = [group["name"] for group in (values["ablation"] or {}).get("groups", ())]
-    if not {*names, *values["details"].get("without", ())} <= KINDS.keys():
-        raise ValueError("unknown name of heads")
+    if row.losses and [1 + len(of) for of in row.losses] != [len(p.token_ids) for p in prompts]:
+        raise ValueError("the losses have another length")
+    shape, contexts, details = row.names.shape, None, values["details"]
+    details = values["details"] = {key: details[key] for key in DETAILS if details.get(key)}
+    _check_fields(values, prompts, *shape)
     codes = [_array(file, f"weights_{n}", *shape, _cells(p)) for n, p in enumerate(prompts)]
-    with_norms = prompts if values["details"].get("largest_norms") else []
+    with_norms = prompts if "largest_norms" in details else []
     norms = [_array(file, f"norms_{n}", *shape, p.shown) for n, p in enumerate(with_norms)]
     if found := values.get("contexts"):
         cells = _array(file, "cells", *shape, 2, CONTEXTS, 3, dtype=np.int16)
@@ -212,68 +210,84 @@ def _array(file: ZipFile, key: str, *shape: int, dtype: type = np.uint8) -> np.n
 
 
 def _prompt(values: dict) -> Prompt:
-    count = len(values["token_ids"]) or 1
-    kind = {"name": TEXT, "text": TEXT, "token_ids": items(index(2**63), count)}
-    kind |= {"tokens": items(TEXT, count), "truncated": FLAG, "period": index((count + 1) // 2)}
-    kind |= {"num_symbols": Value((int,), bool(values["period"]), 2**53)}
-    check([values], kind | {"uniform": values["uniform"] and UNIFORM}, "prompt")
-    if not re.fullmatch(r"[^/\\\0]{1,100}", values["name"]):  # a part of the names of images
+    prompt = Prompt(**values)
+    count = len(prompt.token_ids)
+    check(TEXT, [prompt.name, prompt.text], 2)
+    check(TEXT, prompt.tokens, count or 1)
+    check(index(2**63), prompt.token_ids, count)
+    check(FLAG, prompt.truncated)
+    check(index((count + 1) // 2), prompt.period)
+    check(COUNT, prompt.num_symbols - bool(prompt.period))  # R is drawn from one token or more
+    check(OPTIONAL, [prompt.uniform[key] for key in STATISTICS], len(STATISTICS))
+    if not re.fullmatch(r"[^/\\\0]{1,100}", prompt.name):  # a part of the names of images
         raise ValueError("the name of a prompt cannot be a part of a file name")
-    return Prompt(**values)
+    return prompt
 
 
 def _cells(prompt: Prompt) -> int:
     return prompt.shown * (prompt.shown + 1) // 2
 
 
-def _kind(prompts: list[Prompt], layers: int, heads: int) -> dict:
-    """Returns the kind of `json`, see schema.py, except for what _prompt and row_of check."""
-    many, of_all = len(prompts), layers * heads
-    of_heads = items(OPTIONAL, of_all)
-    losses = [items(OPTIONAL, len(p.token_ids) - 1) for p in prompts]
-    codes = [items(index(256), _cells(p)) for p in prompts]
-    drawn = {"codes": codes, "values": items(OPTIONAL, many)}
-    without = dict.fromkeys(COLUMNS, OPTIONAL) | {COLUMNS[0]: NUMBER}
+def _check_fields(values: dict, prompts: list[Prompt], layers: int, heads: int) -> None:
+    """Raises an exception of any class if a field has another type, length or range. _prompt and
+    row_of check those of prompts and of the row."""
+    many, of_all, details = len(prompts), layers * heads, values["details"]
+    check(TEXT, values["run"])
+    check(OPTIONAL, [values["uniform"][key] for key in STATISTICS], len(STATISTICS))
+    of_prompts = [[of[key] for key in STATISTICS] for of in details["statistics"]]
+    check(OPTIONAL, of_prompts, many, len(STATISTICS), of_all)
+    if "largest_norms" in details:
+        check(OPTIONAL, details["largest_norms"], many, of_all)
+    if "predictions" in details:
+        _check_predictions(details["predictions"], prompts)
+    without = details.get("without", {})
+    for found in without.values():
+        _check_predictions(found, prompts)
+    names = {*without}
+    if ablation := values["ablation"]:
+        of_heads, groups = ablation["heads"], ablation["groups"]
+        if [(of["layer"], of["head"]) for of in of_heads] != [*np.ndindex(layers, heads)]:
+            raise ValueError("the removed heads are others than those of the model")
+        results = [[of[key] for key in COLUMNS] for of in [*of_heads, *groups]]
+        check(OPTIONAL, results, len(results), len(COLUMNS))
+        check(NUMBER, [ablation["loss"], *(of[0] for of in results)], 1 + len(results))
+        check(OPTIONAL, ablation["accuracy"])
+        check(COUNT, [ablation[key] for key in ("step", "windows", "targets")], 3)
+        check(COUNT, [group["heads"] for group in groups], len(groups))
+        names |= {group["name"] for group in groups}
+    if not names <= KINDS.keys():
+        raise ValueError("unknown name of heads")
+    if contexts := values.get("contexts"):
+        check(TEXT, contexts["text_name"])
+        for window in contexts["tokens"]:
+            check(TEXT, window, len(window))
+        if contexts.get("pairs"):
+            _check_pairs(contexts["pairs"], of_all)
 
-    def predictions(found: dict) -> dict:
-        count, likely = len(found["tokens"]), len(found["of_prompts"][0]["tokens"][0])
-        of_prompts = [
-            {
-                "losses": items(OPTIONAL, min(p.shown, len(p.token_ids) - 1)),
-                "tokens": items(index(count), p.shown, likely),
-                "probabilities": items(OPTIONAL, p.shown, likely),
-            }
-            for p in prompts
-        ]
-        attention = {f"{name}?": drawn for name in KINDS}
-        return {"tokens": items(TEXT, count), "of_prompts": of_prompts, "attention?": attention}
 
-    def pairs(found: dict) -> dict:
-        pair = [index(len(found["texts"])), COUNT]
-        of_head = {"links": COUNT, "keys": items([*pair, items(pair, None)], None)}
-        texts = items(TEXT, None)
-        return {"queries": COUNT, "texts": texts, "of_heads": items(of_head, of_all)}
+def _check_predictions(found: dict, prompts: list[Prompt]) -> None:
+    texts, likely = found["tokens"], len(found["of_prompts"][0]["tokens"][0])
+    check(TEXT, texts, len(texts))
+    for of, prompt in zip(found["of_prompts"], prompts, strict=True):
+        check(OPTIONAL, of["losses"], min(prompt.shown, len(prompt.token_ids) - 1))
+        check(index(len(texts)), of["tokens"], prompt.shown, likely)
+        check(OPTIONAL, of["probabilities"], prompt.shown, likely)
+    for drawn in (found.get("attention") or {}).values():
+        check(OPTIONAL, drawn["values"], len(prompts))
+        for codes, prompt in zip(drawn["codes"], prompts, strict=True):
+            check(index(256), codes, _cells(prompt))
 
-    return {
-        "run": TEXT,
-        "prompts": items({}, many or 1),
-        "row": {"losses": lambda found: found and losses},
-        "uniform": UNIFORM,
-        "details": {
-            "statistics": items(dict.fromkeys(STATISTICS, of_heads), many),
-            "largest_norms?": items(of_heads, many),
-            "predictions?": predictions,
-            "without?": {f"{name}?": predictions for name in KINDS},
-        },
-        "ablation?": {
-            "windows": COUNT,
-            "targets": COUNT,
-            "loss": NUMBER,
-            "heads": items({"layer": index(layers), "head": index(heads)} | without, of_all),
-            "groups": items({"name": TEXT, "heads": COUNT} | without, None),
-        },
-        "contexts?": {"text_name": TEXT, "tokens": items(TEXT, None, None), "pairs?": pairs},
-    }
+
+def _check_pairs(pairs: dict, of_all: int) -> None:
+    texts, of_heads = pairs["texts"], pairs["of_heads"]
+    check(TEXT, texts, len(texts))
+    check(COUNT, [pairs["queries"], *(of["links"] for of in of_heads)], 1 + of_all)
+    keys = [key for of in of_heads for key in of["keys"]]
+    if {type(of["keys"]) for of in of_heads} | {type(key[-1]) for key in keys} != {list}:
+        raise ValueError("the pairs are no lists")
+    found = [pair for *pair, _ in keys] + [pair for *_, queries in keys for pair in queries]
+    check(index(len(texts)), [text for text, _ in found], len(found))
+    check(COUNT, [count for _, count in found], len(found))
 
 
 def to_codes(attn_weights: Tensor) -> Tensor:

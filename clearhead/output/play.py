@@ -70,8 +70,9 @@ def packed_model(folder: Path) -> dict:
     at most MAX_WEIGHTS: evenly spaced, with the first and the last; at least the last."""
     snapshot, newest_first = last_snapshot(folder / "attention"), list_checkpoints(folder)
     newest = load_pretrained(newest_first[0], "run")
-    known = newest.model.config.vocab_size
-    prompts = [ids for ids in (snapshot.token_ids if snapshot else ()) if max(ids) < known] or [[0]]
+    config, found = newest.model.config, snapshot.token_ids if snapshot else []
+    prompts = [ids for ids in found if len(ids) <= config.context_length]
+    prompts = [ids for ids in prompts if max(ids) < config.vocab_size] or [[0]]
     window = min(newest.window, Reader.MOST)
     last = _packed_checkpoint(newest.model, window, newest_first[0], prompts)
     most = min(MAX_CHECKPOINTS, MAX_WEIGHTS // len(last["weights"]), len(newest_first))
@@ -81,7 +82,6 @@ def packed_model(folder: Path) -> dict:
         found = newest_first[round(number * apart)]
         model = load_pretrained(found, "run").model
         checkpoints.append(_packed_checkpoint(model, window, found, prompts))
-    config = newest.model.config
     sizes = ("vocab_size", "emb_dim", "num_heads", "num_layers")
     return {
         "config": {key: getattr(config, key) for key in sizes} | {"context_length": window},

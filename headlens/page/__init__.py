@@ -22,15 +22,7 @@ import numpy as np
 
 from ..assemble import assemble_html
 from ..connected import Lines
-from ..finding import (
-    events,
-    findings,
-    kind_title,
-    opening,
-    removed_heads,
-    statuses,
-    subject,
-)
+from ..finding import events, findings, kind_title, opening, removed_heads, statuses, subject
 from ..heads import ALL_NAMES, KINDS, NAMES, significances
 from ..heatmap import VIRIDIS
 from ..history import Row, copying_step, evenly_spaced, json_values
@@ -64,9 +56,9 @@ def run_data(
     which the head that tells most is clearest.
     """
     frames = frames or [frame_data(snapshot) for snapshot in snapshots]
-    last, history = snapshots[-1], history or [snapshot.row for snapshot in snapshots]
-    layers, heads = last.row.names.shape
-    history = [row for row in history if row.names.shape == (layers, heads)]
+    last = snapshots[-1]
+    layers, heads = shape = last.row.names.shape
+    history = [row for row in history if row.names.shape == shape] or [s.row for s in snapshots]
     steps = [frame["step"] for frame in frames]
     return {
         "name": visible(last.run),

@@ -8,12 +8,13 @@ import zipfile
 
 import numpy as np
 import pytest
+from helpers.pages import STEPS, removals
 from helpers.refusals import SPECIAL_FILES
 from helpers.stories import a_story
 
 from headlens import folder_page, last_snapshot, read_snapshot, snapshot_bytes
 from headlens.heads import ALL_NAMES, PLACES
-from headlens.history import BELOW, MAX_LINE, History, read_history
+from headlens.history import BELOW, MAX_LINE, History, Row, read_history
 from headlens.live_snapshots import LiveSnapshots
 from headlens.matching import read_runs
 from headlens.snapshot_data import write_snapshot
@@ -94,12 +95,17 @@ KINDS = {
     "texts": lambda: changed("row", "entropy", [["0"] * 3] * 2),
     "an unknown name": lambda: changed("row", "names", [[99] * 3] * 2),
     "losses": lambda: changed("row", "losses", [[1.0]]),
+    "no uniform of a prompt": lambda: changed("prompts", 0, "uniform", {}),
+    "nothing without heads": lambda: changed("details", "without", {"induction": None}),
     "details": lambda: changed("details", None),
     "statistics": lambda: changed("details", "statistics", 0, "entropy", [0]),
     "likely tokens": lambda: changed(*FIRST, "tokens", [[999] * 5] * 8),
     "probabilities": lambda: changed(*FIRST, "probabilities", [["x"] * 5] * 8),
     "uniform": lambda: changed("uniform", "entropy", "x"),
     "removed heads": lambda: changed("ablation", {"heads": "x", "groups": []}),
+    "no step of a removal": lambda: changed(
+        "ablation", {key: value for key, value in removals().items() if key != "step"}
+    ),
     "windows": lambda: changed("contexts", {"text_name": "", "tokens": "abc"}),
 }
 
@@ -136,6 +142,22 @@ def test_a_damaged_snapshot_is_skipped_with_one_line(folder, capsys, kind):
         with pytest.raises(ValueError, match=path.name):
             read_snapshot(path)
     check_others_are_shown(folder, capsys)
+
+
+SHOWN = {
+    "errors of one statistic": lambda: changed("row", "errors", {"diagonal": [[0.0] * 3] * 2}),
+    "nothing without heads": lambda: changed("details", "without", None),
+    "a field of the page": lambda: changed("details", "contexts", "x"),
+}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_a_snapshot_with_other_fields_is_shown_without_them(folder, capsys, kind):
+    max(folder.glob("*.npz")).write_bytes(SHOWN[kind]())
+    assert len(json.loads(LiveSnapshots(folder).data())["runs"][0]["frames"]) == len(STEPS)
+    folder_page(folder, "")
+    assert "contexts" not in last_snapshot(folder).details
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("kind", [*SPECIAL_FILES, "link", "folder"])
@@ -192,3 +214,13 @@ def test_statistics_of_many_bytes_are_not_read_into_memory(tmp_path, monkeypatch
     monkeypatch.setattr("headlens.history.MAX_FILE", 2**26)
     assert len(read_history(file)) == 1
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_rows_of_another_model_are_not_used(folder):
+    file = folder / "statistics.jsonl"
+    first, second, *_ = (data.row for data in a_story().snapshots)
+    History(file, 0).add(Row(0, {key: of[:1] for key, of in first.values.items()}))  # one layer
+    assert json.loads(LiveSnapshots(folder).data())["runs"][0]["layers"] == 2
+    resumed = History(file, second.step)
+    resumed.add(second)
+    assert [row.step for row in resumed.rows] == [second.step]

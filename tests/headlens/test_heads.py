@@ -17,8 +17,10 @@ from headlens.heads import (
     clearest,
     head_table,
     names_of,
+    targets_on,
 )
 from headlens.history import Row
+from headlens.prompts import MAX_SHOWN, Prompt
 
 NAN = math.nan
 UNIFORM = dict.fromkeys(NAMES, 0.2)
@@ -239,3 +241,10 @@ def test_the_clearest_head_of_each_name():
         ("induction", 1, 1),
         ("positional", 0, 1),
     ]
+
+
+def test_targets_on_a_long_prompt_are_those_of_the_tokens_that_are_shown():
+    size = 300_000  # no machine has the memory for its square
+    found = targets_on(Prompt("1-long", "", [1] * size, ["a"] * size))
+    assert {of.shape for of in found.values()} == {(MAX_SHOWN, MAX_SHOWN)}
+    assert found["duplicate_token"].sum() == MAX_SHOWN * (MAX_SHOWN - 1) / 2

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from helpers import pages
 from helpers.live import RUN, live_command, serving
-from helpers.runs import train_in
+from helpers.runs import change_tensors, train_in, write_checksums
 from playwright.sync_api import expect
 
 from clearhead.models.pretrained import load_pretrained
+from clearhead.output.play import play_page
 from headlens import Reader, read_snapshot
 
 ports = itertools.count(9200, 30)
@@ -268,6 +269,40 @@ def test_a_continuation_is_stopped(page, reader):
     page.locator("#continue").click()
     page.locator("#leave").click()
     expect(page.locator("#take-prompt")).to_be_visible()
+
+
+def predict_bytes_of(character):
+    """Returns what changes a model: after position t, byte t + 1 of the repeated character."""
+
+    def change(tensors):
+        for name, tensor in tensors.items():
+            tensor.fill_(name == "final_norm.weight")
+        known = character.encode()
+        for n, byte in enumerate(known):
+            tensors["token_emb.weight"][byte, n] = 1
+            tensors["pos_emb.weight"][(n - 1) % len(known) :: len(known), n] = 3
+
+    return change
+
+
+def test_a_continuation_does_not_end_inside_a_character(tmp_path, window):
+    """After 100 tokens, the most of a continuation, a character of three tokens is begun."""
+    long = ("data.max_length=128", "model.context_length=128", "trainer.max_steps=1")
+    run = train_in(tmp_path, "name=characters", *RUN, *long)
+    checkpoint = run / "checkpoints" / "step_00000001"
+    change_tensors(checkpoint / "model.safetensors", predict_bytes_of("語"))
+    write_checksums(checkpoint)
+    (tmp_path / "play.html").write_bytes(play_page(run, "finished"))
+    lens = window(reduced_motion="reduce").new_page()
+    with contextlib.closing(lens):
+        lens.goto((tmp_path / "play.html").as_uri())
+        pages.ready(lens)
+        lens.locator("#temperature").evaluate("node => { node.value = 0; }")
+        type_in(lens, "語")
+        lens.locator("#continue").click()
+        expect(lens.locator("#continue")).to_contain_text("stop")
+        expect(lens.locator("#continue")).to_contain_text("continue")
+        expect(lens.locator("#typed")).to_have_value("語" * 35)
 
 
 def test_a_score_is_the_sum_of_its_parts(page):
