@@ -120,7 +120,7 @@ def test_find_files(tmp_path, monkeypatch):
     for path in (".", "**", "*.txt", ["deep", "**"]):  # each has a FIFO or files of another entry
         find_files(path, notes := [])
         assert notes, path
-    for path in ("missing.txt", "notes", "no/*", "zero byte\0.txt"):
+    for path in ("missing.txt", "notes", "no/*", "**.txt", "zero byte\0.txt"):
         with refused(DataError, "data.path", path):
             find_files(["a.txt", path])
 
