@@ -92,6 +92,9 @@ def _files_of(entry: str) -> tuple[list[str], list[str]]:
     if os.path.exists(entry):
         check_regular_file(entry)
         return [entry], []
+    if wrong := [part for part in Path(entry).parts if "**" in part and part != "**"]:
+        hint = "use **/ for all folders: " + wrong[0].replace("**", "**/*")
+        raise DataError("data.path", entry, "** is only a part of a name", hint)
     paths = {path for path in _glob(entry) if not os.path.isdir(path)}
     paths = [path for path in paths if not os.path.basename(path).startswith(HIDDEN[1:])]
     found = sorted(filter(isfile, paths))

@@ -154,7 +154,8 @@ def encoding_hint(part: FilePart, raw: bytes, position: int) -> str:
     start = max(0, position - HEAD // 4) // 4 * 4  # a character of UTF-32 has four bytes
     names = likely_encodings(raw[start : max(0, position) + HEAD // 4])
     given = codecs.lookup(part.encoding).name
-    is_correct = is_utf8(raw[: max(0, position)], "latin-1") if given == "utf-8" else not raw
+    # Nothing was read: the end of the file is inside a character.
+    is_correct = not raw or (given == "utf-8" and is_utf8(raw[: max(0, position)], "latin-1"))
     if is_correct or given in [codecs.lookup(name).name for name in names[:1]]:
         return f"most of it is {part.encoding}: correct the byte, or convert what follows"
     return f"{_change_encoding(part, names)}, or correct the byte"

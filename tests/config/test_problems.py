@@ -4,8 +4,10 @@ Readers of texts have more kinds of bad input: tests/tokens/test_readers.py. How
 and printed: tests/test_messages.py.
 """
 
+import functools
 import math
 import os
+import shlex
 
 import pytest
 from helpers import TINY
@@ -122,6 +124,22 @@ def test_names_and_syntax():
         tally(FAULT)
         with refused(ConfigError, key, exit_code=2):
             compose([argument])
+
+
+def test_hints_about_quotes_are_arguments():
+    """With them, the value is a text. An argument without = has no key."""
+    script = functools.partial(parse, GenerateConfig)
+    for read, given, wrong, key in (
+        (compose, "name={a}.txt", "name={a}.txt", "name"),
+        (script, "checkpoint=[a", "checkpoint", "checkpoint"),
+    ):
+        with refused(ConfigError, wrong) as caught:
+            read([given])
+        found = read([shlex.split(caught.value.problems[0].hint)[-1]])
+        assert getattr(found, key) == "TEXT"
+    with refused(ConfigError, "foo") as caught:
+        compose(["foo"])
+    assert "foo=" not in str(caught.value)
 
 
 def test_unknown_choices_list_the_existing_ones():

@@ -81,6 +81,15 @@ def test_two_models_and_data(in_process, home):
     assert read_snapshot(home / "head.npz").row.names.shape == (3, 4)
 
 
+@pytest.mark.parametrize("model", ["out/checkpoint-20", "runs/one"])
+def test_a_text_in_another_encoding(in_process, home, model):
+    (home / "de.txt").write_bytes(("Größe und Straße, überall. " * 99).encode("cp1252"))
+    given = (f"checkpoint={model}", *QUICK, "data.path=de.txt", "out=de.html")
+    code, _, err = in_process(main, home, *given)
+    assert (code, printed_keys(err)) == (3, ["data.path"])
+    assert in_process(main, home, *given, "data.encoding=cp1252")[0] == 0
+
+
 def test_time_lapse_of_the_checkpoints_of_trainer(in_process, home):
     pattern = "checkpoints=out/checkpoint-*"
     code, told, err = in_process(main, home, pattern, *QUICK, "out=lapse.html")

@@ -64,7 +64,9 @@ def test_training_says_when_other_programs_use_the_cores(
     assert sum(counts) == (3 if is_slow else 0)
 
 
-LIBGOMP = [("train.py", {}, "10000"), ("generate.py", {"GOMP_SPINCOUNT": "7"}, "7")]
+LIBGOMP = [("train.py", {}, "10000"), ("generate.py", {}, "10000")]
+LIBGOMP += [("generate.py", {"GOMP_SPINCOUNT": "7"}, "7")]
+LIBGOMP += [("train.py", {"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000")]
 
 
 @pytest.mark.parametrize(("program", "given", "spins"), LIBGOMP)

@@ -114,7 +114,7 @@ def test_find_files(tmp_path, monkeypatch):
     for path in (".", "**", "*.txt", ["deep", "**"]):  # each has a FIFO or files of another entry
         find_files(path, notes := [])
         assert notes, path
-    for path in ("missing.txt", "notes", "no/*", "zero byte\0.txt"):
+    for path in ("missing.txt", "notes", "no/*", "**.txt", "zero byte\0.txt"):
         with refused(DataError, "data.path", path):
             find_files(["a.txt", path])
 
@@ -149,6 +149,7 @@ def test_invalid_text_is_refused(tmp_path, monkeypatch):
         for end in (b"\xe9 " + good, b"\xc3", b"\0"):  # a wrong byte; a truncated file; no text
             error = check_refused(write(tmp_path / "a.txt", good + end))
             assert {len(good), end[0]} <= numbers_in(error)
+            assert end != b"\xc3" or "utf-8" in error.hint
     for encoding, content in (
         ("latin-1", good.decode().encode("utf-16")),  # all bytes are valid
         ("utf-16", "text".encode("utf-32")),
@@ -286,6 +287,8 @@ REFUSED = {  # the first bytes of files that are not text, and a part of the adv
     "a.parquet": (b"PAR1\x15\4", "*.parquet"),
     "tokens": (b"\x88\xd8\x34\x01\1\0\0\0", "*.bin"),
     "a.ipynb": (b'{"cells": []}', "nbconvert"),
+    "a.arrow": (b"\xff\xff\xff\xff\xf0\0\0\0", "text files"),
+    "a.h5": (b"\x89HDF\r\n", "text files"),
 }
 
 
@@ -308,14 +311,31 @@ def test_what_is_not_text_is_refused_with_what_to_do(name, tmp_path):
         ("a.srt.gz", "1\n00:00:01,000 --> 00:00:02,000\nA line."),
         ("a.mbox", "From a"),
         ("a.txt", '{"text": "one"}\n'),
+        ("tweets.js", 'window.YTD.tweets.part0 = [ {\n  "tweet" : {} } ]'),
+        ("wiki_00", '<doc id="1" url="u" title="t">\nA page.\n</doc>\n'),
+        ("a.lrc", "[ar:A singer]\n[00:01.00]A line."),
+        ("a", "[Script Info]\nTitle: A film"),
+        ("1.", "Message-ID: <1@a>\nDate: Mon, 14 May 2001\n\nHi."),
+        ("2", "From: a@b.c (A. B.)\nSubject: Hi\n\nHi."),
+        ("a.mht", "MIME-Version: 1.0\n\n<p>A page."),
+        ("pairs.txt", "Hi.\tHallo!\nGo.\tGeh.\nRun.\tLauf!\n"),
+        ("a.txt", '"id","text"\r\n1,"One, two"\r\n'),
+        ("a.conllu", "# sent_id = 1\n1\tHi\thi\tINTJ\n"),
+        ("a", ">sp|P1|A protein\n" + "MKV" * 20 + "\n"),
+        ("a.log", "A line\n\x1b[32mINFO\x1b[0m another\n"),
+        ("windows.txt", "One\r\ntwo\r\n"),
     ],
 )
 def test_text_with_markup_is_read_with_a_note(name, content, tmp_path):
+    """Also in UTF-16."""
     path = write(tmp_path / name, content)
     assert b"".join(read(path)).decode() == content.removeprefix("\ufeff")
     find_files([str(path), str(write(tmp_path / "b.txt", "Plain text, 1 < 2."))], notes := [])
     assert len(notes) == 1
     assert str(path) in notes[0]
+    wide = write(tmp_path / f"wide{path.suffix}", content.removeprefix("\ufeff").encode("utf-16"))
+    find_files(str(wide), notes)
+    assert len(notes) == 2
 
 
 SENTENCES = {
