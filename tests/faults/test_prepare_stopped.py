@@ -43,7 +43,7 @@ def here(in_process, tmp_path):
     return functools.partial(in_process, main, tmp_path, "workers=1")
 
 
-# Each process runs this first. All tasks but the first wait until the file "hold" is removed, and so
+# Each process runs this first. All tasks but the first wait until the file "hold" is removed, as
 # does the second worker while it starts. SIGINT is enabled because pytest may ignore it, as
 # background processes do.
 HOOK = f"""
