@@ -110,10 +110,7 @@ class Stop:
         if expected >= (self.max_steps or math.inf):
             return ""
         hint = ": too few to learn from; use a longer limit or a smaller model"
-        steps, minutes = f"{expected:,.0f}", seconds / 60
-        text = (
-            f"about {steps} step{'s' * (steps != '1')} in {minutes:g} minute{'s' * (minutes != 1)}"
-        )
+        text = f"steps that fit into {seconds / 60:g} min: about {expected:,.0f}"
         return text + hint * (expected < self.few_steps)
 
     def _expected_steps(self, step: int) -> int:

@@ -90,7 +90,7 @@ def test_the_decay_always_ends_in_time(simulated, speed, schedule):
     assert found[highest:] == sorted(found[highest:], reverse=True)
 
 
-LINE = r"about ([\d,]+) steps in 100 minutes(.*)"
+LINE = r"steps that fit into 100 min: about ([\d,]+)(.*)"
 
 
 @pytest.mark.parametrize(("seconds", "is_few"), [(171, True), (20, False)])
