@@ -179,6 +179,18 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     ]
 
 
+def longer(config: Config, state: State) -> str:
+    """Returns the settings with which a finished run trains further."""
+    trainer, changes = config.trainer, []
+    if trainer.max_steps and state.step >= trainer.max_steps:
+        changes.append(f"trainer.max_steps above {state.step}")
+    if state.used_time(trainer) >= 1:
+        changes.append(f"trainer.max_minutes above {state.minutes:g}")
+    if state.should_stop_early(trainer):
+        changes.append("a larger trainer.patience, or trainer.patience=null")
+    return " and ".join(changes)
+
+
 def resume_command(directory: Path) -> str:
     """Returns how to resume a run after it stopped: "resume with: COMMAND", for a job of a sweep
     how to resume the sweep, and in a notebook or a program of the user the expression.

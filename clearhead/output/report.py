@@ -161,7 +161,9 @@ def result(rows: list[dict], found: dict) -> str:
     else:
         return ""
     verb = "was lowest at" if found.get("risen") else "is"
-    text = f"The {name} loss {verb} {rounded(loss, 4)} nats per token after {step:,} steps"
+    bits = found.get("bits_per_byte")  # the unit that is the same with every tokenizer
+    in_bits = f" ({rounded(bits, 4)} bits per byte)" if bits else ""
+    text = f"The {name} loss {verb} {rounded(loss, 4)} nats per token{in_bits} after {step:,} steps"
     if first[1] > loss:
         text += f", down from {rounded(first[1], 4)}"
     if found.get("risen"):

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from clearhead.checkpoint.format import State
-from clearhead.checkpoint.resume import resume_command
+from clearhead.checkpoint.resume import longer, resume_command
 from clearhead.checkpoint.run_directory import SUMMARY_JSON, final_validation
 from clearhead.config.application import is_single_run
 from clearhead.config.schema import Config
@@ -61,7 +61,7 @@ def introduce(
     if is_single_run() and not was_finished:
         lines.append(f"watch it live: {view_command(config)}")
     if was_finished:
-        more = "a larger trainer.max_steps or trainer.max_minutes, or trainer.patience=null"
+        more = longer(config, state)
         lines.append(f"already finished after step {state.step}; to train further, use {more}")
     elif state.step > 0:
         lines.append(f"resuming after step {state.step}")

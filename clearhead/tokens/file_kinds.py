@@ -47,7 +47,7 @@ KINDS = (
     Kind("columns of a table", "name it *.csv or *.tsv", _COLUMNS, ".conll .conllu", True),
     Kind("names of sequences", "grep -v '^>' FILE", _FASTA, ".fasta .fa", True),
     Kind("codes of a terminal", "give the texts only", rb"[^\x1b]*\x1b\[", "", True),
-    Kind("Windows line ends (\\r\\n)", "tr -d '\\r' < FILE", rb"[^\n]{0,9999}\r\n", "", True),
+    Kind("Windows line ends (\\r\\n)", "tr -d '\\r' < FILE > NEW", rb"[^\n]{0,9999}\r\n", "", True),
     Kind("the syntax of JSON", "name it *.jsonl or *.json", _JSON, is_read=True),
 )
 

@@ -38,7 +38,7 @@ from clearhead.tokens.text_files import (
     translate_read_errors,
 )
 
-NO_TEXT = ("the files contain no text", "use other files, or data.trim=false if they have markers")
+NO_TEXT = ("the files contain no text", "use other files")
 
 # ------------------------------------------------------------------------------- formats
 

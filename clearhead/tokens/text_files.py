@@ -165,7 +165,7 @@ def _change_encoding(part: FilePart, names: list[str]) -> str:
     if extension_of(part.path) in JSON:
         return f"JSON must be in UTF-8: iconv -f {names[0] if names else 'ENCODING'} -t utf-8 FILE"
     probably = f"probably {' or '.join(names)}" if names else "which an editor may show"
-    return f"set data.encoding for all files, {probably}"
+    return f"set data.encoding for all files, {probably}, or convert this one to utf-8"
 
 
 # ------------------------------------------------------------------------------- encodings
@@ -212,7 +212,7 @@ def is_utf8(raw: bytes, encoding: str) -> bool:
         return False
     if raw.isascii():  # these characters are other ones in UTF-16 or EBCDIC
         return len(raw) > 16 and b"\0" not in raw and "a".encode(encoding) != b"a"
-    return sum(c > "\x7f" for c in text) > 7
+    return text.startswith("\ufeff") or sum(c > "\x7f" for c in text) > 7
 
 
 def likely_encodings(sample: bytes) -> list[str]:

@@ -13,7 +13,7 @@ from helpers.runs import change_tensors, train_in, write_checksums
 from playwright.sync_api import expect
 
 from clearhead.models.pretrained import load_pretrained
-from clearhead.output.play import play_page
+from clearhead.output.play import write_play_page
 from headlens import Reader, read_snapshot
 
 ports = itertools.count(9200, 30)
@@ -292,7 +292,7 @@ def test_a_continuation_does_not_end_inside_a_character(tmp_path, window):
     checkpoint = run / "checkpoints" / "step_00000001"
     change_tensors(checkpoint / "model.safetensors", predict_bytes_of("語"))
     write_checksums(checkpoint)
-    (tmp_path / "play.html").write_bytes(play_page(run, "finished"))
+    shutil.copy(write_play_page(run, "finished"), tmp_path)
     lens = window(reduced_motion="reduce").new_page()
     with contextlib.closing(lens):
         lens.goto((tmp_path / "play.html").as_uri())
