@@ -162,7 +162,7 @@ def result(rows: list[dict], found: dict) -> str:
         return ""
     verb = "was lowest at" if found.get("risen") else "is"
     bits = found.get("bits_per_byte")  # the unit that is the same with every tokenizer
-    in_bits = f" ({rounded(bits, 4)} bits per byte)" if bits else ""
+    in_bits = f" ({rounded(bits, 3)} bits per byte)" if bits else ""
     text = f"The {name} loss {verb} {rounded(loss, 4)} nats per token{in_bits} after {step:,} steps"
     if first[1] > loss:
         text += f", down from {rounded(first[1], 4)}"

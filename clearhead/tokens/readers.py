@@ -38,7 +38,10 @@ from clearhead.tokens.text_files import (
     translate_read_errors,
 )
 
-NO_TEXT = ("the files contain no text", "use other files")
+NO_TEXT = (
+    "the files contain no text",
+    "use other files, or data.trim=false for the licence of a book",
+)
 
 # ------------------------------------------------------------------------------- formats
 

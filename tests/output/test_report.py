@@ -142,7 +142,7 @@ def test_a_model_has_one_validation_loss(run, page_of):
         "training time": ["0", "01", "40"],  # 3000 tokens at 30 tokens/s
     }
     result = page.locator(".result").inner_text()
-    assert numbers([result]) == [["7.0000", "10", "10.0000"]]
+    assert numbers([result]) == [["7.0000", "3.000", "10", "10.0000"]]
 
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, ROWS[:2])))
     page = page_of(folder)
@@ -152,7 +152,7 @@ def test_a_model_has_one_validation_loss(run, page_of):
     assert facts(page)["validation loss"] == ["7.2500", "0.1250", "1,900"]
     assert facts(page)["bits per byte"] == ["3.500"]
     result = page.locator(".result").inner_text()
-    assert numbers([result]) == [["7.2500", "10", "10.0000."]]
+    assert numbers([result]) == [["7.2500", "3.500", "10", "10.0000."]]
 
 
 def test_text_with_markup_is_shown_as_text(run, page_of, opened, tmp_path):
