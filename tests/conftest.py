@@ -4,6 +4,7 @@ import contextlib
 import functools
 import getpass
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -142,11 +143,14 @@ def in_process(monkeypatch, capsys):
     def run(main, folder, *arguments):
         monkeypatch.chdir(folder)
         monkeypatch.setattr("sys.argv", [main.__module__, *map(str, arguments)])
-        code = 0
+        code, handlers = 0, logging.root.handlers[:]
         try:
             main()
         except SystemExit as stopped:
             code = stopped.code
+        logging.root.handlers[:] = (
+            handlers  # some of Hydra's options add one, for the output of now
+        )
         if hydra := sys.modules.get("hydra.core.hydra_config"):
             hydra.HydraConfig.instance().cfg = None  # as in a process that has not run a command
         return code, *capsys.readouterr()
