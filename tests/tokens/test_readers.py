@@ -375,8 +375,10 @@ def test_likely_encoding_of_a_text(case, tmp_path):
 
 
 def test_utf8_in_place_of_the_given_encoding_is_refused(tmp_path):
-    for encoding, text in (("cp1252", "fr"), ("latin-1", "zh"), ("utf-16", "en"), ("cp037", "en")):
-        path = write(tmp_path / "a.txt", SENTENCES[text] * 9)
+    cases = [("cp1252", "fr"), ("latin-1", "zh"), ("utf-16", "en"), ("cp037", "en")]
+    cases = [(encoding, SENTENCES[text] * 9) for encoding, text in cases]
+    for encoding, text in [*cases, ("cp1252", "\ufeffplain")]:
+        path = write(tmp_path / "a.txt", text)
         with refused(DataError, "data.path", path):
             read(path, encoding=encoding)
         assert read(write(path, "plain"), encoding="cp1252") == [b"plain"]
