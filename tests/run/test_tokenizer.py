@@ -270,7 +270,9 @@ def test_the_validation_text_is_the_same_with_every_tokenizer(here, in_process, 
     assert (len(notes["val/loss"]), len(notes["val/bits_per_byte"])) == (1, 0)
 
 
-COMMAND = """import ctypes, runpy, sys
+# SIGINT is enabled because pytest may ignore it, as background processes do.
+COMMAND = """import ctypes, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from clearhead.output import console
 from clearhead.tokens import tokenizer
 mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
