@@ -125,11 +125,11 @@ def test_a_value_without_syntax_is_a_text(in_process, tmp_path, name):
 
 
 def test_values_without_syntax_in_a_sweep(in_process, tmp_path):
-    runs, path = [], f"data.path={','.join(NAMES)}"
-    for option in ("-m", "--multirun", "hydra.mode=MULTIRUN"):
-        arguments = (option, path, f"hydra.sweep.dir=s{option}")
+    runs = []
+    for n, option in enumerate(("-m", "--multirun", "hydra.mode=MULTIRUN")):
+        arguments = (option, f"data.path={','.join(NAMES[n::3])}", f"hydra.sweep.dir=s{option}")
         in_process(hydra_main(lambda config: runs.append(config) or 0.0), tmp_path, *arguments)
-    assert [config.data.path for config in runs] == NAMES * 3
+    assert [config.data.path for config in runs] == NAMES[::3] + NAMES[1::3] + NAMES[2::3]
 
 
 def test_values_that_hydra_reads_keep_their_meaning():
