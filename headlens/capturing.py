@@ -35,14 +35,17 @@ class LayerAttention:
     # fp32 (B, H, T): |W_O v|, the norm of the vector that each key token adds to the residual
     # stream per unit of weight (Kobayashi et al. 2020, Attention is Not Only a Weight).
     value_norms: Tensor | None = None
+    number: int = -1  # of the layer in the model, from 0: hybrids also have layers of other kinds
 
 
 @dataclass
 class Captured:
-    """The attention of all layers."""
+    """The attention of all layers that have attention weights."""
 
     layers: list[LayerAttention] = field(default_factory=list)  # empty with `visit`
     logits: Tensor | None = None  # of the model (B, T, V); None if it returns none
+    # The layers of a hybrid without attention weights: {number: what it is, "linear attention"}.
+    others: dict[int, str] = field(default_factory=dict)
 
 
 Visit = Callable[[int, LayerAttention], None]
@@ -89,6 +92,7 @@ def capture(
 
     def receive(attended: LayerAttention) -> None:
         nonlocal count
+        attended.number = max(attended.number, count)
         if not is_ours:
             _check(attended.weights, ids, model)
         if visit:
@@ -107,7 +111,7 @@ def capture(
                 ids, lambda _, *tensors: receive(LayerAttention(*tensors)), **options
             )
         elif hasattr(model, "set_attn_implementation"):
-            found = _of_transformers(cast(Any, model), ids, receive, logits)
+            found, result.others = _of_transformers(cast(Any, model), ids, receive, logits)
         else:
             raise TypeError(f"{type(model).__name__} is not a model of transformers; {ADVICE}")
     if not count:
@@ -197,9 +201,12 @@ OPTIONS = {"use_cache": False, "return_dict": True}
 RECEIVER: contextvars.ContextVar[Callable] = contextvars.ContextVar("receiver")
 
 
-def _of_transformers(model: Any, ids: Tensor, receive: Receive, all_logits: bool) -> Tensor | None:
-    """Runs a model of transformers and passes its layers on. Returns its logits."""
-    name, config, count = type(model).__name__, model.config.get_text_config(), 0
+def _of_transformers(
+    model: Any, ids: Tensor, receive: Receive, all_logits: bool
+) -> tuple[Tensor | None, dict[int, str]]:
+    """Runs a model of transformers and passes its layers on. Returns its logits, and its other
+    layers."""
+    name, config, numbers = type(model).__name__, model.config.get_text_config(), []
     if getattr(model.config, "is_encoder_decoder", False):
         raise TypeError(f"{name} is not a decoder; {ADVICE}")
     options: dict[str, Any] = dict(OPTIONS)
@@ -210,24 +217,23 @@ def _of_transformers(model: Any, ids: Tensor, receive: Receive, all_logits: bool
     def receive_from(
         module: nn.Module, weights: Tensor, scores: Tensor | None, values: Tensor
     ) -> None:
-        nonlocal count
-        if getattr(module, "layer_idx", count) != count:
-            raise ValueError(f"{name}: layer {count} has no attention weights; {ADVICE}")
+        numbers.append(getattr(module, "layer_idx", len(numbers)))
         norms = value_norms(module, values, weights.shape[1])
-        receive(LayerAttention(weights.float(), scores, norms))
-        count += 1
+        receive(LayerAttention(weights.float(), scores, norms, numbers[-1]))
 
     with attention_function(model, CAPTURE, _capturing, receive_from):
         output = model(input_ids=ids, **options)
-        if not count:  # a model without AttentionInterface, such as GPT-Neo or BLOOM
+        if not numbers:  # a model without AttentionInterface, such as GPT-Neo or BLOOM
             again = model(input_ids=ids, output_attentions=True, **options)
             for weights in getattr(again, "attentions", None) or ():
+                numbers.append(len(numbers))
                 receive(LayerAttention(weights.float()))
-                count += 1
-    if count != config.num_hidden_layers:
-        found = f"attention weights of {count} of {config.num_hidden_layers} layers"
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    others = {n: kind.replace("_", " ") for n, kind in enumerate(kinds) if n not in numbers}
+    if not all(others.values()):
+        found = f"attention weights of {len(numbers)} of {config.num_hidden_layers} layers"
         raise ValueError(f"{name}: transformers gives {found}; {ADVICE}")
-    return getattr(output, "logits", None)
+    return getattr(output, "logits", None), others
 
 
 @contextlib.contextmanager
