@@ -116,6 +116,13 @@ def capture(
             result.layers.append(attended)
         count += 1
 
+    def checked(check: Receive) -> Receive:
+        def both(call: Call) -> None:
+            _check(call.weights, text, model)
+            check(call)
+
+        return both
+
     with unchanged(model, ids.device):
         text = ids[:1] if mask is None else ids[:1, mask[0]]
         text = ids if attention else text  # a function may know only these ids
@@ -123,7 +130,7 @@ def capture(
             model,
             (attention, getattr(getattr(model, "config", None), "_attn_implementation", None)),
             text.shape[1],
-            lambda check: way.run(text, None, check, True)[0],
+            lambda check: way.run(text, None, checked(check), True)[0],
             lambda: way.own(text),
         )
         found, result.others = way.run(ids, mask, receive, logits)
@@ -258,7 +265,7 @@ def _check_ids(ids: Tensor, model: nn.Module) -> None:
         raise ValueError(f"{name}: token id {most}, but vocab_size is {size}; use its tokenizer")
     limit = getattr(config, "max_position_embeddings", None)
     rotates = any(hasattr(config, key) for key in ("rope_parameters", "rope_theta"))  # any position
-    if limit and ids.shape[1] > limit and not rotates:
+    if limit and 0 < limit < ids.shape[1] and not rotates:
         reason = f"{ids.shape[1]} tokens, but max_position_embeddings is {limit}"
         raise ValueError(f"{name}: {reason}; give fewer tokens (Lens: a smaller context_length)")
 
@@ -281,7 +288,7 @@ def _of_generator(layers: Yielded, receive: Receive) -> Tensor | None:
         except StopIteration as end:
             return end.value
         norms = None if values is None else values.float().norm(dim=-1)
-        receive(Call(weights.float(), value_norms=norms))
+        receive(Call(weights.float(), value_norms=norms, dtype=weights.dtype))
 
 
 def output_projection(module: nn.Module) -> nn.Module | None:

@@ -51,12 +51,12 @@ def run(
 
     with attention_function(model, attend):
         output = model(**inputs)
-    if not layers.numbers:
-        output = model(**inputs, output_attentions=True)
-        for number, weights in enumerate(getattr(output, "attentions", None) or ()):
-            if weights is not None:
-                layers.numbers.append(number)
-                receive(Call(weights.float(), number=number))
+        if not layers.numbers:
+            output = model(**inputs, output_attentions=True)
+            for number, weights in enumerate(getattr(output, "attentions", None) or ()):
+                if weights is not None:
+                    layers.numbers.append(number)
+                    receive(Call(weights.float(), number=number, dtype=weights.dtype))
     return output, layers.others()
 
 
@@ -137,7 +137,8 @@ def _eager(
         softmax = stack.enter_context(_SoftmaxInput())
         output, weights = eager(module, query, key, value, *rest, **options)
     scores, sink = softmax.scores(weights.shape, torch.finfo(dtype).min / 2)
-    call = Call(weights.float(), scores, module=module, values=value, output=output, sink=sink)
+    call = Call(weights.float(), scores, dtype=weights.dtype, module=module)
+    call.values, call.output, call.sink = value, output, sink
     return output.to(dtype), weights, call
 
 

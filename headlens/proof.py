@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 @dataclass
 class Proof:
     """What was compared, for people."""
 
-    sentence: str  # "maps verified: they reproduce the model's output within 1e-06"
+    sentence: str  # "maps verified: they reproduce the model's output within 1e-6"
     is_verified: bool
 
 
@@ -42,6 +43,7 @@ class Call:
     scores: Tensor | None = None  # fp32 (B, H, T, T)
     value_norms: Tensor | None = None  # fp32 (B, H, T)
     number: int = -1  # of the layer
+    dtype: torch.dtype = torch.float32  # in which the weights were computed
     # of models of transformers with AttentionInterface:
     module: nn.Module | None = None
     values: Tensor | None = None  # (B, G, T, D), where G divides H
@@ -75,7 +77,7 @@ def prove(
         return None
     comparison = _Comparison()
     with _without_edits(model):
-        with comparison.hooks(model, comparison.record):
+        with comparison, comparison.hooks(model, comparison.record):
             output = _first(run(comparison.check))
         with comparison.hooks(model, comparison.compare):
             found = _first(own()) if own and output is not None else None
@@ -84,8 +86,10 @@ def prove(
     return proof
 
 
-class _Comparison:
+class _Comparison(TorchFunctionMode):
     def __init__(self) -> None:
+        super().__init__()
+        self.unused: Tensor | None = None  # weights that were not multiplied by values yet
         self.faults: list[str] = []
         self.largest = 0.0  # relative difference
         self.is_finite = True
@@ -96,15 +100,18 @@ class _Comparison:
     def check(self, call: Call) -> None:
         """Checks the rows, and weights times values."""
         weights, layer = call.weights, call.number
+        if self.called:
+            self.faults.append(f"an attention module computes several maps in layer {layer - 1}")
         sums = weights.sum(-1) + (0 if call.sink is None else call.sink)
         self.has_sink |= call.sink is not None
-        rounding = _rounding(torch.float32 if call.output is None else call.output.dtype)
+        rounding = _rounding(call.dtype)
         low, high = float(sums.min()), float(sums.max())
         if max(1 - low, high - 1) > rounding or weights.min() < 0:
             self.faults.append(f"weights of layer {layer} sum to {low:.4g} to {high:.4g}, not to 1")
-        self.is_finite &= bool(sums.isfinite().all())
+        self.is_finite &= not sums.isnan().any()
         if call.output is None or call.values is None:
-            self.has_product = False
+            self._not_used()
+            self.unused = weights
             return
         groups = weights.shape[1] // call.values.shape[1]
         values = call.values.float().repeat_interleave(groups, 1)
@@ -112,6 +119,17 @@ class _Comparison:
         what = f"weights times values of layer {layer} differ from its attention output"
         self._same(product, call.output, what)
         self.called = call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notices that a model that hands over no values multiplies the weights by some."""
+        is_product = func in (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+        if is_product and self.unused is not None and args[0].shape == self.unused.shape:
+            if torch.equal(args[0], self.unused.to(args[0].dtype)):
+                self.unused = None
+        return func(*args, **(kwargs or {}))
+
+    def _not_used(self) -> None:
+        self.has_product &= self.unused is None
 
     def record(self, module: nn.Module, _: Any, output: Any) -> None:
         """Records what an attention module returns, after `check`."""
@@ -155,6 +173,7 @@ class _Comparison:
 
     def result(self, name: str, output: Tensor | None, own: Tensor | None) -> Proof:
         """Compares the output of the model. Raises ValueError for the first fault."""
+        self._not_used()
         can_compare = output is not None and own is not None and output.shape == own.shape
         if can_compare:
             self._same(output, own, "its attention is not what it computes: its output differs")
@@ -163,7 +182,7 @@ class _Comparison:
         if self.faults:
             raise ValueError(f"{name}: the weights are not those of the model: {self.faults[0]}")
         rows = "rows and a learned sink sum to 1" if self.has_sink else "rows sum to 1"
-        within = f"within {self.largest:.0e}"
+        within = f"within {max(self.largest, 1e-7):.0e}".replace("e-0", "e-")
         if can_compare and self.has_product:
             return Proof(f"maps verified: they reproduce the model's output {within}; {rows}", True)
         if can_compare:
