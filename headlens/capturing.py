@@ -309,9 +309,10 @@ def value_norms(module: nn.Module, values: Tensor, num_heads: int) -> Tensor | N
     if projection is None:
         return None
     weight = cast(Tensor, projection.weight)
-    if type(projection) is nn.Linear:
+    if type(projection) is nn.Linear and not weight.is_meta:
         weight = weight.T  # (H D, C), as Conv1D's
-    elif type(projection).__name__ != "Conv1D":  # such as LoRA's: what it does to each unit vector
+    elif type(projection).__name__ != "Conv1D" or weight.is_meta:
+        # LoRA's, or offloaded: what it does to each unit vector
         unit = torch.eye(num_heads * head_dim, dtype=values.dtype, device=values.device)
         weight = projection(unit) - projection(torch.zeros_like(unit[:1]))
     if weight.shape[0] != num_heads * head_dim:

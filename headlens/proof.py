@@ -122,9 +122,9 @@ class _Comparison(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Notices that a model that hands over no values multiplies the weights by some."""
-        is_product = func in (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-        if is_product and self.unused is not None and args[0].shape == self.unused.shape:
-            if torch.equal(args[0], self.unused.to(args[0].dtype)):
+        if self.unused is not None and func in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
+            same_shape = args[0].shape == self.unused.shape
+            if same_shape and torch.equal(args[0], self.unused.to(args[0].dtype)):
                 self.unused = None
         return func(*args, **(kwargs or {}))
 
