@@ -3,11 +3,11 @@
     captured = capture(model, tokenizer("The bell rang twice.").input_ids)
     captured.layers[3].weights  # (B, H, T, T)
 
-The model is our GPT, a decoder of transformers (5.5 or newer), or any module with a function that
-yields the weights of its layers. It may train with a fused kernel, which does not store the
-weights. capture runs the model once, without dropout and gradients, and leaves everything as it
-was, see `unchanged`. At the first capture of a model, it also compares the weights with what the
-model computes, see proof.py.
+The model is our GPT, a decoder of transformers, or any other module with causal self-attention by
+torch's functions. It may train with a fused kernel, which does not store the weights. capture runs
+the model once, without dropout and gradients, observes its attention (observing.py), and leaves
+everything as it was, see `unchanged`. At the first capture of a model, it also proves that the
+weights are what the model computes with, see proof.py.
 
 Shapes: B batch, T tokens, H heads (query heads, with grouped keys), D head_dim, C width of the
 residual stream, V vocabulary.
@@ -15,6 +15,7 @@ residual stream, V vocabulary.
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -24,8 +25,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import foreign
-from .proof import Call, Proof, Receive, prove
+from .observing import AttentionCall, Receive, observe
+from .proof import Proof, first_tensor, prove
 
 
 @dataclass
@@ -40,6 +41,8 @@ class LayerAttention:
     # stream per unit of weight (Kobayashi et al. 2020, Attention is Not Only a Weight).
     value_norms: Tensor | None = None
     number: int = -1  # of the layer in the model, from 0: hybrids also have layers of other kinds
+    module: nn.Module | None = None  # that computes it, where it is known
+    values: Tensor | None = None  # (B, G, T, D), where G divides H, before the output projection
 
 
 @dataclass
@@ -73,21 +76,21 @@ def capture(
     runs, and nothing is kept: the weights of one layer are in memory at a time. The weights of all
     layers of GPT-2 small at 1,024 tokens are 576 MiB.
 
-    attention(model, input_ids) is needed for other modules than those above. It yields for each
-    layer the weights, (B, H, T, T), and the values after the output projection, W_O v, (B, H, T,
-    C), or None. It may return the logits, (B, T, V).
+    attention(model, input_ids) is needed for a module whose attention torch does not show, as of
+    another framework. It yields for each layer the weights, (B, H, T, T), and the values after the
+    output projection, W_O v, (B, H, T, C), or None. It may return the logits, (B, T, V).
 
     logits: False saves the time of the output layer, where the model can do without.
 
     attention_mask: 0 at padding, (B, T), for a model of transformers. input_ids may also be what a
     tokenizer of transformers returns, a dict with both. Positions then count the tokens of a text.
+    Another module is called with the ids alone.
 
     DistributedDataParallel and torch.compile are unwrapped, and the model runs without compilation.
     With FSDP, all ranks must call it; only our GPT gathers its parameters.
 
-    Raises TypeError for a module that needs `attention`, and ValueError for a model without causal
-    attention, for weights that are not those that the model computes with (proof.py), and for token
-    ids or positions that the model does not have.
+    Raises ValueError for a model without causal attention, for weights that are not those that the
+    model computes with (proof.py), and for token ids or positions that the model does not have.
     """
     model = unwrapped(model)
     ids, mask = _inputs(model, input_ids, attention_mask)
@@ -95,14 +98,13 @@ def capture(
         _check_ids(ids, model)
     way, result, count = _way(model, attention), Captured(), 0
 
-    def receive(call: Call) -> None:
+    def receive(call: AttentionCall) -> None:
         nonlocal count
-        attended = LayerAttention(call.weights, call.scores, call.value_norms, call.number)
-        if call.number < 0:
-            attended.number = count
-        if call.module is not None:
-            values = cast(Tensor, call.values)
-            attended.value_norms = value_norms(call.module, values, call.weights.shape[1])
+        attended = LayerAttention(call.weights, call.scores, call.value_norms)
+        attended.number = call.number if call.number >= 0 else count
+        attended.module, attended.values = call.module, call.values
+        if call.module is not None and call.values is not None:
+            attended.value_norms = value_norms(call.module, call.values, call.weights.shape[1])
         if mask is not None:
             padding = ~mask[:, None, :, None]
             attended.weights = attended.weights.masked_fill(padding, 0)
@@ -117,7 +119,7 @@ def capture(
         count += 1
 
     def checked(check: Receive) -> Receive:
-        def both(call: Call) -> None:
+        def both(call: AttentionCall) -> None:
             _check(call.weights, text, model)
             check(call)
 
@@ -128,21 +130,25 @@ def capture(
         text = ids if attention else text  # a function may know only these ids
         result.proof = prove(
             model,
-            (attention, getattr(getattr(model, "config", None), "_attn_implementation", None)),
+            way.key,
             text.shape[1],
             lambda check: way.run(text, None, checked(check), True)[0],
-            lambda: way.own(text),
+            functools.partial(way.own, text) if way.own else None,
         )
         found, result.others = way.run(ids, mask, receive, logits)
     if not count:
-        advice = EAGER if attention else foreign.ADVICE
-        raise ValueError(f"{type(model).__name__}: no attention weights of any layer; {advice}")
-    if logits:
-        result.logits = found if isinstance(found, Tensor) else getattr(found, "logits", None)
+        raise ValueError(f"{type(model).__name__}: {way.advice}")
+    found = first_tensor(found)
+    if logits and found is not None and found.shape[:2] == ids.shape:
+        result.logits = found
     return result
 
 
-EAGER = "attention= yields none: models of transformers return weights with eager attention only"
+YIELDS_NONE = "attention= yields no weights: transformers returns them with eager attention only"
+UNSEEN = (
+    "no attention weights: it has no softmax attention over all tokens, or computes it in a kernel"
+    " that torch does not show; pass attention=, a function that yields (weights, values)"
+)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -197,7 +203,9 @@ class _Way:
     """How a model is captured."""
 
     run: Callable  # (ids, mask, receive, all_logits) -> (the output of the model, other layers)
-    own: Callable[[Tensor], Any]  # ids -> the output of the model as it is
+    own: Callable[[Tensor], Any] | None  # ids -> its output as it is, if `run` changes how it runs
+    key: Any = None
+    advice: str = UNSEEN  # if it has no weights
 
 
 def _way(model: Any, attention: AttentionFunction | None) -> _Way:
@@ -207,23 +215,72 @@ def _way(model: Any, attention: AttentionFunction | None) -> _Way:
             with contextlib.suppress(Exception):  # it may need more than token ids
                 return model(ids)
 
-        return _Way(
-            lambda ids, _, receive, __: (_of_generator(attention(model, ids), receive), {}), own
-        )
-    if hasattr(model, "capture_attention"):
+        def generate(ids: Tensor, _: Any, receive: Receive, __: bool) -> tuple[Any, dict]:
+            return _of_generator(attention(model, ids), receive), {}
 
-        def run(ids: Tensor, _: Any, receive: Receive, all_logits: bool) -> tuple[Tensor, dict]:
+        return _Way(generate, own, attention, YIELDS_NONE)
+    if hasattr(model, "capture_attention"):  # with kernels that torch shows
+
+        def run(ids: Tensor, _: Any, receive: Receive, all_logits: bool) -> tuple[Any, dict]:
             options = {} if all_logits else {"logits_at": ids.new_zeros(len(ids))}
-            callback = lambda _, *tensors: receive(Call(*tensors))  # noqa: E731
-            return model.capture_attention(ids, callback, **options), {}
+            call = functools.partial(model.capture_attention, ids, lambda *_: None, **options)
+            return observe(model, ids, call, receive)
 
         return _Way(run, model)
-    if hasattr(model, "set_attn_implementation"):
-        return _Way(
-            functools.partial(foreign.run, model),
-            lambda ids: model(**foreign.inputs_of(model, ids, None)),
-        )
-    raise TypeError(f"{type(model).__name__} is not a model of transformers; {foreign.ADVICE}")
+
+    def observed(
+        ids: Tensor, mask: Tensor | None, receive: Receive, all_logits: bool
+    ) -> tuple[Any, dict]:
+        with visible_attention(model):
+            arguments = arguments_of(model, ids, mask, all_logits)
+            return observe(model, ids, lambda: model(**arguments), receive)
+
+    def unobserved(ids: Tensor) -> Any:
+        return model(**arguments_of(model, ids))
+
+    kernel = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return _Way(observed, None if kernel in VISIBLE else unobserved, kernel)
+
+
+VISIBLE = (None, "eager", "sdpa")  # attention implementations of transformers that torch shows
+
+
+def arguments_of(
+    model: nn.Module, ids: Tensor, mask: Tensor | None = None, all_logits: bool = True
+) -> dict[str, Any]:
+    """Returns the arguments with which a model runs. Positions of a padded text count its own
+    tokens. all_logits: False for those of the last token only, where the model can do that."""
+    known = inspect.signature(model.forward).parameters
+    if not hasattr(model, "set_attn_implementation"):
+        arguments = {next(iter(known)): ids}
+        # nanoGPT and others return the logits of all tokens only with targets.
+        return arguments | ({"targets": ids} if all_logits and "targets" in known else {})
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
+    # without a mask, some models warn of padding
+    inputs["attention_mask"] = torch.ones_like(ids) if mask is None else mask.to(ids.dtype)
+    if mask is not None and "position_ids" in known:
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    if not all_logits and "logits_to_keep" in known:
+        inputs["logits_to_keep"] = 1
+    return inputs
+
+
+@contextlib.contextmanager
+def visible_attention(model: Any) -> Iterator[None]:
+    """Makes a model of transformers with a kernel that torch does not show, such as flash
+    attention, run with sdpa, or if it does not support that, with eager attention."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    before = [(c, getattr(c, "_attn_implementation", None)) for c in configs.values()]
+    try:
+        for config, kernel in before:
+            if kernel not in VISIBLE:
+                has_sdpa = getattr(model, "_supports_sdpa", False)
+                config._attn_implementation = "sdpa" if has_sdpa else "eager"
+        yield
+    finally:
+        for config, kernel in before:
+            if kernel not in VISIBLE:
+                config._attn_implementation = kernel
 
 
 def _inputs(model: nn.Module, input_ids: Any, mask: Any) -> tuple[Tensor, Tensor | None]:
@@ -288,7 +345,7 @@ def _of_generator(layers: Yielded, receive: Receive) -> Tensor | None:
         except StopIteration as end:
             return end.value
         norms = None if values is None else values.float().norm(dim=-1)
-        receive(Call(weights.float(), value_norms=norms, dtype=weights.dtype))
+        receive(AttentionCall(weights.float(), value_norms=norms))
 
 
 def output_projection(module: nn.Module) -> nn.Module | None:

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from helpers.foreign import COMMON, FAMILIES, NO_SDPA, foreign_model
+from helpers.foreign import COMMON, FAMILIES, GROUPED, NO_SDPA, foreign_model
 from helpers.models import random_ids, tiny_model
 from torch import nn
 
@@ -39,7 +39,6 @@ def test_weights_are_those_of_eager_attention(family, attention):
 
 
 def test_a_decoder_without_the_attention_interface():
-    """All its weights are in memory at once, and value norms are unknown."""
     model = foreign_model("gpt_neo")
     before, captured = state(model), capture(model, IDS)
     assert_same(before, state(model))
@@ -47,7 +46,6 @@ def test_a_decoder_without_the_attention_interface():
         expected = model(IDS, output_attentions=True)
     for layer, weights in zip(captured.layers, expected.attentions, strict=True):
         torch.testing.assert_close(layer.weights, weights)
-        assert layer.value_norms is None
     torch.testing.assert_close(captured.logits, expected.logits)
 
 
@@ -405,25 +403,106 @@ def test_layers_of_a_hybrid(family):
     assert all(captured.others.values())
 
 
-def test_a_layer_is_what_its_class_says_without_layer_types():
-    from headlens.foreign import _Layers
+class TinyAttention(nn.Module):
+    """Attention by torch's functions. kind: how it multiplies weights by values."""
 
-    class TinyGatedDeltaNet(nn.Linear):
-        pass
+    def __init__(self, kind="matmul", heads=2):
+        super().__init__()
+        self.kind, self.heads = kind, heads
+        self.joined, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
-    class TinyModel(nn.Module):
-        config = type("Config", (), {"get_text_config": lambda self: self})()
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        split = lambda y: y.view(batch, tokens, self.heads, -1).transpose(1, 2)  # noqa: E731
+        q, k, v = map(split, self.joined(x).split(16, -1))
+        if self.kind == "sdpa":
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.9)
+        else:
+            scores = q @ k.mT * 0.9
+            hidden = torch.ones(tokens, tokens).triu(1).bool()
+            scores = scores.masked_fill(hidden, float("-inf"))
+            weights = scores.softmax(-1)
+            if self.kind == "einsum":
+                y = torch.einsum("bhqk, bhkd -> bhqd", weights, v)
+            elif self.kind == "bmm":
+                y = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).view(v.shape)
+            elif self.kind == "one by one":
+                y = torch.stack([scores[:, n].softmax(-1) @ v[:, n] for n in range(self.heads)], 1)
+            else:
+                y = nn.functional.dropout(weights, 0.1, self.training) @ v
+        return self.out(y.transpose(1, 2).flatten(2))
 
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Identity()) for _ in range(3))
-            self.layers[0].append(nn.Bilinear(1, 1, 1))
-            for n in (1, 2):
-                self.layers[n].append(TinyGatedDeltaNet(1, 1))
 
-    layers = _Layers(model := TinyModel())
-    assert layers.number_of(model.layers[0][1]) == 0
-    assert layers.others() == {1: "gated delta net", 2: "gated delta net"}
+class OneHeadEach(nn.Module):
+    """As in tutorials: a module for each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(TinyAttention("matmul", heads=1) for _ in range(2))
+
+    def forward(self, x):
+        return torch.cat([head(x) for head in self.heads], -1)[..., ::2]
+
+
+class TinyGatedDeltaNet(nn.Linear):
+    pass
+
+
+class TinyModel(nn.Module):
+    """An own model, without config, and with own names."""
+
+    def __init__(self, *blocks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(97, 16), nn.Linear(16, 97)
+        self.blocks = nn.ModuleList(nn.Sequential(block()) for block in blocks)
+
+    def forward(self, idx, targets=None):
+        x = self.embedding(idx)
+        for block in self.blocks:
+            x = x + block(x)
+        if targets is None:
+            return self.head(x[:, [-1]]), None  # as nanoGPT
+        return self.head(x), x.sum()
+
+
+def expected_weights(attention, x):
+    """By its formula."""
+    q, k, _ = attention.joined(x).split(16, -1)
+    weights = []
+    for a, b in zip(q.chunk(attention.heads, -1), k.chunk(attention.heads, -1), strict=True):
+        scores = (a @ b.mT * 0.9).masked_fill(torch.ones(12, 12).triu(1).bool(), float("-inf"))
+        weights.append(scores.softmax(-1))
+    return torch.stack(weights, 1)
+
+
+@pytest.mark.parametrize("kind", ["matmul", "sdpa", "einsum", "bmm", "one by one"])
+def test_any_module_whose_attention_torch_shows(kind):
+    """Without a function, and with the logits of all tokens."""
+    blocks = [lambda: TinyAttention(kind), lambda: TinyGatedDeltaNet(16, 16)] * 2
+    model = TinyModel(*blocks).train()
+    captured = capture(model, IDS)
+    assert [layer.number for layer in captured.layers] == [0, 2]
+    assert captured.others == {1: "gated delta net", 3: "gated delta net"}
+    assert captured.proof.is_verified
+    assert captured.logits.shape == (2, 12, 97)
+    assert model.training
+    with torch.no_grad():
+        expected = expected_weights(model.blocks[0][0], model.embedding(IDS))
+    torch.testing.assert_close(captured.layers[0].weights, expected)
+
+
+def test_one_module_per_head_and_two_maps_for_the_same_heads():
+    model = TinyModel(OneHeadEach, OneHeadEach)
+    captured = capture(model, IDS)
+    assert [layer.number for layer in captured.layers] == [0, 1]
+    with torch.no_grad():
+        x = model.embedding(IDS)
+        for n, head in enumerate(model.blocks[0][0].heads):
+            expected = expected_weights(head, x)[:, 0]
+            torch.testing.assert_close(captured.layers[0].weights[:, n], expected)
+    with pytest.raises(ValueError, match="DiffLlamaAttention"):
+        capture(foreign_model("diffllama", **GROUPED), IDS)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral"])
@@ -491,8 +570,8 @@ def test_models_without_attention_weights_are_refused_with_one_line():
     bert = AutoModel.from_config(AutoConfig.for_model("bert", **COMMON))
     t5 = AutoConfig.for_model("t5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     for error, model in (
-        (TypeError, Blocks()),
-        (TypeError, AutoModel.from_config(t5)),  # an encoder and a decoder
+        (ValueError, Blocks()),
+        (ValueError, AutoModel.from_config(t5)),  # an encoder and a decoder
         (ValueError, bert),  # attends to future tokens
     ):
         seen = []
@@ -522,5 +601,5 @@ def test_inputs_and_weights_that_do_not_fit_are_refused():
     for wrong in (torch.eye(12), torch.eye(12).repeat(2, 1, 1), torch.eye(13).repeat(2, 1, 1, 1)):
         with pytest.raises(ValueError, match="shape"):
             capture(OneHead(), IDS, attention=lambda *_, wrong=wrong: iter([(wrong, None)]))
-    with pytest.raises(ValueError, match="no attention"):
+    with pytest.raises(ValueError, match="attention"):
         capture(OneHead(), IDS, attention=lambda *_: iter([]))
