@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .projections import output_projections
+
 
 @dataclass
 class LayerAttention:
@@ -36,6 +38,8 @@ class LayerAttention:
     # stream per unit of weight (Kobayashi et al. 2020, Attention is Not Only a Weight).
     value_norms: Tensor | None = None
     number: int = -1  # of the layer in the model, from 0: hybrids also have layers of other kinds
+    module: nn.Module | None = None  # that computes it, where it is known
+    values: Tensor | None = None  # (B, G, T, D), where G divides H, before the output projection
 
 
 @dataclass
@@ -213,13 +217,14 @@ def _of_transformers(
     if not all_logits and "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
     options["attention_mask"] = torch.ones_like(ids)  # without it, some models warn of padding
+    projections = output_projections(model)
 
     def receive_from(
         module: nn.Module, weights: Tensor, scores: Tensor | None, values: Tensor
     ) -> None:
+        norms = projections[len(numbers)].value_norms(values) if projections else None
         numbers.append(getattr(module, "layer_idx", len(numbers)))
-        norms = value_norms(module, values, weights.shape[1])
-        receive(LayerAttention(weights.float(), scores, norms, numbers[-1]))
+        receive(LayerAttention(weights.float(), scores, norms, numbers[-1], module, values))
 
     with attention_function(model, CAPTURE, _capturing, receive_from):
         output = model(input_ids=ids, **options)
@@ -304,34 +309,3 @@ def _configs(model: nn.Module) -> list[Any]:
     for module in model.modules():
         add(getattr(module, "config", None))
     return list(found.values())
-
-
-def output_projection(module: nn.Module) -> nn.Module | None:
-    """Returns the output projection of an attention module; None if it is not found."""
-    found = (getattr(module, name, None) for name in ("o_proj", "out_proj", "c_proj", "dense"))
-    return next((projection for projection in found if isinstance(projection, nn.Module)), None)
-
-
-def value_norms(module: nn.Module, values: Tensor, num_heads: int) -> Tensor | None:
-    """Returns |W_O v|, fp32 (B, H, T), of an attention module of transformers.
-
-    values: (B, G, T, D), where G divides H: consecutive query heads share values. None if the
-    output projection is not found. A gate between attention and projection is not included.
-    """
-    projection = output_projection(module)
-    values = values.repeat_interleave(num_heads // values.shape[1], 1)  # (B, H, T, D)
-    head_dim = values.shape[-1]
-    if projection is None:
-        return None
-    weight = cast(Tensor, projection.weight)
-    if type(projection) is nn.Linear:
-        weight = weight.T  # (H D, C), as Conv1D's
-    elif type(projection).__name__ != "Conv1D":  # such as LoRA's: what it does to each unit vector
-        unit = torch.eye(num_heads * head_dim, dtype=values.dtype, device=values.device)
-        weight = projection(unit) - projection(torch.zeros_like(unit[:1]))
-    if weight.shape[0] != num_heads * head_dim:
-        return None
-    weight = weight.unflatten(0, (num_heads, head_dim)).to(values.dtype)  # (H, D, C)
-    # |W v|^2 = v^T (W^T W) v does not need the vectors W v, (B, H, T, C).
-    squares = ((values @ (weight @ weight.mT)).float() * values.float()).sum(-1)
-    return squares.clamp(min=0).sqrt()
