@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .ablation import ablate, mean_contexts
+    from .ablation import head_removal, mean_contexts
     from .capturing import Captured, LayerAttention, capture
     from .config import DEFAULT_PROMPTS, LensConfig
     from .dashboard import define_wandb_metrics, wandb_values

@@ -1,49 +1,56 @@
 """What a head is good for: the change of the loss when the head is removed (mean ablation).
 
+    head_removal(model, windows)["heads"]  # for each head: layer, head, loss_change and its error
+
 A head is removed by replacing its context vector at every position by its mean over all windows and
 positions. The head then no longer sends information from one position to another, and the layers
-after it receive inputs of the usual size. The caller provides the function
+after it receive inputs of the usual size. The context vectors of all heads are the input of the
+output projection, see projections.py, so a hook there removes heads of any model.
 
-    run(edit, first_layer) -> (losses, correct)
-
-It runs the model without dropout on the same windows in each call. For each layer it calls
-edit(layer, context), (B, H, T, D), and uses the returned tensor as the input of the output
-projection. It returns the loss of each target (N,), in nats, and whether the largest logit is that
-of the target (N,), or None if accuracy is of no interest. The first call has first_layer=0 and
-changes nothing. In a later call, the context vectors of the layers before first_layer do not
-change: the function may reuse the output of these layers.
-
-Shapes: B windows, H heads, T positions, D head_dim, N targets, L layers.
+Shapes: B windows, H heads, T positions, D head_dim, N targets, L layers, V vocabulary.
 """
 
 import contextlib
+import functools
+import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .capturing import Captured, LayerAttention, Visit, output_projection
+from .capturing import Captured, Visit, capture, unchanged, unwrapped
+from .projections import Projection, output_projections
 
-Head = tuple[int, int]  # (layer, head)
+Head = tuple[int, int]  # (layer, head), counted over the layers with attention
 Edit = Callable[[int, Tensor], Tensor]  # (layer, context, (B, H, T, D)) -> what replaces it
-RunModel = Callable[[Edit, int], tuple[Tensor, Tensor | None]]
 CaptureIds = Callable[[Tensor, Visit], Captured]
-Ablate = Callable[[dict[str, list[Head]]], dict | None]  # heads by name -> result of `ablate`
+Ablate = Callable[[dict[str, list[Head]]], dict | None]  # heads by name -> result of head_removal
+Report = Callable[[int, int], None]  # (passes done, passes in all)
 COLUMNS = ("loss_change", "loss_change_error", "accuracy_without")
+TOKENS_AT_ONCE = 512  # in a pass: the logits of a large vocabulary take memory
 
 
-def ablate(
-    run: RunModel,
-    windows: Tensor,
-    groups: Mapping[str, Sequence[Head]],
-    report: Callable[[int, int], None] = lambda done, total: None,
+def head_removal(
+    model: nn.Module,
+    windows: Tensor | Sequence[Sequence[int]],
+    groups: Mapping[str, Sequence[Head]] | None = None,
+    *,
+    targets: Tensor | None = None,
+    accuracy: bool = False,
+    estimate: bool = False,
+    report: Report = lambda done, total: None,
 ) -> dict:
     """Removes each head alone, and all heads of each group together. Returns a dict for JSON.
 
-    windows (N,): the window, 0 to B - 1, of each target. groups: heads by name. report: called
-    after each pass without heads with their number until then and in all. Keys of the result:
+    model: any that `capture` supports without attention=; it does not change. windows: token ids
+    (B, T). groups: heads by name. targets (B, T): the token after each position, negative where it
+    does not count; by default the next one of the window. accuracy: whether to measure it too.
+    report: called after each pass. Keys of the result:
 
+        method              "exact" or "estimate"
         windows, targets    B and N
         loss, accuracy      of all targets, nothing removed; the accuracy may be None
         heads               for each head: layer, head and COLUMNS
@@ -51,32 +58,58 @@ def ablate(
 
     loss_change is the change of the mean loss, in nats; loss_change_error is its standard error
     over windows. accuracy_without is the accuracy without these heads.
+
+    Exact: one forward pass for each head and each group. estimate: one forward and one backward
+    pass in all give the change to first order, the gradient of the loss with respect to the context
+    vectors times (mean - context) (Nanda 2023, Attribution Patching; Michel et al. 2019, Are
+    Sixteen Heads Really Better than One, has it for zero instead of the mean). It can be wrong by
+    any amount where the loss is not linear, as in a model whose loss is nearly 0.
+
+    Raises ValueError for a model whose output projections are not found.
     """
-    contexts = []
-
-    def unchanged(_: int, context: Tensor) -> Tensor:
-        contexts.append(context)
-        return context
-
-    with torch.no_grad():
-        losses, correct = run(unchanged, 0)
-    means = [context.mean((0, 2)) for context in contexts]
-    heads = [(layer, head) for layer, mean in enumerate(means) for head in range(len(mean))]
+    model = unwrapped(model)
+    if not (projections := output_projections(model)):
+        name = type(model).__name__
+        raise ValueError(f"{name}: the inputs of the output projections of its heads are not found")
+    device, groups = next(model.parameters()).device, groups or {}
+    ids = torch.as_tensor(windows, device=device)  # (B, T)
+    targets = F.pad(ids[:, 1:], (0, 1), value=-1) if targets is None else targets.to(device)
+    size = max(1, TOKENS_AT_ONCE // ids.shape[1])
+    batches = [*zip(ids.split(size), targets.split(size), strict=True)]
+    counts = (targets >= 0).sum(1).double().cpu()  # (B,)
+    heads = [(layer, head) for layer, of in enumerate(projections) for head in range(of.num_heads)]
     removed = [[head] for head in heads] + [list(group) for group in groups.values()]
-    windows = windows.cpu()
-    targets = torch.bincount(windows).double()  # (B,)
-    results = []
-    for number, group in enumerate(removed, start=1):
-        with torch.no_grad():
-            without, found = run(removal(group, means), min(layer for layer, _ in group))
-        difference = (without - losses).cpu().double()  # (N,)
-        results.append(_result(torch.bincount(windows, difference), targets, _mean(found)))
-        report(number, len(removed))
+
+    def run(edit: Edit) -> tuple[Tensor, float | None]:
+        """Returns the sum of the losses of each window, (B,), and the accuracy."""
+        with edited_contexts(projections, edit):
+            found = [_losses(model, *batch) for batch in batches]
+        correct = sum(correct for _, correct in found) / float(counts.sum())
+        return torch.cat([losses for losses, _ in found]), round(correct, 4) if accuracy else None
+
+    with unchanged(model, device), torch.autocast(device.type, enabled=False):
+        if estimate:
+            losses, of_heads = _estimates(model, projections, batches)
+            changes = [
+                (torch.stack([of_heads[head] for head in group]).sum(0), None) for group in removed
+            ]
+            whole = None
+            report(1, 1)
+        else:
+            sums, changes = _Sums(len(projections)), []
+            losses, whole = run(sums.add)
+            means = sums.means()
+            for number, group in enumerate(removed, start=1):
+                without, found = run(removal(group, means))
+                changes.append((without - losses, found))
+                report(number, len(removed))
+    results = [_result(change, counts, found) for change, found in changes]
     return {
-        "windows": len(targets),
-        "targets": len(losses),
-        "loss": float(losses.mean()),
-        "accuracy": _mean(correct),
+        "method": "estimate" if estimate else "exact",
+        "windows": len(ids),
+        "targets": int(counts.sum()),
+        "loss": float(losses.sum() / counts.sum()),
+        "accuracy": whole,
         "heads": [
             {"layer": layer, "head": head} | result
             for (layer, head), result in zip(heads, results, strict=False)
@@ -88,21 +121,66 @@ def ablate(
     }
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module] | None:
-    """Returns the attention module of each layer: of our GPT, or of a decoder of transformers. None
-    if they are not found."""
-    modules = [m for m in model.modules() if "attention" in type(m).__name__.lower()]
-    found = [m for m in modules if output_projection(m)]
-    config = getattr(model, "config", None)
-    known = (getattr(config, key, None) for key in ("num_layers", "num_hidden_layers"))
-    return found if found and len(found) == next((n for n in known if n), 0) else None
+def _losses(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """Returns the sum of the losses of each window, fp64 (B,) on the CPU, and the number of targets
+    with the largest logit."""
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    output: Any = model(ids, **{"use_cache": False} if takes_cache else {})
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", output[0])
+    counted = targets >= 0
+    logits, targets = logits[counted], targets[counted]  # (N, V), (N,)
+    losses = F.cross_entropy(logits.float(), targets, reduction="none").double()
+    windows = counted.nonzero()[:, 0]
+    of_windows = losses.new_zeros(len(ids)).index_add(0, windows, losses)
+    return of_windows.cpu(), int((logits.argmax(-1) == targets).sum())
 
 
-def output_projections(model: nn.Module) -> list[nn.Module] | None:
-    """Returns the output projection of the attention of each layer. None if they are not found.
-    Their inputs are the context vectors of all heads."""
-    found = [output_projection(module) for module in attention_modules(model) or ()]
-    return [projection for projection in found if projection] or None
+def _estimates(
+    model: nn.Module, projections: Sequence[Projection], batches: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, dict[Head, Tensor]]:
+    """Returns the sum of the losses of each window, (B,), and how it changes to first order without
+    each head, (B,)."""
+    sums, losses, gradients, now = _Sums(len(projections)), [], [], []
+    for batch in batches:
+        contexts: list[Tensor] = []
+
+        def with_gradient(layer: int, context: Tensor, contexts: list = contexts) -> Tensor:
+            if not context.requires_grad:  # no weight before it has a gradient
+                context = context.detach().requires_grad_()
+            contexts.append(context)
+            return sums.add(layer, context)
+
+        with torch.enable_grad(), edited_contexts(projections, with_gradient):
+            of_windows, _ = _losses(model, *batch)
+            found = torch.autograd.grad(of_windows.sum(), contexts)
+        losses.append(of_windows.detach())
+        # (B, H, D) and (B, H) of each layer, summed over positions
+        gradients.append([g.float().sum(2) for g in found])
+        pairs = zip(found, contexts, strict=True)
+        now.append([(g.float() * c.detach().float()).sum((2, 3)) for g, c in pairs])
+    changes = {}
+    for layer, mean in enumerate(sums.means()):
+        at_mean = torch.cat([of[layer] for of in gradients]) * mean  # (B, H, D)
+        change = (at_mean.sum(-1) - torch.cat([of[layer] for of in now])).double().cpu()
+        changes |= {(layer, head): column for head, column in enumerate(change.unbind(1))}
+    return torch.cat(losses), changes
+
+
+class _Sums:
+    """Adds the context vectors of all windows and positions."""
+
+    def __init__(self, num_layers: int):
+        self.sums: list[Any] = [0] * num_layers  # (H, D) each
+        self.tokens = [0] * num_layers
+
+    def add(self, layer: int, context: Tensor) -> Tensor:
+        """An edit, which changes nothing."""
+        self.sums[layer] = self.sums[layer] + context.detach().float().sum((0, 2))
+        self.tokens[layer] += context.shape[0] * context.shape[2]
+        return context
+
+    def means(self) -> list[Tensor]:
+        return [of / tokens for of, tokens in zip(self.sums, self.tokens, strict=True)]
 
 
 def removal(group: Sequence[Head], means: Sequence[Tensor]) -> Edit:
@@ -120,47 +198,45 @@ def removal(group: Sequence[Head], means: Sequence[Tensor]) -> Edit:
 
 
 def mean_contexts(
-    capture: CaptureIds, projections: Sequence[nn.Module], prompts: Iterable[Sequence[int]]
+    model: nn.Module, prompts: Iterable[Sequence[int]], run: CaptureIds | None = None
 ) -> list[Tensor]:
     """Returns the mean context vector of each head over all tokens of prompts, (H, D) for each
-    layer. capture: runs the model of these output projections. prompts: their token ids."""
-    sums: list[Any] = [0] * len(projections)  # of each layer, (H D,)
-    tokens = [0] * len(projections)  # in these sums: some models run twice to get the weights
-    heads = 1
-
-    def add(layer: int, context: Tensor) -> Tensor:
-        sums[layer] = sums[layer] + context.float().sum((0, 1, 2))
-        tokens[layer] += context.shape[0] * context.shape[2]
-        return context
-
-    def visit(_: int, attention: LayerAttention) -> None:
-        nonlocal heads
-        heads = attention.weights.shape[1]
-
-    with edited_contexts(projections, add, num_heads=1):
+    layer. prompts: their token ids. run: captures the model, by default with `capture`."""
+    projections, run = output_projections(model), run or functools.partial(capture, model)
+    sums = _Sums(len(projections))
+    with edited_contexts(projections, sums.add):
         for token_ids in prompts:  # one by one: padding would be in the mean
-            capture(torch.tensor([token_ids]), visit)
-    means = [of_layer / count for of_layer, count in zip(sums, tokens, strict=True)]
-    return [mean.unflatten(0, (heads, -1)) for mean in means]
+            run(torch.tensor([token_ids]), lambda *_: None)
+    return sums.means()
 
 
 @contextlib.contextmanager
-def edited_contexts(projections: Sequence[nn.Module], edit: Edit, num_heads: int) -> Iterator[None]:
+def edited_contexts(projections: Sequence[Projection], edit: Edit) -> Iterator[None]:
     """Replaces the context vectors of each layer by what `edit` returns."""
+    layers: dict[nn.Module, list[int]] = {}  # some models have one module in several layers
+    for layer, projection in enumerate(projections):
+        layers.setdefault(projection.module, []).append(layer)
 
-    def hook(layer: int, given: Tensor) -> Tensor:
-        context = given.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, H, T, D)
-        return edit(layer, context).transpose(1, 2).flatten(2)
+    def register(module: nn.Module, of: list[int]) -> Any:
+        turns, num_heads = itertools.cycle(of), projections[of[0]].num_heads
 
-    hooks = [
-        projection.register_forward_pre_hook(lambda _, given, n=n: (hook(n, given[0]),))
-        for n, projection in enumerate(projections)
-    ]
+        def hook(_: nn.Module, given: tuple) -> tuple:
+            context = given[0].unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, H, T, D)
+            return (edit(next(turns), context).transpose(1, 2).flatten(2), *given[1:])
+
+        return module.register_forward_pre_hook(hook)
+
+    hooks = [register(module, of) for module, of in layers.items()]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def is_estimate(found: dict) -> bool:
+    """Returns whether a result of head_removal is an estimate."""
+    return found.get("method") == "estimate"  # earlier versions measure and do not write it
 
 
 def most_important(results: Iterable[dict]) -> dict | None:
@@ -189,7 +265,3 @@ def _result(change: Tensor, targets: Tensor, accuracy: float | None) -> dict:
         variance = (rest**2).sum() * len(rest) / (len(rest) - 1)
         error = round(float(variance.sqrt() / targets.sum()), 6)
     return dict(zip(COLUMNS, (round(float(mean), 6), error, accuracy), strict=True))
-
-
-def _mean(correct: Tensor | None) -> float | None:
-    return None if correct is None else round(float(correct.float().mean()), 4)

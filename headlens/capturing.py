@@ -20,12 +20,13 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .observing import AttentionCall, Receive, observe
+from .projections import output_projections
 from .proof import Proof, first_tensor, prove
 
 
@@ -103,8 +104,8 @@ def capture(
         attended = LayerAttention(call.weights, call.scores, call.value_norms)
         attended.number = call.number if call.number >= 0 else count
         attended.module, attended.values = call.module, call.values
-        if call.module is not None and call.values is not None:
-            attended.value_norms = value_norms(call.module, call.values, call.weights.shape[1])
+        if projections and call.values is not None:
+            attended.value_norms = projections[count].value_norms(call.values)
         if mask is not None:
             padding = ~mask[:, None, :, None]
             attended.weights = attended.weights.masked_fill(padding, 0)
@@ -125,6 +126,8 @@ def capture(
 
         return both
 
+    has_norms = attention or hasattr(model, "capture_attention")
+    projections = [] if has_norms else output_projections(model)
     with unchanged(model, ids.device):
         text = ids[:1] if mask is None else ids[:1, mask[0]]
         text = ids if attention else text  # a function may know only these ids
@@ -132,7 +135,7 @@ def capture(
             model,
             way.key,
             text.shape[1],
-            lambda check: way.run(text, None, checked(check), True)[0],
+            lambda check: way.first(text, checked(check)),
             functools.partial(way.own, text) if way.own else None,
         )
         found, result.others = way.run(ids, mask, receive, logits)
@@ -207,6 +210,15 @@ class _Way:
     key: Any = None
     advice: str = UNSEEN  # if it has no weights
 
+    def first(self, ids: Tensor, receive: Receive) -> Any:
+        """Returns the output of the first run. Raises TypeError for a module that does not run on
+        token ids."""
+        try:
+            return self.run(ids, None, receive, True)[0]
+        except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise TypeError(f"the model does not run on token ids alone ({reason})") from error
+
 
 def _way(model: Any, attention: AttentionFunction | None) -> _Way:
     if attention:
@@ -223,17 +235,26 @@ def _way(model: Any, attention: AttentionFunction | None) -> _Way:
 
         def run(ids: Tensor, _: Any, receive: Receive, all_logits: bool) -> tuple[Any, dict]:
             options = {} if all_logits else {"logits_at": ids.new_zeros(len(ids))}
-            call = functools.partial(model.capture_attention, ids, lambda *_: None, **options)
-            return observe(model, ids, call, receive)
+            norms: list[Tensor] = []  # of the layer that is next; with FSDP, only it is gathered
+            keep = lambda _, __, ___, value_norms: norms.append(value_norms)  # noqa: E731
+            call = functools.partial(model.capture_attention, ids, keep, **options)
+
+            def with_norms(call: AttentionCall) -> None:
+                call.value_norms = norms.pop(0)
+                receive(call)
+
+            return observe(model, ids, call, with_norms)
 
         return _Way(run, model)
 
     def observed(
         ids: Tensor, mask: Tensor | None, receive: Receive, all_logits: bool
     ) -> tuple[Any, dict]:
+        has_head = hasattr(model, "base_model") and not all_logits
+        part = model.base_model if has_head else model  # without its large output layer
         with visible_attention(model):
-            arguments = arguments_of(model, ids, mask, all_logits)
-            return observe(model, ids, lambda: model(**arguments), receive)
+            arguments = arguments_of(part, ids, mask, all_logits)
+            return observe(model, ids, lambda: part(**arguments), receive)
 
     def unobserved(ids: Tensor) -> Any:
         return model(**arguments_of(model, ids))
@@ -260,8 +281,6 @@ def arguments_of(
     inputs["attention_mask"] = torch.ones_like(ids) if mask is None else mask.to(ids.dtype)
     if mask is not None and "position_ids" in known:
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    if not all_logits and "logits_to_keep" in known:
-        inputs["logits_to_keep"] = 1
     return inputs
 
 
@@ -346,35 +365,3 @@ def _of_generator(layers: Yielded, receive: Receive) -> Tensor | None:
             return end.value
         norms = None if values is None else values.float().norm(dim=-1)
         receive(AttentionCall(weights.float(), value_norms=norms))
-
-
-def output_projection(module: nn.Module) -> nn.Module | None:
-    """Returns the output projection of an attention module; None if it is not found."""
-    found = (getattr(module, name, None) for name in ("o_proj", "out_proj", "c_proj", "dense"))
-    return next((projection for projection in found if isinstance(projection, nn.Module)), None)
-
-
-def value_norms(module: nn.Module, values: Tensor, num_heads: int) -> Tensor | None:
-    """Returns |W_O v|, fp32 (B, H, T), of an attention module of transformers.
-
-    values: (B, G, T, D), where G divides H: consecutive query heads share values. None if the
-    output projection is not found. A gate between attention and projection is not included.
-    """
-    projection = output_projection(module)
-    values = values.repeat_interleave(num_heads // values.shape[1], 1)  # (B, H, T, D)
-    head_dim = values.shape[-1]
-    if projection is None:
-        return None
-    weight = cast(Tensor, projection.weight)
-    if type(projection) is nn.Linear and not weight.is_meta:
-        weight = weight.T  # (H D, C), as Conv1D's
-    elif type(projection).__name__ != "Conv1D" or weight.is_meta:
-        # LoRA's, or offloaded: what it does to each unit vector
-        unit = torch.eye(num_heads * head_dim, dtype=values.dtype, device=values.device)
-        weight = projection(unit) - projection(torch.zeros_like(unit[:1]))
-    if weight.shape[0] != num_heads * head_dim:
-        return None
-    weight = weight.unflatten(0, (num_heads, head_dim)).to(values.dtype)  # (H, D, C)
-    # |W v|^2 = v^T (W^T W) v does not need the vectors W v, (B, H, T, C).
-    squares = ((values @ (weight @ weight.mT)).float() * values.float()).sum(-1)
-    return squares.clamp(min=0).sqrt()

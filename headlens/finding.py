@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .ablation import most_important, within_noise
+from .ablation import is_estimate, most_important, within_noise
 from .heads import (
     ALL_NAMES,
     KINDS,
@@ -327,7 +327,7 @@ def subject(data: SnapshotData, status: Mapping, step: int | None) -> list[Part]
     which heads the model needs. data: the last snapshot. status: of `statuses` at the step. step:
     None without a training."""
     layers, heads = data.row.names.shape
-    removed = data.ablation or {}
+    removed = data.measured
     when = "; " if step is None else f". At step {step:,}, "
     sizes = f": {_count(layers, 'layer')} × {_count(heads, 'head')}{when}"
     names = [{"name": ALL_NAMES[number]} for number in status["names"]]
@@ -353,8 +353,15 @@ def _count(number: int, what: str) -> str:
 # ------------------------------------------------------------------- removed heads
 
 
+REMOVED = "Removed: the output of the heads is replaced by its mean."
+ESTIMATED = (
+    "Estimated: the model did not run without the heads. An estimate can be wrong by any amount, "
+    "also in its sign, above all where the loss is nearly 0."
+)
+
+
 def removed_heads(found: dict, row: Row) -> dict:
-    """Returns what the page shows of the result of `ablate`. row: of the same step.
+    """Returns what the page shows of the result of `head_removal`. row: of the same step.
 
     step      of the measurement
     changes   [change of the loss per head]
@@ -372,7 +379,9 @@ def removed_heads(found: dict, row: Row) -> dict:
         if group["heads"] > 1:
             said += [" ", *_without(found, group, group_title(group["name"], group["heads"]))]
         sentences.append(said)
-    how = "Removed: the output of the heads is replaced by its mean."
+    how, columns = REMOVED, ["removed", "loss", "change", "accuracy"]
+    if is_estimate(found):
+        how, columns = f"{REMOVED} {ESTIMATED}", ["removed", "estimated loss", "change"]
     where = f"{_count(found['targets'], 'prediction')} in "
     where += _count(found["windows"], "validation window")
     whole = f"the loss with all heads is {formatted_loss(found['loss'])} there"
@@ -380,7 +389,7 @@ def removed_heads(found: dict, row: Row) -> dict:
         "step": found["step"],
         "changes": [head["loss_change"] for head in found["heads"]],
         "findings": sentences,
-        "columns": ["removed", "loss", "change", "accuracy"][: 4 - (found["accuracy"] is None)],
+        "columns": columns[: 4 - (found["accuracy"] is None)],
         "groups": _table(found) if found["groups"] else [],
         "notes": [
             f"{how} Measured on {where}: {whole}; ± is the standard error.",
@@ -395,7 +404,8 @@ def _without(found: dict, result: dict, what: str) -> list[Part]:
     """Returns the loss and the accuracy after a removal."""
     is_unclear = within_noise(result)
     change = formatted_change(result["loss_change"], result["loss_change_error"])
-    said: list[Part] = [f"Without {what}, the loss changes by "]
+    changes = "is estimated to change" if is_estimate(found) else "changes"
+    said: list[Part] = [f"Without {what}, the loss {changes} by "]
     said.append(change if is_unclear else ["bold", change])
     said.append(" (not clearly different from 0)" * is_unclear)
     said.append(f" to {formatted_loss(found['loss'] + result['loss_change'])}")
@@ -449,7 +459,7 @@ def head_line(row: Mapping, has_steps: bool = True) -> str:
 
 def removal_lines(found: dict, row: Row) -> list[str]:
     """Describes the head, and the name of several heads, that the model needs most. found: the
-    result of `ablate`. row: of the same step."""
+    result of `head_removal`. row: of the same step."""
     said = []
     if first := most_important(found["heads"]):
         place = first["layer"], first["head"]

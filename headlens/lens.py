@@ -147,7 +147,7 @@ class Lens:
         """Runs the model on the prompts and the text and writes statistics, images and the page.
 
         curves(): losses of the training for the page, {name: [(step, value)]}.
-        ablate: receives the heads of each name at the last step; returns the result of ablation.py.
+        ablate: receives the heads of each name at the last step, as for head_removal.
         With write=False it only runs the model and returns None: for ranks other than 0 with FSDP.
         """
         if write and self.history is None:

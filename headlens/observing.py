@@ -221,8 +221,9 @@ class _Layers:
         given = next((x for x in (*arguments, *options.values()) if isinstance(x, Tensor)), None)
         self.stack.append(_Running(module, given))
 
-    def leave(self, *_: Any) -> None:
-        self.stack.pop()
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        if self.stack and self.stack[-1].module is module:  # else an earlier hook raised an error
+            self.stack.pop()
 
     def add(self, call: AttentionCall) -> None:
         """Receives an attention of the module that is running."""

@@ -24,18 +24,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
-from .ablation import Head, attention_modules, edited_contexts, removal
-from .capturing import (
-    LayerAttention,
-    capture,
-    output_projection,
-    unchanged,
-    unwrapped,
-)
-from .foreign import attention_function
+from .ablation import Head, edited_contexts, removal
+from .capturing import LayerAttention, capture, unchanged, unwrapped
+from .projections import Projection, output_projections
 
 AT_ONCE = 2**23  # numbers of parts, (n, T, C), in one call of the attention module: 32 MiB
 
@@ -48,7 +44,8 @@ class ScoreParts:
     mean: float  # of the scores of the query token with all keys that it can attend to
     # The sources, in this order: {"kind": "token"}, {"kind": "position"} if it has an embedding,
     # for each earlier layer {"kind": "head", "layer", "head"} and {"kind": "mlp", "layer"}, and
-    # {"kind": "biases"}: of output projections, norms, queries and keys.
+    # {"kind": "biases"}: of output projections, norms, queries and keys. The layers of a hybrid
+    # without attention weights, and an MLP before them, are one: {"kind": "layers before L3"}.
     sources: list[dict]
     # (S, S): [i, j] is the part that source i wrote into the query and source j into the key,
     # relative to its mean over the keys. The sum of all is score - mean.
@@ -82,30 +79,30 @@ def score_parts(
     The parts are computed in fp32, and compared with the score of the model. Raises TypeError for a
     model whose attention modules are not known. Raises ValueError for a position, layer or head
     that does not exist, for a key that the query does not attend to, and for a model whose scores
-    are not such a sum: without a norm directly before the attention, with a norm after it, with
-    factors at its output, or with soft caps or position biases.
+    are not such a sum: without a norm directly before the attention, with a norm after it, or with
+    soft caps or position biases.
     """
     model = unwrapped(model)
-    name, modules = type(model).__name__, attention_modules(model)
-    if modules is None:
-        raise TypeError(f"{name}: its attention modules are not known")
+    name, projections = type(model).__name__, output_projections(model)
+    if not projections:
+        raise TypeError(f"{name}: the inputs of the output projections of its heads are not found")
     ids = torch.as_tensor(ids)
     if ids.dim() != 1:
         raise ValueError(f"ids: the parts are those of one text, (T,), not {tuple(ids.shape)}")
-    if not 0 <= layer < len(modules):
-        raise ValueError(f"layer {layer}: {name} has the layers 0 to {len(modules) - 1}")
+    if not 0 <= layer < len(projections):
+        raise ValueError(f"layer {layer}: {name} has the layers 0 to {len(projections) - 1}")
     if not 0 <= query < len(ids):
         raise ValueError(f"query {query}: the text has the positions 0 to {len(ids) - 1}")
     if not 0 <= key <= query:
         raise ValueError(f"key {key}: query {query} attends to the keys 0 to {query}")
-    run = _Run(model, modules, layer)
+    run = _Run(model, projections, layer)
     edited = contextlib.nullcontext()
     if off:
         if means is None:
             raise ValueError("off: heads that are switched off need means")
-        if not all(0 <= n < len(modules) and 0 <= m < len(means[n]) for n, m in off):
+        if not all(0 <= n < len(projections) and 0 <= m < len(means[n]) for n, m in off):
             raise ValueError(f"off: {name} does not have all of the heads {list(off)}")
-        edited = edited_contexts(run.projections, removal(off, means), len(means[0]))
+        edited = edited_contexts(projections, removal(off, means))
     device = next(model.parameters()).device
     with torch.autocast(device.type, enabled=False):
         with edited, run.recorded(), contextlib.suppress(_Stop):
@@ -121,12 +118,12 @@ class _Stop(Exception):
 class _Run:
     """What one run of a model tells about the layers up to the one whose scores are asked for."""
 
-    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], layer: int):
-        self.model, self.modules, self.layer = model, modules, layer
+    def __init__(self, model: nn.Module, projections: Sequence[Projection], layer: int):
+        self.model, self.projections, self.layer = model, projections, layer
         self.name = type(model).__name__
-        self.projections = [cast(nn.Module, output_projection(module)) for module in modules]
         self.scores: Tensor | None = None  # of the layer, (H, T, T)
-        self.num_heads: list[int] = []  # of each layer
+        self.numbers: list[int] = []  # of each layer, in the model
+        self.start: Tensor | None = None  # input of the first layer of any kind, (T, C)
         self.embedded: list[Tensor] = []  # outputs of the embeddings, (T, C)
         self.inputs: list[Tensor] = []  # of the norm before the attention of each layer, (T, C)
         self.contexts: list[Tensor] = []  # of all heads of each layer before, (T, H D)
@@ -134,7 +131,7 @@ class _Run:
         self.called: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def visit(self, layer: int, attention: LayerAttention) -> None:
-        self.num_heads.append(attention.weights.shape[1])
+        self.numbers.append(attention.number)
         if layer == self.layer:
             self.scores = None if attention.scores is None else attention.scores[0]
             raise _Stop
@@ -143,7 +140,7 @@ class _Run:
     def recorded(self) -> Iterator[None]:
         """Records a run of the model."""
         hooks = [module.register_forward_hook(self._left) for module in self.model.modules()]
-        for module in self.modules[: self.layer + 1]:
+        for module in {of.attention for of in self.projections[: self.layer + 1]}:
             hooks.append(module.register_forward_pre_hook(self._attends, with_kwargs=True))
         try:
             yield
@@ -155,17 +152,17 @@ class _Run:
         output = output[0] if isinstance(output, tuple) else output
         if len(self.inputs) > self.layer or not (given and isinstance(output, Tensor)):
             return
-        if module in self.projections:
+        if any(module is of.module for of in self.projections):
             self.contexts.append(given[0][0].float())
-            self.wrote = output[0].float()
         elif isinstance(module, nn.Embedding) and not self.inputs:
             self.embedded.append(output.reshape(-1, output.shape[-1]).float())
         else:
+            if self.start is None and self.embedded and given[0].shape[-1:] == output.shape[-1:]:
+                self.start = given[0][0].float()
             self.called.append((module, given[0], output))
 
     def _attends(self, module: nn.Module, arguments: tuple, options: dict) -> None:
-        """Records the input of the norm before an attention module, and checks that it is a sum of
-        the input of the layer before, what its attention wrote, and what its MLP wrote."""
+        """Records the input of the norm before an attention module."""
         layer = len(self.inputs)
         if layer > self.layer:
             return  # the model runs twice
@@ -180,11 +177,8 @@ class _Run:
         self.norm, given = norms[-1]
         self.dtype = given.dtype
         x = given[0].float()
-        if layer:
-            mlp = x - self.inputs[-1] - self.wrote
-            same_size = [output for _, _, output in self.called if output.numel() == x.numel()]
-            if not any(self._is_rounding(mlp - output.reshape(x.shape), x) for output in same_size):
-                raise self._refused("a layer is not x + attention + MLP")
+        if layer and self.projections[layer - 1].factor is None:
+            raise self._refused("what an attention writes is not its output times a constant")
         self.inputs.append(x)
         self.attention, self.arguments, self.options = module, arguments, options
         self.called.clear()
@@ -199,26 +193,31 @@ class _Run:
     def written(self) -> Iterator[tuple[dict, Tensor]]:
         """Yields the sources and what they wrote, (T, C); the sum is the input of the norm."""
         token, *positions = self.embedded
-        rest = self.inputs[0]
+        first, rest = self.inputs[0], self.start
+        if rest is None or not self.numbers[0]:
+            rest = first
         if positions and self._is_rounding(token + sum(positions) - rest, rest):
             yield {"kind": "token"}, token
             yield {"kind": "position"}, rest - token
         else:  # an embedding may be scaled
             yield {"kind": "token"}, rest
+        if self.numbers[0]:
+            yield {"kind": f"layers before L{self.numbers[0]}"}, first - rest
         biases = torch.zeros_like(rest)
         for layer in range(self.layer):
-            rest = self.inputs[layer + 1] - self.inputs[layer]
-            num_heads, contexts = self.num_heads[layer], self.contexts[layer]
-            unit = torch.eye(contexts.shape[-1], device=contexts.device)
-            bias = _fp32(self.projections[layer], torch.zeros_like(unit[:1]))  # (1, C)
-            weight = _fp32(self.projections[layer], unit) - bias  # (H D, C), also Conv1D's
-            for head, (context, columns) in enumerate(
-                zip(contexts.chunk(num_heads, -1), weight.chunk(num_heads), strict=True)
-            ):
-                part = context @ columns
+            projection, rest = self.projections[layer], self.inputs[layer + 1] - self.inputs[layer]
+            factor = cast(float, projection.factor)  # `_attends` refuses None
+            weight, bias = (factor * t for t in projection.matrix(torch.float32))
+            contexts = self.contexts[layer].chunk(projection.num_heads, -1)
+            columns = weight.chunk(projection.num_heads)
+            for head, (context, of_head) in enumerate(zip(contexts, columns, strict=True)):
+                part = context @ of_head
                 rest = rest - part
                 yield {"kind": "head", "layer": layer, "head": head}, part
-            yield {"kind": "mlp", "layer": layer}, rest - bias
+            number, following = self.numbers[layer : layer + 2]
+            is_mlp = following == number + 1
+            between = {"kind": "mlp", "layer": layer}, {"kind": f"layers before L{following}"}
+            yield between[not is_mlp], rest - bias
             biases = biases + bias
         yield {"kind": "biases"}, biases
 
@@ -313,28 +312,44 @@ class _Run:
                 options["hidden_states"] = hidden
             else:
                 arguments[0] = hidden
-            _fp32(self.attention, *arguments, **options)
+            try:
+                _fp32(self.attention, *arguments, **options)
+            except ValueError as error:  # of sdpa, such as no soft caps
+                raise self._refused(str(error)) from error
+            if not received:
+                raise self._refused("its queries and keys are not known")
             return received.pop()
 
+        config = getattr(self.attention, "config", None)
+        before = getattr(config, "_attn_implementation", None)
+        if hasattr(self.model, "capture_attention"):
+            arguments[1:] = [kernel]
         with contextlib.ExitStack() as stack:
             for module in self.attention.modules():
                 if "norm" in type(module).__name__.lower() and not list(module.children()):
                     stack.callback(module.register_forward_hook(freeze).remove)
-            if hasattr(self.model, "set_attn_implementation"):
-                stack.enter_context(attention_function(self.model, _projecting(receive)))
-            else:
-                arguments[1:] = [kernel]
+            if (
+                config and before
+            ):  # of transformers: for this call, the one that shows queries and keys
+                config._attn_implementation = "sdpa"
+                stack.callback(setattr, config, "_attn_implementation", before)
+            stack.enter_context(_Asked(receive))
             yield project
 
 
-def _projecting(receive: Callable) -> Callable:
-    """Returns an attention function of transformers that only passes queries and keys on."""
+class _Asked(TorchFunctionMode):
+    """Passes queries and keys of F.scaled_dot_product_attention on, and does not compute it."""
 
-    def project(_: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any):
-        receive(query, key, options.get("scaling"))
-        return value.new_zeros(len(value), query.shape[2], query.shape[1], value.shape[3]), None
+    def __init__(self, receive: Callable):
+        super().__init__()
+        self.receive = receive
 
-    return project
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, key, value = args[:3]
+        self.receive(query, key, (kwargs or {}).get("scale"))
+        return value.new_zeros(*query.shape[:-1], value.shape[-1])
 
 
 def _relative(keys: Tensor, key: int, seen: Tensor) -> Tensor:

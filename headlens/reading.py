@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .ablation import Head, edited_contexts, mean_contexts, output_projections, removal
+from .ablation import Head, edited_contexts, mean_contexts, removal
 from .capturing import Captured, LayerAttention, Visit, capture, unwrapped
 from .history import json_values
 from .parts import ScoreParts, score_parts
+from .projections import Projection, output_projections
 from .prompts import MAX_SHOWN, Prompt, labels_of, make_prompt, signs_of, texts_of, token_texts
 from .recording import Recorder, predict, scaled
 from .tokens import lens_tokenizer
@@ -159,8 +160,7 @@ class Reader:
         """Switches heads off while the model runs."""
         if not off:
             return contextlib.nullcontext()
-        edit = removal(self._heads(off), self._means)
-        return edited_contexts(self._projections, edit, len(self._means[0]))
+        return edited_contexts(self._projections, removal(self._heads(off), self._means))
 
     def _heads(self, off: Collection[int]) -> list[Head]:
         """Returns (layer, head) of each head that is off."""
@@ -171,9 +171,9 @@ class Reader:
                 raise ValueError(f"head {index}; the model has heads 0 to {count - 1}")
         return [divmod(index, heads) for index in off]
 
-    @functools.cached_property
-    def _projections(self) -> list[nn.Module]:
-        if (found := output_projections(self.model)) is None:
+    @property
+    def _projections(self) -> list[Projection]:
+        if not (found := output_projections(self.model)):
             raise ValueError("heads of this architecture cannot be switched off")
         return found
 
@@ -182,7 +182,7 @@ class Reader:
         """The mean context vectors, (H, D) for each layer."""
         if not self.prompts:
             raise ValueError("without prompts, heads cannot be switched off")
-        return mean_contexts(self._capture, self._projections, self.prompts)
+        return mean_contexts(self.model, self.prompts, self._capture)
 
     def _likely(self, ids: np.ndarray, probabilities: np.ndarray) -> tuple[list, list, list]:
         """Returns (ids, labels, probabilities) as lists. ids and probabilities: (T, N)."""

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from .ablation import CaptureIds, Head, edited_contexts, mean_contexts, output_projections, removal
+from .ablation import CaptureIds, Head, edited_contexts, mean_contexts, removal
 from .capturing import LayerAttention
 from .heads import MAX_DRAWN, names_of
 from .history import Row, json_values
+from .projections import output_projections
 from .prompts import Prompt, token_texts
 from .snapshot_data import SnapshotData, from_codes, to_codes
 from .statistics import (
@@ -256,16 +257,15 @@ def record_without(
     context vector over all tokens of the prompts, see ablation.py. Costs a forward pass on the
     prompts, and one for each group.
     """
-    projections = output_projections(model)
-    if projections is None:
+    if not (projections := output_projections(model)):
         return None
-    means = mean_contexts(capture, projections, [prompt.token_ids for prompt in prompts])
+    means = mean_contexts(model, [prompt.token_ids for prompt in prompts], capture)
     cells = len(groups) ** 2 * sum(p.shown * (p.shown + 1) // 2 for p in prompts)
     drawn = groups if cells <= MAX_CELLS else {}
 
     def without(group: Sequence[Head]) -> dict[str, Any]:
         recorders = [_Measured(prompt) for prompt in prompts]
-        with edited_contexts(projections, removal(group, means), offsets.shape[1]):
+        with edited_contexts(projections, removal(group, means)):
             for recorder in recorders:
                 _run(capture, [recorder])
         predictions = [r.predictions for r in recorders if r.predictions]

@@ -29,7 +29,7 @@ from zipfile import ZipFile
 import numpy as np
 from torch import Tensor
 
-from .ablation import COLUMNS
+from .ablation import COLUMNS, is_estimate
 from .heads import KINDS
 from .history import Row, atomic_write, row_of, row_values
 from .prompts import Prompt
@@ -74,6 +74,12 @@ class SnapshotData:
     @property
     def step(self) -> int:
         return self.row.step
+
+    @property
+    def measured(self) -> dict:
+        """`ablation` if it is not an estimate, {} otherwise."""
+        exact = self.ablation and not is_estimate(self.ablation)
+        return self.ablation if self.ablation and exact else {}
 
     @property
     def token_ids(self) -> list[list[int]]:
@@ -170,8 +176,6 @@ def _read(file: ZipFile) -> SnapshotData:
     values = json.loads(_array(file, "json").tobytes())
     if values["format"] != FORMAT:
         raise ValueError(f"format {values['format']}, not {FORMAT}")
-    if (values["ablation"] or {}).get("method") == "estimate":  # of earlier versions
-        values["ablation"] = None
     prompts, row = [_prompt(prompt) for prompt in values["prompts"]], row_of(values["row"])
     if row.losses and [1 + len(of) for of in row.losses] != [len(p.token_ids) for p in prompts]:
         raise ValueError("the losses have another length")

@@ -477,8 +477,8 @@ class _Story:
 
     def _main_head(self, group: Group) -> str:
         """Returns the head that alone does nearly all that the model needs of a group, or ""."""
-        found = self.last.ablation or {"groups": []}
-        whole = most_important(g for g in found["groups"] if g["name"] == group.name)
+        found = self.last.measured
+        whole = most_important(g for g in found.get("groups", ()) if g["name"] == group.name)
         if whole is None or len(group.heads) == 1:
             return ""
         changes = [one["loss_change"] for one in found["heads"]]

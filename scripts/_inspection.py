@@ -28,6 +28,8 @@ from clearhead.errors import NO_VALUE, ClearheadError, Problem, refuse
 from headlens import LensConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from clearhead.models.foreign import ForeignModel
     from clearhead.models.pretrained import PretrainedModel
     from clearhead.tokens.windows import WindowDataset
@@ -91,8 +93,10 @@ class InspectConfig(ScriptConfig):
         description="number of random tokens that an extra prompt repeats; 0: none; null: as in "
         "the run, or 24",
     )
-    ablation: Literal["exact"] | None = Field(
-        None, description="exact: measure the loss without each head; null: do not"
+    ablation: Literal["exact", "estimate"] | None = Field(
+        None,
+        description="measure the loss without each head; exact: with a forward pass for each; "
+        "estimate: to first order, with one forward and one backward pass; null: do not",
     )
     data: MeasuredText = Field(default_factory=MeasuredText)
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
@@ -129,10 +133,10 @@ def load_data(trained: "Model", settings: InspectConfig) -> "LoadedData | None":
     from clearhead.models.pretrained import PretrainedModel
     from data import load_datasets
 
+    if settings.ablation and not (trained.state or settings.data.path):
+        reason = "a model without a run needs a text for ablation"
+        refuse([Problem("data.path", None, reason, "set data.path=FILE")])
     if not isinstance(trained, PretrainedModel):
-        if settings.ablation:
-            reason = "heads of this architecture cannot be removed"
-            refuse([Problem("ablation", settings.ablation, reason, "use a GPT-2, or no ablation")])
         return None
     changes = {}
     if path := settings.data.path:
@@ -140,9 +144,6 @@ def load_data(trained: "Model", settings: InspectConfig) -> "LoadedData | None":
         changes["weights"] = None
         changes |= {"encoding": settings.data.encoding} if settings.data.encoding else {}
     elif not trained.state:
-        if settings.ablation:
-            reason = "a model without a run needs a text for ablation"
-            refuse([Problem("data.path", None, reason, "set data.path=FILE")])
         return None
     try:
         return load_datasets(data_config(trained, **changes), trained.tokenizer)
@@ -220,7 +221,7 @@ def lens_of(
     settings: InspectConfig,
     loaded: "LoadedData | None",
     prompts: Prompts,
-) -> tuple["Lens", "WindowDataset | None"]:
+) -> tuple["Lens", "WindowDataset | Tensor | None"]:
     """Returns the lens of a model, and the windows on which heads are removed."""
     from clearhead.run.lens_runner import MAX_TOKENS, MAX_WINDOWS, some_windows, text_name
     from headlens import Lens
@@ -245,7 +246,7 @@ def lens_of(
         )
     except ValueError as error:  # the text is too short
         refuse([Problem("data.path", settings.data.path, str(error), "give a longer text")])
-    return lens, dataset
+    return lens, dataset or (lens.text and lens.text.token_ids)
 
 
 def is_synthetic(trained: "Model", settings: InspectConfig) -> bool:

@@ -11,7 +11,7 @@ than GPT-2 need the package transformers. The page is the same as in training, w
 the prompts of the run, so heads have the same names as there. `text` replaces all prompts except
 the repeated sequence. The command also prints the most significant heads of each name. With
 ablation=exact it also measures the loss without each head, on the validation data of the run or on
-data.path.
+data.path; ablation=estimate is faster and less reliable.
 
 `checkpoints` is a pattern of checkpoints of one training, of transformers' Trainer or of a run, or
 hub:NAME@REVISION,REVISION or hub:NAME@PATTERN. The page is a time-lapse of them.
@@ -108,6 +108,7 @@ def inspect(
                     model,
                     dataset=dataset,
                     is_synthetic=is_synthetic(trained, settings),
+                    estimate=settings.ablation == "estimate",
                     report=report,
                 )
             if step is None:

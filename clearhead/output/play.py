@@ -16,7 +16,6 @@ vector of a head that is switched off. Numbers are little endian.
 """
 
 import base64
-import functools
 import struct
 import zlib
 from pathlib import Path
@@ -33,7 +32,7 @@ from clearhead.files import atomic_write
 from clearhead.models.pretrained import load_pretrained
 from clearhead.output.report import run_page
 from clearhead.tokens.tokenizer import Tokenizer
-from headlens import Reader, capture, last_snapshot, mean_contexts
+from headlens import Reader, last_snapshot, mean_contexts
 from model import GPT, ModelConfig, model_without_values
 
 PLAY_HTML = "play.html"
@@ -106,8 +105,7 @@ def _packed_checkpoint(model: GPT, window: int, folder: Path, prompts: list[list
         scales = np.abs(rows).max(1, keepdims=True) / LEVELS
         values = np.round(rows / np.where(scales > 0, scales, 1))
         content += [scales.astype("<f4").tobytes(), values.astype("<i2").tobytes()]
-    projections = [block.attn.out_proj for block in model.blocks]
-    means = torch.stack(mean_contexts(functools.partial(capture, model), projections, prompts))
+    means = torch.stack(mean_contexts(model, prompts))
     return {
         "step": step_of(folder),
         "weights": _packed(b"".join(content)),

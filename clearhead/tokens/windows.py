@@ -5,6 +5,8 @@ The dataset of a text is data.GPTDatasetV1; synthetic.py has generated sequences
 Shapes: B batch, T positions in a window.
 """
 
+from collections.abc import Sized
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -97,7 +99,7 @@ def window_order(dataset: WindowDataset, batch_size: int, seed: int) -> WindowOr
     return WindowOrder(len(dataset), batch_size, seed)
 
 
-def evenly_spaced_windows(dataset: WindowDataset, limit: int) -> np.ndarray:
+def evenly_spaced_windows(dataset: Sized, limit: int) -> np.ndarray:
     """Returns at most `limit` evenly spaced windows. For a mixture, the number of windows of
     each dataset is about proportional to its weight, and at least one."""
     if not isinstance(dataset, MixedDataset):

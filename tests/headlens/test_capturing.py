@@ -98,7 +98,7 @@ def values_of(model, family, hidden, layer):
     return joined.split(size, -1), block.self_attn.o_proj.weight
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "gemma" not in f])
 def test_value_norms_are_those_of_each_heads_part_of_the_output_projection(family):
     model = foreign_model(family)
     hidden, found = eager_output(model).hidden_states, capture(model, IDS).layers

@@ -10,7 +10,8 @@ from helpers.models import random_ids, tiny_model
 from torch import nn
 
 from headlens import capture, score_parts
-from headlens.ablation import edited_contexts, output_projections, removal
+from headlens.ablation import edited_contexts, removal
+from headlens.projections import output_projections
 
 IDS = random_ids(B=1, T=9, vocab_size=23)[0].tolist()  # also tokens of the foreign models
 CELLS = [(8, 6), (8, 8), (5, 1), (0, 0)]  # (query, key)
@@ -166,6 +167,7 @@ SUMS = {
     "gpt_neox, parallel as Pythia": lambda: foreign_model("gpt_neox", use_parallel_residual=True),
     "llama": lambda: foreign_model("llama"),
     "llama, eager": lambda: foreign_model("llama", "eager"),
+    "granite, factor of the residual": lambda: foreign_model("granite", residual_multiplier=0.5),
     "qwen2": lambda: foreign_model("qwen2"),
     "qwen3, norms of queries and keys": lambda: foreign_model("qwen3"),
     "mistral, sliding window": lambda: foreign_model("mistral"),
@@ -257,7 +259,7 @@ def test_scores_with_heads_switched_off_are_those_of_the_edited_model():
     ours, gpt2, qwen3 = tiny_model(num_layers=3), foreign_model("gpt2"), foreign_model("qwen3")
     for model, size in ((ours, 4), (gpt2, 8), (qwen3, 12)):
         off, means = [(0, 1), (1, 0)], mean_contexts(size)
-        with edited_contexts(output_projections(model), removal(off, means), 4):
+        with edited_contexts(output_projections(model), removal(off, means)):
             row = capture(model, IDS).layers[2].scores[0, 3, 8]
         parts = score_parts(model, IDS, 2, 3, 8, 6, off, means)
         assert parts.score == pytest.approx(float(row[6]), abs=1e-4)
@@ -296,7 +298,6 @@ def test_the_model_is_unchanged():
 REFUSED = {  # (the model, layer): what its scores are not
     "soft cap": (lambda: foreign_model("gemma2"), 0),
     "norm after attention": (lambda: foreign_model("gemma3_text"), 1),
-    "factor of the residual": (lambda: foreign_model("granite", residual_multiplier=0.5), 1),
     "no norm before attention": (lambda: foreign_model("olmo2"), 0),
     "clipped queries": (lambda: foreign_model("olmo", clip_qkv=0.3), 1),
     "unknown scores": (lambda: foreign_model("gpt_neo"), 1),

@@ -57,12 +57,9 @@ def test_a_reading_is_what_the_model_does(kind):
     weights = torch.cat([layer.weights for layer in captured.layers])[..., q, k]  # (L, H, cells)
     assert reading.codes.shape == weights.shape
     assert np.abs(from_codes(reading.codes) - weights.numpy()).max() <= 1 / 255
-    if kind == "gpt_neo":  # it does not give its values
-        assert (reading.norms, reading.largest_norms) == (None, None)
-    else:
-        norms = torch.cat([layer.value_norms for layer in captured.layers]).numpy()
-        largest = np.reshape(reading.largest_norms, (*norms.shape[:2], 1))
-        assert (np.abs(from_codes(reading.norms) * largest - norms) <= 2 / 255 * largest).all()
+    norms = torch.cat([layer.value_norms for layer in captured.layers]).numpy()
+    largest = np.reshape(reading.largest_norms, (*norms.shape[:2], 1))
+    assert (np.abs(from_codes(reading.norms) * largest - norms) <= 2 / 255 * largest).all()
     probabilities = logits.softmax(-1)
     most = probabilities.sort(descending=True)
     np.testing.assert_allclose(reading.likely.probabilities, most.values[:, :5], atol=1e-5)

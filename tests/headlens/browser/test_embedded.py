@@ -14,6 +14,7 @@ from clearhead.output.play import packed_model
 from headlens import read_snapshot
 from headlens.ablation import edited_contexts
 from headlens.capturing import capture
+from headlens.projections import output_projections
 from headlens.prompts import labels_of, make_prompt, signs_of, texts_of, token_texts
 from headlens.recording import record
 from headlens.tokens import lens_tokenizer
@@ -69,7 +70,7 @@ def expected(run, step, text, off):
             context[:, head] = means[layer].unflatten(0, (heads, -1))[head]
         return context
 
-    with edited_contexts([block.attn.out_proj for block in model.blocks], edit, heads):
+    with edited_contexts(output_projections(model), edit):
         run_model = functools.partial(capture, model)
         data = record(run_model, [prompt], step, token_bytes=tokenizer.token_bytes)
         with torch.no_grad():

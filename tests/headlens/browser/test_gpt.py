@@ -10,8 +10,9 @@ import pytest
 import torch
 from helpers import REPOSITORY
 
-from headlens.ablation import edited_contexts, output_projections, removal
+from headlens.ablation import edited_contexts, removal
 from headlens.assemble import join_modules
+from headlens.projections import output_projections
 from model import GPT, ModelConfig
 
 SETUP = """
@@ -75,7 +76,7 @@ def javascript(opened, tmp_path):
 def switched_off(model, means, off):
     heads = model.config.num_heads
     edit = removal([divmod(index, heads) for index in off], means.unflatten(1, (heads, -1)))
-    return edited_contexts(output_projections(model), edit, heads)
+    return edited_contexts(output_projections(model), edit)
 
 
 @torch.no_grad()

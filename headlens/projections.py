@@ -1,0 +1,289 @@
+"""The output projections of the attention of a model, found by running it: output_projections.
+
+The module that is running when the attention weights are known is the attention module. Its output
+projection is the linear module that it calls last. So neither class nor attribute names are needed.
+
+Shapes: B batch, T tokens, H query heads, D head_dim of the values, C width of the residual stream.
+"""
+
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+EMPTY = torch.empty(0)
+IDS = [0, 1, 1, 0, 1]  # a run with these token ids, which every model has, tells what is linear
+Found = list["Projection"]
+
+
+@dataclass
+class Projection:
+    """The output projection of the attention of one layer."""
+
+    module: nn.Module  # its input, (B, T, H D), is the contexts of all heads
+    attention: nn.Module  # the module that computes the attention weights
+    num_heads: int
+    block: nn.Module | None  # the largest module that contains the attention of this layer alone
+    # The residual stream receives the output of the projection times this constant. None if it
+    # receives something else: with a norm behind it, for example.
+    factor: float | None
+    is_sum: bool  # whether a context is weights times values, without a norm or a gate behind it
+    given: Tensor  # an input of the module, (1, T, H D)
+    options: tuple[tuple, dict]  # further arguments of the module
+    is_transposed: bool | None  # whether its weight is (C, H D), Conv1D's is not; None: no weight
+
+    def matrix(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns the matrix of the projection, (H D, C), and its bias, (C,)."""
+        weight, bias = (getattr(self.module, name, None) for name in ("weight", "bias"))
+        if self.is_transposed is not None and weight is not None and not weight.is_meta:
+            matrix = weight.T if self.is_transposed else weight
+            bias = matrix.new_zeros(matrix.shape[1]) if bias is None else bias
+            return matrix.to(dtype), bias.to(dtype)
+        # A module around others, as of LoRA, a quantised or an offloaded weight: what the module
+        # does to each unit vector.
+        like = self.given
+        unit = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)[None]
+        arguments, options = self.options
+        bias = self.module(torch.zeros_like(unit[:, :1]), *arguments, **options)
+        matrix = self.module(unit, *arguments, **options) - bias
+        return matrix[0].to(dtype), bias[0, 0].to(dtype)
+
+    def value_norms(self, values: Tensor) -> Tensor | None:
+        """Returns the norm of the vector that each value adds to the residual stream per unit of
+        weight, |W_O v|, fp32 (B, H, T). None if what it adds is not a constant times W_O v.
+
+        values: (B, G, T, D), where G divides H: consecutive query heads share values.
+        """
+        if self.factor is None or not self.is_sum:
+            return None
+        values = values.repeat_interleave(self.num_heads // values.shape[1], 1)  # (B, H, T, D)
+        weight = self.matrix(values.dtype)[0].unflatten(0, (self.num_heads, -1))  # (H, D, C)
+        # |W v|^2 = v^T (W^T W) v does not need the vectors W v, (B, H, T, C).
+        squares = ((values @ (weight @ weight.mT)).float() * values.float()).sum(-1)
+        return abs(self.factor) * squares.clamp(min=0).sqrt()
+
+
+_known: WeakKeyDictionary[nn.Module, tuple[list[int], Found]] = WeakKeyDictionary()
+_is_finding = contextvars.ContextVar("is_finding", default=False)
+
+
+def output_projections(model: nn.Module) -> Found:
+    """Returns the output projection of each layer with attention, in the order in which they run.
+    Empty for a model that `capture` does not support, or if that of a layer is not found.
+
+    Runs the model once, and again when its modules are others.
+    """
+    from .capturing import capture  # which needs this file
+
+    modules = [id(module) for module in model.modules()]
+    if model not in _known or _known[model][0] != modules:
+        if _is_finding.get():
+            return []
+        token = _is_finding.set(True)
+        try:
+            found = _Finder(model).found(functools.partial(capture, model, logits=False))
+        except (TypeError, ValueError):  # not supported
+            found = []
+        finally:
+            _is_finding.reset(token)
+        _known[model] = modules, found
+    return _known[model][1]
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a module."""
+
+    module: nn.Module
+    parent: "_Call | None"
+    arguments: tuple
+    options: dict
+    given: Tensor = EMPTY  # the first tensor of numbers among them
+    output: Tensor = EMPTY  # the first one of its output
+    maps: list[Tensor] = field(default_factory=list)  # 4-D tensors of its output
+    calls: list["_Call"] = field(default_factory=list)  # of modules, by this module
+
+    def inside(self) -> Iterator["_Call"]:
+        """Yields all calls within this one, in the order of their ends."""
+        for call in self.calls:
+            yield from call.inside()
+            yield call
+
+    def outside(self) -> Iterator["_Call"]:
+        """Yields the calls that contain this one, the innermost first."""
+        if self.parent:
+            yield self.parent
+            yield from self.parent.outside()
+
+
+class _Finder:
+    """Records a run of a model."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.root = model, _Call(model, None, (), {})
+        self.running = [self.root]  # from the outermost to the innermost
+        self.layers: list[tuple[_Call, Any]] = []  # what is running, and what `visit` received
+
+    def found(self, capture: Callable) -> Found:
+        hooks = []
+        for module in self.model.modules():
+            hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            hooks.append(module.register_forward_hook(self._leave))
+        try:
+            capture(torch.tensor([IDS]), self._visit)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        calls, found, attentions = [*self.root.inside()], [], []
+        for running, of in self.layers:
+            if of.module:
+                called = [c for c in calls if c.module is of.module and c not in attentions]
+            else:  # without AttentionInterface, such as GPT-Neo: the one that returned the weights
+                called = [c for c in calls if any(_is_close(m, of.weights) for m in c.maps)]
+            attentions.append(called[0] if called else running)
+        for attention, (_, of) in zip(attentions, self.layers, strict=True):
+            others = [call for call in attentions if call is not attention]
+            if not (projection := _projection(calls, attention, others, of)):
+                return []
+            found.append(projection)
+        return found
+
+    def _enter(self, module: nn.Module, arguments: tuple, options: dict) -> None:
+        given = _first((*arguments, *options.values()))
+        self.running.append(_Call(module, self.running[-1], arguments, options, given))
+
+    def _leave(self, module: nn.Module, arguments: tuple, output: Any) -> None:
+        call = self.running.pop()
+        outputs = output if isinstance(output, tuple) else (output,)
+        call.output = _first(outputs)
+        call.maps = [t for t in outputs[1:] if isinstance(t, Tensor) and t.dim() == 4]
+        self.running[-1].calls.append(call)
+
+    def _visit(self, _: int, attention: Any) -> None:
+        self.layers.append((self.running[-1], attention))
+
+
+def _first(values: Sequence[Any]) -> Tensor:
+    """Returns a copy of the first tensor of numbers: a model may add to it in place."""
+    tensors = [t for t in values if isinstance(t, Tensor) and t.is_floating_point()]
+    return tensors[0].detach().clone() if tensors else EMPTY
+
+
+def _projection(
+    calls: Sequence[_Call], attention: _Call, others: Sequence[_Call], captured: Any
+) -> Projection | None:
+    """Returns the output projection of an attention module: the linear module that receives weights
+    times values. With a norm or a gate between, it is the one that the attention module calls last.
+    others: the attention of other layers. captured: what was captured of this one."""
+    num_heads, values, contexts = captured.weights.shape[1], captured.values, None
+    if values is not None:  # those of our GPT are not captured
+        shared = values.float().repeat_interleave(num_heads // values.shape[1], 1)
+        contexts = (captured.weights @ shared).transpose(1, 2).flatten(2)
+
+    def is_projection(call: _Call) -> bool:
+        x, y = call.given, call.output
+        if x.dim() != 3 or y.dim() != 3 or not call.arguments:
+            return False
+        of_heads = x.shape[-1] % num_heads == 0 if contexts is None else x.shape == contexts.shape
+        is_input = _is_same(x, attention.given) or _is_same(x, y)  # of a gate; of dropout
+        return of_heads and not is_input and _is_linear(call)
+
+    direct = [] if contexts is None else [c for c in calls if _is_close(c.given, contexts)]
+    direct = [call for call in direct if is_projection(call)]
+    inside = attention.inside() if attention.parent else ()  # nothing was running
+    found = direct or [call for call in inside if is_projection(call)]
+    if not found:
+        return None
+    call = found[-1]  # one around others, such as LoRA's, ends last
+    apart = {call for other in others for call in (other, *other.outside())}
+    blocks = [outer.module for outer in (attention, *attention.outside()) if outer not in apart]
+    return Projection(
+        module=call.module,
+        attention=attention.module,
+        num_heads=num_heads,
+        block=blocks[-1] if blocks else None,
+        factor=_factor(attention, call),
+        is_sum=bool(direct),
+        given=call.given,
+        options=(call.arguments[1:], call.options),
+        is_transposed=_is_transposed(call),
+    )
+
+
+def _is_linear(call: _Call) -> bool:
+    """Returns whether a module is linear, up to a bias."""
+    rest, x = call.arguments[1:], call.given
+    zero, twice = (call.module(x * n, *rest, **call.options) for n in (0, 2))
+    return isinstance(zero, Tensor) and _is_close(twice - zero, 2 * (call.output - zero))
+
+
+def _is_transposed(call: _Call) -> bool | None:
+    """Returns whether a module is x W^T + b; False if it is x W + b, None if it is neither."""
+    names = {name for name, _ in call.module.named_parameters()}
+    weight, bias = (getattr(call.module, name, None) for name in ("weight", "bias"))
+    if not isinstance(weight, Tensor) or not names <= {"weight", "bias"} or weight.is_meta:
+        return None
+    for is_transposed, matrix in ((True, weight.T), (False, weight)):
+        if matrix.dtype == call.given.dtype and matrix.shape[0] == call.given.shape[-1]:
+            found = call.given @ matrix
+            if _is_close(found if bias is None else found + bias, call.output):
+                return is_transposed
+    return None
+
+
+def _factor(attention: _Call, projection: _Call) -> float | None:
+    """Returns the constant a of x + a output, or x + a output + b MLP with any b, where x is the
+    input of a module that contains the attention and output that of the projection."""
+    wrote = projection.output
+    for within, outer in zip((attention, *attention.outside()), attention.outside(), strict=False):
+        if (x := _like(wrote, outer.given)) is None:
+            continue
+        later = outer.calls[outer.calls.index(within) + 1 :]
+        outputs = [y for call in outer.calls if (y := _like(wrote, call.output)) is not None]
+        for result in (*(call.given for call in later), outer.output):
+            y = _like(wrote, result)
+            if y is None or any(_is_same(y, output) for output in outputs):
+                continue  # the output of a module is no sum
+            for other in (None, *outputs):
+                if (factor := _share(y - x, wrote, other, y)) is not None:
+                    return factor
+    return None
+
+
+def _like(wrote: Tensor, found: Tensor) -> Tensor | None:
+    """Returns a tensor in the shape of another, None if it has another size."""
+    is_like = found.shape[-1:] == wrote.shape[-1:]
+    return found.view_as(wrote) if is_like and found.numel() == wrote.numel() else None
+
+
+def _share(change: Tensor, wrote: Tensor, other: Tensor | None, like: Tensor) -> float | None:
+    """Returns a, where a change is a wrote, or a wrote + b other; None if it is not."""
+    size = like.float().norm(dim=-1, keepdim=True)  # some tokens are much larger than others
+    parts = [part for part in (wrote, other) if part is not None]
+    columns = torch.stack([(part.float() / size).flatten() for part in parts], -1).double()
+    target = (change.float() / size).flatten().double()
+    found = torch.linalg.lstsq(columns.cpu(), target.cpu()).solution
+    rest = (columns.cpu() @ found - target.cpu()).norm()
+    own = (columns[:, 0].cpu() * found[0]).norm()
+    eps = torch.finfo(like.dtype).eps
+    if not rest < min(0.1 * float(own), 4 * eps * size.numel() ** 0.5):
+        return None
+    factor = float(found[0])
+    return 1.0 if abs(factor - 1) < 8 * eps else factor
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors differ only by rounding."""
+    if a.shape != b.shape:
+        return False
+    eps = max(torch.finfo(t.dtype).eps for t in (a, b))
+    return bool((a.float() - b.float()).norm() <= 8 * eps * b.float().norm())
