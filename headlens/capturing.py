@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .projections import output_projections
+from .projections import device_of, output_projections
 
 
 @dataclass
@@ -85,8 +85,7 @@ def capture(
     attention in each layer, and for token ids or positions that the model does not have.
     """
     model = unwrapped(model)
-    device = next((parameter.device for parameter in model.parameters()), None)
-    ids = torch.atleast_2d(torch.as_tensor(input_ids, device=device))
+    ids = torch.atleast_2d(torch.as_tensor(input_ids, device=device_of(model)))
     if not ids.numel():
         raise ValueError("input_ids: no token")
     is_ours = not attention and hasattr(model, "capture_attention")
