@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers.foreign import FAMILIES, foreign_model
+from helpers.foreign import FAMILIES, HYBRID, foreign_model
 from helpers.models import random_ids, tiny_model
 from torch import nn
 
@@ -13,20 +13,6 @@ from headlens import capture
 from headlens.projections import output_projections
 
 IDS = random_ids(B=2, T=9, vocab_size=97)
-HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 LATENT = {  # values narrower than keys, DeepSeek's
     "q_lora_rank": None,
     "kv_lora_rank": 8,
