@@ -201,10 +201,17 @@ def mean_contexts(
 ) -> list[Tensor]:
     """Returns the mean context vector of each head over all tokens of prompts, (H, D) for each
     layer. capture: runs the model of these output projections. prompts: their token ids."""
-    sums = _Sums(len(projections))
-    with edited_contexts(projections, sums.add):
+    sums, last = _Sums(len(projections)), {}  # last: a capture may run the model several times
+
+    def keep(layer: int, context: Tensor) -> Tensor:
+        last[layer] = context
+        return context
+
+    with edited_contexts(projections, keep):
         for token_ids in prompts:  # one by one: padding would be in the mean
             capture(torch.tensor([token_ids]), lambda *_: None)
+            for layer, context in last.items():
+                sums.add(layer, context)
     return sums.means()
 
 

@@ -328,9 +328,7 @@ class _Run:
             for module in self.attention.modules():
                 if "norm" in type(module).__name__.lower() and not list(module.children()):
                     stack.callback(module.register_forward_hook(freeze).remove)
-            if (
-                config and before
-            ):  # of transformers: for this call, the one that shows queries and keys
+            if config and before:  # of transformers: sdpa shows queries and keys
                 config._attn_implementation = "sdpa"
                 stack.callback(setattr, config, "_attn_implementation", before)
             stack.enter_context(_Asked(receive))
