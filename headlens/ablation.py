@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .capturing import Captured, Visit, capture, unchanged, unwrapped
-from .projections import Projection, output_projections
+from .projections import Projection, device_of, output_projections
 
 Head = tuple[int, int]  # (layer, head), counted over the layers with attention
 Edit = Callable[[int, Tensor], Tensor]  # (layer, context, (B, H, T, D)) -> what replaces it
@@ -71,7 +71,7 @@ def head_removal(
     if not (projections := output_projections(model)):
         name = type(model).__name__
         raise ValueError(f"{name}: the inputs of the output projections of its heads are not found")
-    device, groups = next(model.parameters()).device, groups or {}
+    device, groups = device_of(model), groups or {}
     ids = torch.as_tensor(windows, device=device)  # (B, T)
     targets = F.pad(ids[:, 1:], (0, 1), value=-1) if targets is None else targets.to(device)
     size = max(1, TOKENS_AT_ONCE // ids.shape[1])

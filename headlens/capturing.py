@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .observing import AttentionCall, Receive, observe
-from .projections import output_projections
+from .projections import device_of, output_projections
 from .proof import Proof, first_tensor, prove
 
 
@@ -98,6 +98,7 @@ def capture(
     if not attention:
         _check_ids(ids, model)
     way, result, count = _way(model, attention), Captured(), 0
+    projections = [] if attention else output_projections(model)
 
     def receive(call: AttentionCall) -> None:
         nonlocal count
@@ -308,8 +309,7 @@ def _inputs(model: nn.Module, input_ids: Any, mask: Any) -> tuple[Tensor, Tensor
     if isinstance(input_ids, Mapping):  # what a tokenizer of transformers returns
         mask = input_ids.get("attention_mask") if mask is None else mask
         input_ids = input_ids["input_ids"]
-    devices = (parameter.device for parameter in model.parameters())
-    device = next((each for each in devices if each.type != "meta"), None)  # meta: is offloaded
+    device = device_of(model)
     try:
         ids = torch.atleast_2d(torch.as_tensor(input_ids, device=device))
         mask = None if mask is None else torch.atleast_2d(torch.as_tensor(mask, device=device)) > 0

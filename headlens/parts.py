@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from .ablation import Head, edited_contexts, removal
 from .capturing import LayerAttention, capture, unchanged, unwrapped
-from .projections import Projection, output_projections
+from .projections import Projection, device_of, output_projections
 
 AT_ONCE = 2**23  # numbers of parts, (n, T, C), in one call of the attention module: 32 MiB
 
@@ -103,7 +103,7 @@ def score_parts(
         if not all(0 <= n < len(projections) and 0 <= m < len(means[n]) for n, m in off):
             raise ValueError(f"off: {name} does not have all of the heads {list(off)}")
         edited = edited_contexts(projections, removal(off, means))
-    device = next(model.parameters()).device
+    device = device_of(model)
     with torch.autocast(device.type, enabled=False):
         with edited, run.recorded(), contextlib.suppress(_Stop):
             capture(model, ids, run.visit, logits=False)
@@ -328,9 +328,7 @@ class _Run:
             for module in self.attention.modules():
                 if "norm" in type(module).__name__.lower() and not list(module.children()):
                     stack.callback(module.register_forward_hook(freeze).remove)
-            if (
-                config and before
-            ):  # of transformers: for this call, the one that shows queries and keys
+            if config and before:  # of transformers: sdpa shows queries and keys
                 config._attn_implementation = "sdpa"
                 stack.callback(setattr, config, "_attn_implementation", before)
             stack.enter_context(_Asked(receive))

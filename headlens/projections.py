@@ -28,7 +28,6 @@ class Projection:
     module: nn.Module  # its input, (B, T, H D), is the contexts of all heads
     attention: nn.Module  # the module that computes the attention weights
     num_heads: int
-    block: nn.Module | None  # the largest module that contains the attention of this layer alone
     # The residual stream receives the output of the projection times this constant. None if it
     # receives something else: with a norm behind it, for example.
     factor: float | None
@@ -37,6 +36,7 @@ class Projection:
     options: tuple[tuple, dict]  # further arguments of the module
     is_transposed: bool | None  # whether its weight is (C, H D), Conv1D's is not; None: no weight
 
+    @torch.no_grad()
     def matrix(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns the matrix of the projection, (H D, C), and its bias, (C,)."""
         weight, bias = (getattr(self.module, name, None) for name in ("weight", "bias"))
@@ -68,30 +68,38 @@ class Projection:
         return abs(self.factor) * squares.clamp(min=0).sqrt()
 
 
-_known: WeakKeyDictionary[nn.Module, tuple[list[int], Found]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, tuple[list, Found]] = WeakKeyDictionary()
 _is_finding = contextvars.ContextVar("is_finding", default=False)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of the weights of a model that are not offloaded."""
+    devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    return next(devices, torch.device("cpu"))
 
 
 def output_projections(model: nn.Module) -> Found:
     """Returns the output projection of each layer with attention, in the order in which they run.
     Empty for a model that `capture` does not support, or if that of a layer is not found.
 
-    Runs the model once, and again when its modules are others.
+    Runs the model once, and again when its modules, their device or their type are others.
     """
-    from .capturing import capture  # which needs this file
+    from .capturing import capture, unchanged  # which need this file
 
-    modules = [id(module) for module in model.modules()]
-    if model not in _known or _known[model][0] != modules:
+    like, device = next(model.parameters(), EMPTY), device_of(model)
+    state = [device, like.dtype, *(id(module) for module in model.modules())]
+    if model not in _known or _known[model][0] != state:
         if _is_finding.get():
             return []
         token = _is_finding.set(True)
         try:
-            found = _Finder(model).found(functools.partial(capture, model, logits=False))
+            with unchanged(model, device), torch.autocast(device.type, enabled=False):
+                found = _Finder(model).found(functools.partial(capture, model, logits=False))
         except (TypeError, ValueError):  # not supported
             found = []
         finally:
             _is_finding.reset(token)
-        _known[model] = modules, found
+        _known[model] = state, found
     return _known[model][1]
 
 
@@ -147,8 +155,7 @@ class _Finder:
                 called = [c for c in calls if any(_is_close(m, of.weights) for m in c.maps)]
             attentions.append(called[0] if called else running)
         for attention, (_, of) in zip(attentions, self.layers, strict=True):
-            others = [call for call in attentions if call is not attention]
-            if not (projection := _projection(calls, attention, others, of)):
+            if not (projection := _projection(calls, attention, of)):
                 return []
             found.append(projection)
         return found
@@ -174,12 +181,10 @@ def _first(values: Sequence[Any]) -> Tensor:
     return tensors[0].detach().clone() if tensors else EMPTY
 
 
-def _projection(
-    calls: Sequence[_Call], attention: _Call, others: Sequence[_Call], captured: Any
-) -> Projection | None:
+def _projection(calls: Sequence[_Call], attention: _Call, captured: Any) -> Projection | None:
     """Returns the output projection of an attention module: the linear module that receives weights
     times values. With a norm or a gate between, it is the one that the attention module calls last.
-    others: the attention of other layers. captured: what was captured of this one."""
+    captured: what was captured of this layer."""
     num_heads, values, contexts = captured.weights.shape[1], captured.values, None
     if values is not None:  # those of our GPT are not captured
         shared = values.float().repeat_interleave(num_heads // values.shape[1], 1)
@@ -200,13 +205,10 @@ def _projection(
     if not found:
         return None
     call = found[-1]  # one around others, such as LoRA's, ends last
-    apart = {call for other in others for call in (other, *other.outside())}
-    blocks = [outer.module for outer in (attention, *attention.outside()) if outer not in apart]
     return Projection(
         module=call.module,
         attention=attention.module,
         num_heads=num_heads,
-        block=blocks[-1] if blocks else None,
         factor=_factor(attention, call),
         is_sum=bool(direct),
         given=call.given,

@@ -1,6 +1,8 @@
 """Removed heads: the changes of the loss equal a plain loop with hooks."""
 
+import copy
 import csv
+import functools
 import json
 import math
 
@@ -8,16 +10,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.foreign import foreign_model
 from helpers.models import random_ids, tiny_model, with_changed_inputs
 
 from clearhead.models.head_removal import ablate_heads
 from clearhead.run import lens_runner
 from clearhead.tokens.windows import IGNORED, WindowDataset
-from headlens import read_snapshot
+from headlens import head_removal, read_snapshot
 from headlens.ablation import COLUMNS
 from train import fit
 
 HEADS = [(layer, head) for layer in (0, 1) for head in range(4)]
+SMALL = {"num_hidden_layers": 2, "vocab_size": 23, "attention_dropout": 0.0}
 GROUPS = {"both layers": [(0, 1), (1, 0), (1, 3)], "one head": [(1, 2)]}
 
 
@@ -35,20 +39,49 @@ class Windows(WindowDataset):
         return ids[:, :-1], targets
 
 
+IDS, TARGETS = Windows().batch(np.arange(5))
+
+
+@functools.cache
+@torch.enable_grad()
+def trained(kind):
+    """Returns a small model that has learned to repeat eight tokens."""
+    model = (
+        tiny_model(std=None, context_length=16) if kind == "ours" else foreign_model(kind, **SMALL)
+    )
+    generator = torch.Generator().manual_seed(2)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(200):
+        ids = torch.randint(23, (32, 8), generator=generator).repeat(1, 2)
+        loss = F.cross_entropy(logits_of(model, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval().requires_grad_(False)
+
+
+def logits_of(model, ids):
+    output = model(ids)
+    return output.logits if hasattr(output, "logits") else output[0]
+
+
+def projections_of(model):
+    """Returns the output projection of each layer, by name."""
+    ends = ("attn.out_proj", "attn.o_proj", "attention.dense", "attn.c_proj")
+    return [module for name, module in model.named_modules() if name.endswith(ends)]
+
+
 def run_with_hooks(model, change):
     """Returns logits (B, T, V). change(layer, context) replaces the input of an output projection,
     (B, T, H * D)."""
-    ids, _ = Windows().batch(np.arange(5))
-    projections = [block.attn.out_proj for block in model.blocks]
-    return with_changed_inputs(projections, change, lambda: model(ids)[0])
+    return with_changed_inputs(projections_of(model), change, lambda: logits_of(model, IDS))
 
 
 def measured(logits):
     """Returns the loss of each target (N,), its window (N,) and the accuracy."""
-    _, targets = Windows().batch(np.arange(5))
-    counted = targets != IGNORED
-    losses = F.cross_entropy(logits[counted], targets[counted], reduction="none")
-    return losses, counted.nonzero()[:, 0], (logits.argmax(-1) == targets)[counted].double().mean()
+    counted = TARGETS != IGNORED
+    losses = F.cross_entropy(logits[counted], TARGETS[counted], reduction="none")
+    return losses, counted.nonzero()[:, 0], (logits.argmax(-1) == TARGETS)[counted].double().mean()
 
 
 def mean_contexts(model):
@@ -65,11 +98,12 @@ def mean_contexts(model):
 
 def mixed(model, heads, part):
     """Runs with the context of `heads` moved by `part` of the way to its mean."""
-    means, size = mean_contexts(model), model.blocks[0].attn.head_dim
+    means = mean_contexts(model)
 
     def change(layer, context):
         for of_layer, head in heads:
             if of_layer == layer:
+                size = context.shape[-1] // 4
                 columns = slice(head * size, (head + 1) * size)
                 context[..., columns] += part * (means[layer][columns] - context[..., columns])
         return context
@@ -78,11 +112,13 @@ def mixed(model, heads, part):
 
 
 @torch.no_grad()
-def test_changes_equal_a_loop_with_hooks():
-    model = tiny_model().eval()
-    result = ablate_heads(model, GROUPS, Windows(), True, math.inf)
+@pytest.mark.parametrize("kind", ["ours", "llama", "gpt_neox"])
+def test_changes_equal_a_loop_with_hooks(kind, monkeypatch):
+    monkeypatch.setattr("headlens.ablation.TOKENS_AT_ONCE", 20)  # so that several passes are needed
+    model = trained(kind)
+    result = head_removal(model, IDS, GROUPS, targets=TARGETS, accuracy=True)
     losses, windows, accuracy = measured(mixed(model, [], 1))
-    assert (result["windows"], result["targets"]) == (5, len(losses))
+    assert (result["method"], result["windows"], result["targets"]) == ("exact", 5, len(losses))
     assert result["loss"] == pytest.approx(float(losses.mean()), abs=1e-5)
     assert result["accuracy"] == pytest.approx(float(accuracy), abs=1e-4)
     assert [(row["layer"], row["head"]) for row in result["heads"]] == HEADS
@@ -101,6 +137,54 @@ def test_changes_equal_a_loop_with_hooks():
         assert row["loss_change_error"] == pytest.approx(error, abs=1e-5)
         assert row["accuracy_without"] == pytest.approx(float(accuracy), abs=1e-4)
     assert max(abs(row["loss_change"]) for row in result["heads"]) > 0.01
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_a_removed_head_is_one_whose_weights_are_zero_and_whose_mean_is_in_the_bias(kind):
+    model, ids = trained(kind), IDS.repeat(1, 2)  # of which the second copy is predicted
+    without = head_removal(model, ids)["heads"]
+    means = {}
+    with_changed_inputs(
+        projections_of(model),
+        lambda layer, context: means.setdefault(layer, context.mean((0, 1))) * 0 + context,
+        lambda: logits_of(model, ids),
+    )
+
+    def loss(model):
+        return float(F.cross_entropy(logits_of(model, ids)[:, :-1].mT, ids[:, 1:]))
+
+    for row in without:
+        edited = copy.deepcopy(model)
+        projection = projections_of(edited)[row["layer"]]
+        columns = slice(8 * row["head"], 8 * row["head"] + 8)
+        written = projection.weight[:, columns] @ means[row["layer"]][columns]
+        bias = written if projection.bias is None else projection.bias + written
+        projection.bias = torch.nn.Parameter(bias)
+        projection.weight[:, columns] = 0
+        assert row["loss_change"] == pytest.approx(loss(edited) - loss(model), abs=1e-4)
+    assert max(row["loss_change"] for row in without) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["ours", "llama", "gpt_neox"])
+def test_an_estimate_is_the_slope_of_the_loss_on_the_way_to_the_mean(kind):
+    model = trained(kind)
+    result = head_removal(model, IDS, GROUPS, targets=TARGETS, estimate=True)
+    assert result["method"] == "estimate"
+    removed = [[head] for head in HEADS] + list(GROUPS.values())
+    for heads, row in zip(removed, result["heads"] + result["groups"], strict=True):
+        (ahead, windows, _), (back, *_) = (measured(mixed(model, heads, p)) for p in (0.01, -0.01))
+        slope = (ahead - back).double() / 0.02
+        assert row["loss_change"] == pytest.approx(float(slope.mean()), abs=2e-3)
+        sums = [float((slope - slope.mean())[windows == window].sum()) for window in range(5)]
+        error = math.sqrt(5 / 4 * sum(s**2 for s in sums)) / len(slope)
+        assert row["loss_change_error"] == pytest.approx(error, abs=5e-3)
+        assert row["accuracy_without"] is None
+    assert max(abs(row["loss_change"]) for row in result["heads"]) > 0.02
+    model.requires_grad_(True)
+    assert head_removal(model, IDS, GROUPS, targets=TARGETS, estimate=True) == result
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.requires_grad_(False)
 
 
 def test_changes_are_in_fp32_also_in_a_run_in_bf16():
@@ -124,10 +208,10 @@ def test_model_gradients_and_random_state_do_not_change():
 
 @pytest.mark.parametrize(
     ("small", "batch_size", "is_measured"),
-    [(0, 49, False), (0, 51, True), (lens_runner.SMALL, 49, True)],
+    [(0, 66, False), (0, 67, True), (lens_runner.SMALL, 66, True)],
 )
 def test_results_of_a_run(make_run, monkeypatch, small, batch_size, is_measured):
-    """Measured: 2 heads of layer 0 and 2 of layer 1 need three passes of 2 windows. This is at most
+    """Measured: 2 heads of layer 0 and 2 of layer 1 need four passes of 2 windows. This is at most
     one percent of three passes of all trained windows, or the model is small."""
     monkeypatch.setattr(lens_runner, "SMALL", small)
     options = ("lens=default", "lens.prompts=[abcd]", "lens.repeat_length=0", "lens.every=4")

@@ -310,6 +310,8 @@ def test_subject_counts_the_names_of_the_shown_step():
     said = plain(subject(data, status | {"names": [0] * 6}, earlier))
     assert f"At step {earlier}, none of 6 heads" in said
     assert f"At step {data.step}, the model needs" in said  # measured at the last step alone
+    data.ablation["method"] = "estimate"  # which is no evidence
+    assert "needs" not in plain(subject(data, status, data.step))
 
 
 # ------------------------------------------------------------------- removed heads

@@ -71,6 +71,21 @@ def test_a_model_of_transformers(in_process, home):
     assert [len(prompt["tokens"]) for prompt in of_prompts] == [len(text["tokens"]), 9]
 
 
+@pytest.mark.parametrize("ablation", ["exact", "estimate"])
+def test_loss_without_each_head(in_process, home, ablation):
+    given = ("checkpoint=out/checkpoint-20", *QUICK, "data.path=text.txt", f"ablation={ablation}")
+    code, told, _ = in_process(main, home, *given, "out=removed.html")
+    assert code == 0
+    (run,) = read(home / "removed.html")
+    assert len(run["removed"]["findings"]) == 12
+    assert ("estimate" in told) == (ablation == "estimate")
+    assert ("stimated" in str(run["removed"])) == (ablation == "estimate")
+    in_process(main, home, *given, "out=removed.npz")
+    found = read_snapshot(home / "removed.npz").ablation
+    assert found["method"] == ablation
+    assert max(abs(row["loss_change"]) for row in found["heads"]) > 0.001
+
+
 def test_two_models_and_data(in_process, home):
     both = ("checkpoint=out/checkpoint-20", "compare=runs/one")
     code, _, err = in_process(main, home, *both, *QUICK, "out=two.html")
@@ -132,7 +147,7 @@ def test_bad_values(in_process, home):
         (2, ["checkpoint"], []),
         (2, ["checkpoint", "compare"], [one, many, "compare=out/checkpoint-20"]),
         (2, ["ablation", "out"], [many, "ablation=exact", "out=a.npz"]),
-        (2, ["ablation"], [one, "ablation=exact"]),
+        (2, ["data.path"], [one, "ablation=exact"]),
         (2, ["data.path"], [one, f"data.path={short}"]),
         (3, ["data.path"], [one, "data.path=none.txt"]),
         (3, ["checkpoints"], ["checkpoints=none/checkpoint-*"]),

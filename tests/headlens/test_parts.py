@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers.foreign import foreign_model
+from helpers.foreign import HYBRID, foreign_model
 from helpers.models import random_ids, tiny_model
 from torch import nn
 
@@ -191,6 +191,20 @@ def test_the_parts_sum_to_the_score_minus_the_mean_of_its_row(name):
             assert kinds == ["token", *positions, *of_layer * layer, "biases"]
     deep = score_parts(model, IDS, 2, 0, 8, 6).values
     assert np.linalg.matrix_rank(deep, tol=1e-5) > 1  # the sum is not in one part
+
+
+def test_layers_of_a_hybrid_without_attention_are_one_source():
+    model = foreign_model("qwen3_next", **HYBRID)
+    layers, heads = capture(model, IDS).layers, ["head"] * 4
+    for layer, between in ((0, []), (1, [*heads, "layers before L3"])):
+        parts = score_parts(model, IDS, layer, 1, 8, 6)
+        row = layers[layer].scores[0, 1, 8]
+        assert parts.score == pytest.approx(float(row[6]), abs=1e-4)
+        assert parts.values.sum() == pytest.approx(float(row[6] - row[:9].mean()), abs=1e-4)
+        kinds = [source["kind"] for source in parts.sources]
+        assert kinds == ["token", "layers before L1", *between, "biases"]
+        written = np.abs(parts.values[:, : len(kinds) - 1]).max(0)
+        assert written.min() > 1e-3
 
 
 def test_parts_in_several_calls_of_the_attention_module(monkeypatch):

@@ -43,6 +43,21 @@ OTHERS = {  # without transformers' AttentionInterface
         "attention_types": [[["global", "local", "global"], 1]],
     },
 }
+# Sizes of qwen3_next, with attention in the layers 1 and 3.
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 NO_SDPA = ("gemma2", "gpt_neo")  # gemma2: because of its soft caps
 
 

@@ -1,0 +1,139 @@
+"""The output projection of each layer, and what it adds to the residual stream."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from helpers.foreign import FAMILIES, HYBRID, foreign_model
+from helpers.models import random_ids, tiny_model
+from torch import nn
+
+from headlens import capture
+from headlens.projections import output_projections
+
+IDS = random_ids(B=2, T=9, vocab_size=97)
+LATENT = {  # values narrower than keys, DeepSeek's
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 3,
+}
+SHARED = {"num_key_value_heads": 2}
+OTHERS = {
+    "qwen3_next": HYBRID,
+    "deepseek_v3": LATENT,
+    "bitnet": SHARED,
+    "granite": {"residual_multiplier": 0.22},
+    "glm4": SHARED | {"head_dim": 8},
+    "olmo2": {},
+    "cohere": {},
+    "opt": {},
+}
+# A norm behind the attention, or a norm or a gate between it and its projection.
+NOT_A_SUM = ("gemma2", "gemma3_text", "glm4", "olmo2", "bitnet", "qwen3_next")
+NAMES = {"gpt2": "attn.c_proj", "gpt_neox": "attention.dense", "opt": "self_attn.out_proj"}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS, "gpt_neo"])
+def test_projections_are_found_without_their_names(family):
+    model = foreign_model(family, **OTHERS.get(family, {}))
+    end = NAMES | {"gpt_neo": "attention.out_proj"}
+    end = end.get(family, "self_attn.o_proj")
+    expected = [module for name, module in model.named_modules() if name.endswith(end)]
+    found = output_projections(model)
+    assert [each.module for each in found] == expected
+    assert {each.num_heads for each in found} == {4}
+
+
+def written(model, family, module, vector, head):
+    """Returns what a projection adds to the residual stream for one value vector, by its matrix."""
+    weight = module.weight.T if family == "gpt2" else module.weight  # (C, H D)
+    size = len(vector)
+    factor = getattr(model.config, "residual_multiplier", 1)
+    return factor * weight[:, head * size : (head + 1) * size] @ vector
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_value_norms_are_given_only_where_a_value_is_added_times_a_constant(family):
+    model = foreign_model(family, **OTHERS.get(family, {}))
+    for layer, projection in zip(
+        capture(model, IDS).layers, output_projections(model), strict=True
+    ):
+        if family in NOT_A_SUM:
+            assert layer.value_norms is None
+            continue
+        for head in range(4):
+            for text, key in ((0, 0), (1, 7)):
+                vector = layer.values[text, head * layer.values.shape[1] // 4, key]
+                expected = written(model, family, projection.module, vector, head).norm()
+                assert float(layer.value_norms[text, head, key]) == pytest.approx(
+                    float(expected), rel=1e-4
+                )
+
+
+class Wrapped(nn.Module):
+    """A projection without `.weight`, as a quantised one."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def wrap(model):
+    for block in model.model.layers:
+        block.self_attn.o_proj = Wrapped(block.self_attn.o_proj)
+
+
+def offload(model):
+    from accelerate import cpu_offload
+
+    cpu_offload(model, torch.device("cpu"))
+
+
+def drop(model):
+    """In train mode. A capture, and the search for projections, are without dropout."""
+    for block in model.model.layers:
+        block.self_attn.o_proj = nn.Sequential(block.self_attn.o_proj, nn.Dropout(0.5))
+    model.train()
+
+
+@pytest.mark.parametrize("change", [wrap, offload, drop])
+def test_projections_without_a_weight(change):
+    model = foreign_model("llama", attention_bias=True)
+    expected = capture(model, IDS).layers
+    changed = copy.deepcopy(model)
+    change(changed)
+    state = torch.get_rng_state()
+    found = output_projections(changed)
+    assert torch.equal(torch.get_rng_state(), state)
+    for layer, other in zip(capture(changed, IDS).layers, expected, strict=True):
+        np.testing.assert_allclose(layer.value_norms, other.value_norms, rtol=1e-4)
+    changed.eval()
+    for each, block in zip(found, model.model.layers, strict=True):
+        matrix, bias = each.matrix(torch.float32)
+        np.testing.assert_allclose(matrix, block.self_attn.o_proj.weight.T.detach(), atol=1e-5)
+        np.testing.assert_allclose(bias, block.self_attn.o_proj.bias.detach(), atol=1e-5)
+
+
+def test_a_module_that_is_replaced_is_found_again():
+    model = foreign_model("llama")
+    before = output_projections(model)
+    assert output_projections(model) is before
+    model.model.layers[1].self_attn.o_proj = other = nn.Linear(32, 32, bias=False)
+    assert output_projections(model)[1].module is other
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_ours_and_what_is_not_supported():
+    model = tiny_model()
+    found = [each.module for each in output_projections(model)]
+    assert found == [block.attn.out_proj for block in model.blocks]
+    assert output_projections(nn.Linear(3, 3)) == []
