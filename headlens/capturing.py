@@ -281,12 +281,15 @@ class _SoftmaxInput(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def scores(self, weights: Tensor) -> Tensor | None:
-        """Returns the scores, fp32, -inf where masked. None if they are not those of the weights
-        alone, as with a learned sink, which is one more column."""
-        if self.found is None or self.found.shape != weights.shape:
+        """Returns the scores, fp32, -inf where masked, without that of a learned sink, which is one
+        more column. None if they have another shape than the weights."""
+        if self.found is None:
             return None
-        masked = self.found < torch.finfo(self.found.dtype).min / 2  # the mask is added
-        return self.found.float().masked_fill(masked, float("-inf"))
+        found = self.found[..., : self.found.shape[-1] - (self.found.shape[-1] > weights.shape[-1])]
+        if found.shape != weights.shape:
+            return None
+        masked = found < torch.finfo(found.dtype).min / 2  # the mask is added
+        return found.float().masked_fill(masked, float("-inf"))
 
 
 def _configs(model: nn.Module) -> list[Any]:
