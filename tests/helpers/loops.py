@@ -3,8 +3,16 @@
 import math
 from statistics import fmean
 
+import torch
+
 OFFSETS = range(2, 9)
 SEPARATING = set(" \n\t.,;:!?-—…'\"“”‘’()")  # characters of the texts of tests
+
+
+def uniform_attention(num_tokens):
+    """Returns the weights 1 / (q + 1) on each key token, (1, T, T)."""
+    ones = torch.ones(num_tokens, num_tokens).tril()
+    return (ones / ones.sum(-1, keepdim=True))[None]
 
 
 def targets(token_ids, tokens):
