@@ -105,7 +105,7 @@ class _Measured(Recorder):
     def visible(self) -> np.ndarray:
         """Returns whether the shown queries can see their keys, bool (L, t (t + 1) / 2)."""
         masks = torch.stack(self.statistics.masks)[:, 0].cpu().numpy()
-        return masks[:, *np.tril_indices(self.prompt.shown)]
+        return np.ascontiguousarray(masks[:, *np.tril_indices(self.prompt.shown)])
 
 
 def record(

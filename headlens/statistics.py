@@ -427,7 +427,7 @@ def uniform_values(sums: np.ndarray, counts: np.ndarray) -> dict[str, Chance]:
 
 def chance_of(of_layers: np.ndarray) -> Chance:
     """Returns the value of each layer as a Chance. of_layers: (L,), NaN if it is undefined."""
-    known = [None if np.isnan(value) else float(value) for value in of_layers]
+    known = [None if np.isnan(value) else round(float(value), 6) for value in of_layers]
     return known if len({*known}) > 1 else known[0]
 
 
