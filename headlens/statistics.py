@@ -37,6 +37,7 @@ from torch import Tensor
 from .prompts import is_separator
 
 OFFSETS = range(2, 9)  # tokens back; 1 is `previous_token`
+ROWS = 32  # of attention, whose entropy is computed at once
 ROUNDING = 2**-8  # the sum of a row of bf16 weights differs by less from 1
 # The value of a statistic for uniform attention, None if it is undefined; a list of the values of
 # the layers if they differ, because the masks of the layers differ.
@@ -166,7 +167,10 @@ def entropy(attention: Attention) -> Tensor:
     sum 0 do not count.
     """
     weights, (sums, _), keys = attention.weights, attention.rows, attention.visible.sum(-1)[:, None]
-    nats = -torch.special.xlogy(weights, weights).sum(-1)  # (B, H, T); 0 ln 0 = 0
+    # -p ln p, 0 for p = 0: (B, H, T). Without most of the later keys, whose weights are 0.
+    ends = range(ROWS, weights.shape[-1] + ROWS, ROWS)
+    parts = [torch.special.xlogy(w := weights[..., n - ROWS : n, :n], w).sum(-1) for n in ends]
+    nats = -torch.cat(parts, dim=-1)
     nats = nats / sums + sums.log()  # of the row divided by its sum
     return _mean(nats / keys.log(), (keys > 1) & (sums != 0))
 

@@ -115,7 +115,7 @@ function showNotes() {
   const statistic = statisticOf(run, state.sort);
   if (statistic) {
     const chances = chancesOf(A, state.sort).filter(Number.isFinite).sort((a, b) => a - b);
-    const ends = [...new Set([chances[0], chances.at(-1)])].map(format).join(" to ");
+    const ends = [...new Set([chances[0], chances.at(-1)])].map((end) => format(end)).join(" to ");
     what.push(" · ", bold(statistic.title), `: ${statistic.description}` +
       (chances.length ? ` Chance: ${ends}${chances.length > 1 ? ", by layer" : ""}.` : ""));
   }
@@ -150,7 +150,7 @@ function showNotes() {
   $("legend").replaceChildren(`Each ${mark} is one head`,
     ...(otherRunSide() ? [", ", bold("blue: B")] : [" in the colour of its name, grey without a name"]),
     "; ", make("i", { textContent: `${size}: the selected head` }),
-    `. Dashed: chance (equal weights on all key tokens). Point at a ${mark} to see which head it is.`);
+    `. Dashed: chance (equal weights on all visible key tokens). Point at a ${mark} to see which head it is.`);
 }
 
 /** Returns why the tokens of A and B are not the same. */
