@@ -38,12 +38,12 @@ from .heads import (
 from .history import Row
 from .rounding import formatted, formatted_change, formatted_loss, formatted_mean, formatted_weight
 from .snapshot_data import SnapshotData, from_codes
-from .statistics import STATISTICS
+from .statistics import STATISTICS, by_layer
 
 Part = str | list[str]
 WEIGHTS = from_codes(np.arange(256))  # of each byte
 FARTHEST = 32  # tokens before the query token, of a positional head
-FIRST_QUERY = 2  # the query tokens before it have too few key tokens for an example
+MOST_CHANCE = 0.4  # a query token with two key tokens or less is no example
 
 
 def head_name(layer: int, head: int) -> str:
@@ -143,6 +143,7 @@ class Cell(NamedTuple):
     query: int  # -1: none
     key: int
     weight: float
+    chance: float  # the weight of uniform attention
     is_name: bool  # whether the key token is a target of the name
     mean: float  # of a positional head, the mean weight at this distance
 
@@ -164,6 +165,11 @@ class Heads:
     def index(self, row: Mapping) -> int:
         """Returns the index of a head. row: of heads.head_table."""
         return row["layer"] * self.num_heads + row["head"]
+
+    def chance(self, name: str, index: int) -> float:
+        """Returns the value of a statistic for uniform attention in the layer of a head."""
+        of_heads = np.broadcast_to(by_layer(self.data.uniform[name]), self.row.names.shape)
+        return float(of_heads.flat[index])
 
     def _example(self, index: int) -> int:
         """Returns the prompt on which the name of a head is most significant and has a target, -1
@@ -245,26 +251,25 @@ def _sharpest(data: SnapshotData, number: int) -> list[Cell]:
     attention; without a target, the weight to an earlier token that is most above it."""
     prompt = data.prompts[number]
     query, key = np.tril_indices(prompt.shown)
-    back, is_late = query - key, query >= FIRST_QUERY
-    earlier = (key > 0) & (back > 0) & is_late
-    targets = targets_on(prompt)
-    targets = {name: of_name[query, key] & is_late for name, of_name in targets.items()}
-    found = []
-    of_heads = data.codes[number].reshape(-1, len(query))
-    named = zip(of_heads, data.row.names.flat, data.row.offsets.flat, strict=True)
-    for codes, index, offset in named:
-        name, weights, mean = ALL_NAMES[index], WEIGHTS[codes], 0.0
-        cells = targets.get(f"offset_{offset}" if name == "offset" else name, np.zeros(1, bool))
-        if name == "positional" and is_late.any():
-            counts = np.bincount(back[is_late])
-            means = np.bincount(back[is_late], weights[is_late]) / np.maximum(counts, 1)
+    back = query - key
+    earlier = (key > 0) & (back > 0)
+    targets = {name: of_name[query, key] for name, of_name in targets_on(prompt).items()}
+    found, chances = [], data.chances(number)
+    for layer, head in np.ndindex(data.row.names.shape):
+        name, offset = ALL_NAMES[data.row.names[layer, head]], data.row.offsets[layer, head]
+        weights, chance, mean = WEIGHTS[data.codes[number][layer, head]], chances[layer], 0.0
+        counted = (chance > 0) & (chance < MOST_CHANCE)
+        cells = targets.get(f"offset_{offset}" if name == "offset" else name, False) & counted
+        if name == "positional" and counted.any():
+            counts = np.bincount(back[counted])
+            means = np.bincount(back[counted], weights[counted]) / np.maximum(counts, 1)
             mean = float(means[:FARTHEST].max())
-            cells = is_late & (back == means[:FARTHEST].argmax())
+            cells = counted & (back == means[:FARTHEST].argmax())
         is_name = bool(cells.any())
-        cells = cells if is_name else earlier
-        best = int(np.where(cells, weights - 1 / (query + 1), -np.inf).argmax())
+        cells = cells if is_name else earlier & counted
+        best = int(np.where(cells, weights - chance, -np.inf).argmax())
         place = (int(query[best]), int(key[best])) if cells.any() else (-1, -1)
-        found.append(Cell(*place, float(weights[best]), is_name, mean))
+        found.append(Cell(*place, float(weights[best]), float(chance[best]), is_name, mean))
     return found
 
 
@@ -284,7 +289,7 @@ def _mean_weight(of: Heads, name: str, index: int) -> list[Part]:
     target = KINDS[name].target.format(of.offsets[index])
     value = float(of.row.values[name].flat[index])
     error = float(of.row.errors[name].flat[index]) if name in of.row.errors else None
-    chance = formatted(of.data.uniform[name])
+    chance = formatted(of.chance(name, index))
     weight = ["bold", formatted_mean(value, error)]
     return ["mean weight ", weight, f" on {target} (chance {chance})"]
 
@@ -304,7 +309,7 @@ def _example(of: Heads, row: Mapping) -> list[Part]:
         ["token", labels[cell.key]],
         f" ({cell.key}), with weight ",
         ["bold", formatted_weight(cell.weight)],
-        f" (chance {formatted(1 / (cell.query + 1))}){average}.",
+        f" (chance {formatted(cell.chance)}){average}.",
     ]
 
 
@@ -314,7 +319,7 @@ def _unnamed(of: Heads, index: int) -> list[Part]:
     if not np.isfinite(found).any():
         return ["Its attention fits none of the named patterns."]
     at = int(np.nanargmax(found / LIMITS))
-    name, chance = NAMES[at], of.data.uniform[NAMES[at]] or 0
+    name, chance = NAMES[at], of.chance(NAMES[at], index)
     title = with_article(kind_title(name, of.offsets[index]))
     nearest = f"{_place(of, name)}, it is nearest to {title}: "
     least = formatted(chance + LIMITS[at] * (1 - chance))

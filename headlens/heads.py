@@ -36,7 +36,7 @@ import torch
 
 from .history import Row, json_values
 from .prompts import Prompt
-from .statistics import STATISTICS, TARGETS, HeadStatistics
+from .statistics import STATISTICS, TARGETS, HeadStatistics, by_layer
 
 
 @dataclass(frozen=True)
@@ -177,10 +177,10 @@ def targets_on(prompt: Prompt) -> dict[str, np.ndarray]:
 def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndarray:
     """Returns the significance of each statistic in NAMES, (names, L, H); NaN if it is undefined.
 
-    values: statistics, (L, H). uniform: their values for uniform attention, or None if undefined.
+    values: statistics, (L, H). uniform: their values for uniform attention, see statistics.Chance.
     """
-    chance = [np.nan if uniform[key] is None else uniform[key] for key in NAMES]
-    return np.stack([(values[key] - c) / (1 - c) for key, c in zip(NAMES, chance, strict=True)])
+    chances = [by_layer(uniform[key]) for key in NAMES]
+    return np.stack([(values[key] - c) / (1 - c) for key, c in zip(NAMES, chances, strict=True)])
 
 
 def names_of(
@@ -210,7 +210,7 @@ def names_of(
         is_repeated = np.array([STATISTICS[key].on == "repeated" for key in NAMES])
         strengths[~is_repeated] = -np.inf
         significant = factors * significances(row.values, uniform)
-        errors = np.stack([row.errors[key] / (1 - (uniform[key] or 0)) for key in NAMES])
+        errors = np.stack([row.errors[key] / (1 - by_layer(uniform[key])) for key in NAMES])
         on_text = (significant >= limits) & (significant >= MIN_ERRORS * errors)
         # A significance is at most 1, and with its factor less than 2: names that hold on the text
         # come first.
@@ -245,13 +245,16 @@ def first_rows(names: np.ndarray) -> np.ndarray:
 def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
     """Returns a row for each head at the last snapshot, the most significant first.
 
-    rows: the statistics of all snapshots. The keys of a row are COLUMNS. A head without a name has
-    the name "" and the since_step None. An undefined statistic or significance is None.
+    rows: the statistics of all snapshots. The keys of a row are COLUMNS, without "learned_sink" if
+    the model has none. A head without a name has the name "" and the since_step None. An undefined
+    statistic or significance is None.
     """
     last = rows[-1]
     names = np.stack([row.names for row in rows])  # (rows, L, H)
     since = first_rows(names)[-1]
     statistics = {key: json_values(last.values[key].ravel()) for key in STATISTICS}
+    if {*statistics["learned_sink"]} == {None}:
+        del statistics["learned_sink"]
     errors = {key: json_values(values.ravel()) for key, values in last.errors.items()}
     largest = np.nan_to_num(significances(last.values, uniform), nan=-np.inf).max(0)
     significant = json_values(largest.ravel())

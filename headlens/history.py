@@ -116,9 +116,10 @@ def row_values(row: Row) -> dict:
 
 
 def row_of(values: dict) -> Row:
-    """Returns the row of `row_values`. Raises an exception of any class for another value, also for
-    a row with other statistics."""
+    """Returns the row of `row_values`; statistics that it lacks, as of an earlier version, are NaN.
+    Raises an exception of any class for another value."""
     layers, heads = np.shape(values[next(iter(STATISTICS))])
+    values = {key: [[None] * heads] * layers for key in STATISTICS} | values
     errors = {key: of for key, of in values["errors"].items() if key in STATISTICS}
     for of_heads in [*(values[key] for key in STATISTICS), *errors.values()]:
         check(OPTIONAL, of_heads, layers or 1, heads or 1)

@@ -277,14 +277,13 @@ def _dashboard_values(row: Row) -> Snapshot:
     models with few layers, see MAX_KEYS; statistics.jsonl always has them.
     """
     (num_layers, num_heads), metrics, heads, histograms = row.names.shape, {}, {}, {}
-    with_layers = len(STATISTICS) * num_layers <= MAX_KEYS
-    with_heads = len(STATISTICS) * num_layers * (1 + num_heads) <= MAX_KEYS
+    known = {key: values for key, values in row.values.items() if np.isfinite(values).all()}
+    with_layers = len(known) * num_layers <= MAX_KEYS
+    with_heads = len(known) * num_layers * (1 + num_heads) <= MAX_KEYS
     for key in KINDS:
         count = int((row.names == ALL_NAMES.index(key)).sum())
         metrics[f"attention_names/{dashboard_name(key)}"] = count
-    for key, values in row.values.items():
-        if not np.isfinite(values).all():
-            continue
+    for key, values in known.items():
         name = dashboard_name(key)
         histograms[f"attention_histograms/{name}"] = values.ravel()
         if key in KINDS:

@@ -4,9 +4,11 @@
 
 The order of the heads of a layer has no meaning: two runs with different seeds can learn the same
 head at different places. The similarity of two heads is the cosine of their attention weights A and
-B after subtracting uniform attention U, where U[q, k] = 1 / (q + 1), as a mean over prompts:
+B after subtracting uniform attention, as a mean over prompts:
 
-    similarity = mean over prompts of  <A - U, B - U> / (|A - U| |B - U|)
+    similarity = mean over prompts of  <A - U, B - V> / (|A - U| |B - V|)
+
+U and V: uniform attention on the keys that the queries can see, with the row sums of A and of B.
 
 1: equal maps; about 0: unrelated maps. Without the subtraction, almost all maps are similar. A head
 that is uniform on a prompt has no direction there: its cosine is 0. A prompt on which both heads
@@ -25,8 +27,8 @@ from pathlib import Path
 import numpy as np
 
 from .heads import ALL_NAMES, title_of
-from .snapshot_data import SnapshotData, from_codes, last_snapshot, read_snapshot, to_codes
-from .statistics import uniform_attention
+from .snapshot_data import SnapshotData, from_codes, last_snapshot, read_snapshot
+from .statistics import row_sums
 
 MATCHED_FROM = 0.5  # smallest similarity of a match
 UNIFORM_BELOW = 0.03  # mean total variation distance to uniform attention
@@ -68,7 +70,7 @@ def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:
     runs = []
     for last in last_of:
         places = [tokens_of(last).index(tokens) for tokens in prompts]
-        at_end = directions([last.codes[place] for place in places])
+        at_end = directions(*zip(*((last.codes[n], last.chances(n)) for n in places), strict=True))
         runs.append(MatchedRun(last.run, at_end, np.array(ALL_NAMES)[last.row.names]))
     names, steps = [run.name for run in runs], [last.step for last in last_of]
     for number, (run, step) in enumerate(zip(runs, steps, strict=True), start=1):
@@ -84,16 +86,17 @@ def tokens_of(snapshot: SnapshotData) -> list[list[str]]:
     return [prompt.tokens for prompt in snapshot.prompts]
 
 
-def directions(codes: Sequence[np.ndarray]) -> list[np.ndarray]:
+def directions(codes: Sequence[np.ndarray], chances: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns A - U of each head with length 1, or 0 if the head is uniform.
 
-    codes: for each prompt uint8 (L, H, N), as in a snapshot. -> for each prompt fp32 (L, H, N).
+    codes: for each prompt uint8 (L, H, N), as in a snapshot. chances: for each prompt uniform
+    attention in each layer, (L, N). -> for each prompt fp32 (L, H, N).
     """
     found = []
-    for of_prompt in codes:
+    for of_prompt, of_layers in zip(codes, chances, strict=True):
         length = int((2 * of_prompt.shape[-1]) ** 0.5)
-        uniform = to_codes(uniform_attention(length)[0]).numpy()[np.tril_indices(length)]
-        difference = from_codes(of_prompt) - from_codes(uniform)  # 0 for a uniform head
+        weights = from_codes(of_prompt)
+        difference = weights - of_layers[:, None] * row_sums(weights)
         distance = np.abs(difference).sum(-1, keepdims=True) / 2 / max(length - 1, 1)
         norm = np.linalg.norm(difference, axis=-1, keepdims=True)
         is_uniform = distance < UNIFORM_BELOW

@@ -42,8 +42,8 @@ class Prompt:
     truncated: bool = False  # whether the text has more tokens than are used or shown
     period: int = 0  # P, if the prompt is [BOS] + R + R, where R has P tokens; otherwise 0
     num_symbols: int = 0  # number of tokens that R is drawn from
-    # Each statistic for uniform attention on this prompt, None if it is undefined.
-    uniform: dict[str, float | None] = field(default_factory=dict)
+    # Each statistic for uniform attention on this prompt, see statistics.Chance.
+    uniform: dict[str, float | list[float | None] | None] = field(default_factory=dict)
 
     @functools.cached_property
     def labels(self) -> list[str]:

@@ -29,12 +29,16 @@ from .prompts import Prompt, token_texts
 from .snapshot_data import SnapshotData, from_codes, to_codes
 from .statistics import (
     STATISTICS,
+    Chance,
     HeadStatistics,
     best_offsets,
+    by_layer,
     by_statistic,
+    chance_of,
+    chances_of,
     positional,
     ratio_of_sums,
-    uniform_on,
+    uniform_values,
 )
 from .whole_text import TextRecorder
 
@@ -79,7 +83,7 @@ class _Measured(Recorder):
 
     def __init__(self, prompt: Prompt):
         super().__init__(prompt)
-        self.statistics = _statistics_on(prompt)
+        self.statistics = HeadStatistics(torch.tensor([prompt.token_ids]), [prompt.tokens])
         self.sums: list[Tensor] = []  # of each layer (M, H), M = len(statistics.MEASURED)
 
     def add(self, attention: LayerAttention, row: int) -> None:
@@ -89,13 +93,20 @@ class _Measured(Recorder):
         scores = attention.scores
         if scores is not None:
             scores = scores[row, None, :, :num_tokens, :num_tokens]
-        self.statistics = self.statistics.to(weights.device)
         self.sums.append(self.statistics.sums(weights, scores)[0])
 
-    def means(self) -> np.ndarray:
-        """Returns the statistics, (M, L, H)."""
+    def means(self) -> tuple[np.ndarray, dict[str, Chance]]:
+        """Returns the statistics, (M, L, H), and those that are defined of uniform attention."""
         sums = torch.stack(self.sums, dim=1).cpu().numpy()[None]
-        return ratio_of_sums(sums, self.statistics.counts())[0]
+        counts, uniform = self.statistics.expected()
+        chances = uniform_values(uniform, counts)
+        chances = {k: c if _is_defined(k, self.prompt) else None for k, c in chances.items()}
+        return ratio_of_sums(sums, counts)[0], chances
+
+    def visible(self) -> np.ndarray:
+        """Returns whether the shown queries can see their keys, bool (L, t (t + 1) / 2)."""
+        masks = torch.stack(self.statistics.masks)[:, 0].cpu().numpy()
+        return np.ascontiguousarray(masks[:, *np.tril_indices(self.prompt.shown)])
 
 
 def record(
@@ -119,7 +130,10 @@ def record(
     for n in range(0, len(recorders), size):
         _run(capture, recorders[n : n + size])
     codes = [torch.stack(r.codes).cpu().numpy() for r in recorders]
-    found = [r.means() for r in recorders]
+    found, uniform_of_prompts = zip(*(r.means() for r in recorders), strict=True)
+    for prompt, uniform in zip(prompts, uniform_of_prompts, strict=True):
+        prompt.uniform = uniform
+    visible = [r.visible() for r in recorders]
     offsets = best_offsets(on_text.means if on_text else np.mean(found, axis=0))
     of_prompts = [
         {k: v if _is_defined(k, p) else np.full_like(v, np.nan) for k, v in values.items()}
@@ -129,7 +143,8 @@ def record(
     if len(compared := _compared(prompts)) > 1:
         num_tokens = min(prompts[n].shown for n in compared)
         first = num_tokens * (num_tokens + 1) // 2
-        positions = positional([from_codes(codes[n][..., :first]) for n in compared])
+        chances = [chances_of(visible[n][..., :first]) for n in compared]
+        positions = positional([from_codes(codes[n][..., :first]) for n in compared], chances)
         # The bytes have no meaning if the weights of a diverged model are NaN.
         has_diverged = np.isnan(over_prompts["entropy"])
         over_prompts["positional"] = np.where(has_diverged, np.nan, positions)
@@ -137,14 +152,13 @@ def record(
     errors = {}
     if on_text:
         values = by_statistic(on_text.means, offsets) | {"positional": values["positional"]}
-        uniform = on_text.text.uniform | {"positional": uniform["positional"]}
+        uniform = on_text.uniform | {"positional": uniform["positional"]}
         errors = by_statistic(on_text.errors, offsets)
         errors = {key: e for key, e in errors.items() if STATISTICS[key].of == "targets"}
     predictions = [r.predictions for r in recorders if r.predictions]
     losses = [found.losses for found in predictions]
     row = Row(step, values, losses, errors)
     row.offsets = offsets
-    uniform_of_prompts = [p.uniform for p in prompts]
     known = before.names if before and before.names.shape == row.names.shape else None
     row.names, row.places = names_of(row, uniform, of_prompts, uniform_of_prompts, known)
     details: dict[str, Any] = {
@@ -160,21 +174,19 @@ def record(
         norms, largest = scaled([torch.stack(r.value_norms).cpu().numpy() for r in recorders])
         details["largest_norms"] = largest
     contexts = on_text.contexts if on_text else None
-    return SnapshotData(run_name, list(prompts), row, details, codes, norms, uniform, contexts)
+    hidden = [] if all(of.all() for of in visible) else visible
+    return SnapshotData(
+        run_name, list(prompts), row, details, codes, norms, uniform, contexts, visible=hidden
+    )
 
 
-def uniform_of(prompts: Sequence[Prompt]) -> dict[str, float | None]:
-    """Returns each statistic for uniform attention, mean over prompts; None if it is undefined.
-    Also sets `uniform` of each prompt."""
-    mean: dict[str, float | None] = {}
-    for prompt in prompts:
-        found = prompt.uniform or uniform_on([_statistics_on(prompt)])
-        prompt.uniform = {k: c if _is_defined(k, prompt) else None for k, c in found.items()}
-    for key in STATISTICS:
-        known = [value for p in prompts if (value := p.uniform[key]) is not None]
-        mean[key] = float(np.mean(known)) if known else None
-    mean["positional"] = 0.0 if len(_compared(prompts)) > 1 else None
-    return mean
+def uniform_of(prompts: Sequence[Prompt]) -> dict[str, Chance]:
+    """Returns each statistic for uniform attention, mean over prompts; None if it is undefined."""
+    found: dict[str, Chance] = {"positional": 0.0 if len(_compared(prompts)) > 1 else None}
+    for key in STATISTICS.keys() - found.keys():
+        layers = np.broadcast_arrays(*(by_layer(prompt.uniform[key]) for prompt in prompts))
+        found[key] = chance_of(_mean(layers)[:, 0])
+    return found
 
 
 def predict(logits: Tensor, token_ids: Sequence[int], likely: int = MOST_LIKELY) -> Predictions:
@@ -205,10 +217,6 @@ def _run(capture: CaptureIds, recorders: Sequence[Recorder]) -> None:
     for row, recorder in enumerate(recorders):
         ids = recorder.prompt.token_ids
         recorder.predictions = predict(logits[row, : len(ids)], ids)
-
-
-def _statistics_on(prompt: Prompt) -> HeadStatistics:
-    return HeadStatistics(torch.tensor([prompt.token_ids]), [prompt.tokens])
 
 
 def _is_defined(statistic: str, prompt: Prompt) -> bool:
@@ -284,7 +292,7 @@ def _attention_of(
     for recorder in recorders:
         weights = [from_codes(recorder.codes[i][j].cpu().numpy()) for i, j in heads[:MAX_DRAWN]]
         codes.append(to_codes(torch.from_numpy(np.mean(weights, 0))).tolist())
-        found = by_statistic(recorder.means(), offsets)[name]
+        found = by_statistic(recorder.means()[0], offsets)[name]
         value = np.mean([found[place] for place in heads])
         values.append(value if _is_defined(name, recorder.prompt) else math.nan)
     return {"codes": codes, "values": json_values(np.array(values))}

@@ -10,6 +10,8 @@ and shape that follow from `json`:
                                 lower triangle of the weights row by row, t tokens shown
     norms_0, norms_1, ...       for each prompt uint8 (L, H, t), round(255 sqrt(norm / largest)):
                                 norms of the value vectors, see capturing.py; absent if unknown
+    visible_0, visible_1, ...   for each prompt uint8 (L, t (t + 1) / 2): 1 if the query can see the
+                                key, else 0; absent if all earlier keys are visible
     cells, cell_weights         those of Contexts; absent without a text
     json                        the other fields of SnapshotData as UTF-8 text, uint8
 
@@ -21,7 +23,7 @@ import io
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -30,11 +32,11 @@ import numpy as np
 from torch import Tensor
 
 from .ablation import COLUMNS, is_estimate
-from .heads import KINDS
+from .heads import KINDS, NAMES
 from .history import Row, atomic_write, row_of, row_values
 from .prompts import Prompt
 from .schema import COUNT, FLAG, NUMBER, OPTIONAL, TEXT, check, index, note
-from .statistics import STATISTICS
+from .statistics import STATISTICS, Chance, chances_of
 
 FORMAT = 3
 CONTEXTS = 5  # cells that a head moves most, and cells at random
@@ -67,9 +69,11 @@ class SnapshotData:
     details: dict
     codes: list[np.ndarray]
     norms: list[np.ndarray]
-    uniform: dict[str, float | None]  # the statistics of the row for uniform attention
+    uniform: dict[str, Chance]  # the statistics of the row for uniform attention
     contexts: Contexts | None = None
     ablation: dict | None = None  # the loss without each head, see ablation.py
+    # Of each prompt whether a query can see a key, bool (L, t (t + 1) / 2); [] if it always can.
+    visible: list[np.ndarray] = field(default_factory=list)
 
     @property
     def step(self) -> int:
@@ -90,6 +94,12 @@ class SnapshotData:
     def subject(self) -> tuple:
         """What a page is about: it shows the snapshots that have the same."""
         return self.row.names.shape, self.token_ids
+
+    def chances(self, number: int) -> np.ndarray:
+        """Returns uniform attention on a prompt in each layer, fp32 (L, t (t + 1) / 2)."""
+        layers, _, cells = self.codes[number].shape
+        visible = self.visible[number] if self.visible else np.ones((1, cells), bool)
+        return np.broadcast_to(chances_of(visible), (layers, cells))
 
     @property
     def of_prompts(self) -> list[dict[str, np.ndarray]]:
@@ -142,7 +152,8 @@ def snapshot_bytes(data: SnapshotData) -> bytes:
         keys = ("text_name", "tokens", "pairs")
         values["contexts"] = {key: getattr(contexts, key) for key in keys}
     arrays: dict[str, Any] = {"json": np.frombuffer(json.dumps(values).encode(), np.uint8)}
-    for key, of_prompts in (("weights", data.codes), ("norms", data.norms)):
+    visible = [of_prompt.astype(np.uint8) for of_prompt in data.visible]
+    for key, of_prompts in (("weights", data.codes), ("norms", data.norms), ("visible", visible)):
         arrays |= {f"{key}_{number}": array for number, array in enumerate(of_prompts)}
     if contexts:
         arrays |= {"cells": contexts.cells, "cell_weights": contexts.codes}
@@ -181,10 +192,15 @@ def _read(file: ZipFile) -> SnapshotData:
         raise ValueError("the losses have another length")
     shape, contexts, details = row.names.shape, None, values["details"]
     details = values["details"] = {key: details[key] for key in DETAILS if details.get(key)}
+    undefined = dict.fromkeys(STATISTICS, [None] * math.prod(shape))  # those of later versions
+    details["statistics"] = [undefined | of for of in details["statistics"]]
+    values["uniform"] = dict.fromkeys(STATISTICS) | values["uniform"]
     _check_fields(values, prompts, *shape)
     codes = [_array(file, f"weights_{n}", *shape, _cells(p)) for n, p in enumerate(prompts)]
     with_norms = prompts if "largest_norms" in details else []
     norms = [_array(file, f"norms_{n}", *shape, p.shown) for n, p in enumerate(with_norms)]
+    masked = prompts if "visible_0.npy" in file.namelist() else []
+    visible = [_array(file, f"visible_{n}", shape[0], _cells(p)) > 0 for n, p in enumerate(masked)]
     if found := values.get("contexts"):
         cells = _array(file, "cells", *shape, 2, CONTEXTS, 3, dtype=np.int16)
         lengths = np.array([len(window) for window in found["tokens"]])
@@ -195,7 +211,13 @@ def _read(file: ZipFile) -> SnapshotData:
         contexts = Contexts(found["text_name"], found["tokens"], cells, weights, found.get("pairs"))
     rest = {key: values[key] for key in ("run", "details", "uniform", "ablation")}
     return SnapshotData(
-        prompts=prompts, row=row, codes=codes, norms=norms, contexts=contexts, **rest
+        prompts=prompts,
+        row=row,
+        codes=codes,
+        norms=norms,
+        contexts=contexts,
+        visible=visible,
+        **rest,
     )
 
 
@@ -222,7 +244,6 @@ def _prompt(values: dict) -> Prompt:
     check(FLAG, prompt.truncated)
     check(index((count + 1) // 2), prompt.period)
     check(COUNT, prompt.num_symbols - bool(prompt.period))  # R is drawn from one token or more
-    check(OPTIONAL, [prompt.uniform[key] for key in STATISTICS], len(STATISTICS))
     if not re.fullmatch(r"[^/\\\0]{1,100}", prompt.name):  # a part of the names of images
         raise ValueError("the name of a prompt cannot be a part of a file name")
     return prompt
@@ -237,7 +258,9 @@ def _check_fields(values: dict, prompts: list[Prompt], layers: int, heads: int) 
     row_of check those of prompts and of the row."""
     many, of_all, details = len(prompts), layers * heads, values["details"]
     check(TEXT, values["run"])
-    check(OPTIONAL, [values["uniform"][key] for key in STATISTICS], len(STATISTICS))
+    for chances in (values["uniform"], *(prompt.uniform for prompt in prompts)):
+        for chance in [chances[key] for key in NAMES] + [*chances.values()]:
+            check(OPTIONAL, chance, *[layers] * isinstance(chance, list))
     of_prompts = [[of[key] for key in STATISTICS] for of in details["statistics"]]
     check(OPTIONAL, of_prompts, many, len(STATISTICS), of_all)
     if "largest_norms" in details:

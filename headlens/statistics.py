@@ -1,23 +1,27 @@
 """Attention statistics: each reduces the attention of a head to one number.
 
     found = HeadStatistics(token_ids, tokens)
-    found.sums(weights, scores)  # of all statistics, for each text and head
+    found.sums(weights, scores)  # of all statistics, for each text and head of a layer
+    found.expected()  # of uniform attention, for each text and layer
 
 A statistic is a function of an `Attention`: attention weights, scores, token ids and the text of
 each token. A[q, k] is the attention weight of key token k for query token q. Most statistics are
 the mean weight on target tokens:
 
-    mean over q with a target of  sum over targets k of A[q, k]
+    mean over q with a visible target of  sum over targets k of A[q, k]
 
 For "previous token" the target of query token q is token q - 1, for "induction" its targets are the
 tokens that followed earlier occurrences of token q. The function of such a statistic returns the
 targets of all query tokens, bool (B, T, T) or (T, T); the others return a value for each head.
 
-"Uniform" is the value for uniform attention, A[q, k] = 1 / (q + 1), as in an untrained model: the
-fraction of the weight that chance gives.
+n(q) is the number of keys that query token q can see: q + 1, or less in a layer with a sliding
+window or with chunks, whose mask hides other keys. "Uniform" is the value for uniform attention,
+A[q, k] = 1 / n(q) on the keys that q can see, as in an untrained model: the fraction of the weight
+that chance gives. Values given for it are without such a mask. s(q) is the sum of the row of q: 1,
+or less in a model with a learned sink, which gets the rest.
 
-Shapes: B texts, H heads, T tokens, K = len(TARGETS), M = len(MEASURED); q query and k key positions
-from 0; h(T) = 1 + 1/2 + ... + 1/T.
+Shapes: B texts, H heads, L layers, T tokens, K = len(TARGETS), M = len(MEASURED); q query and k key
+positions from 0; h(T) = 1 + 1/2 + ... + 1/T.
 """
 
 import functools
@@ -33,6 +37,11 @@ from torch import Tensor
 from .prompts import is_separator
 
 OFFSETS = range(2, 9)  # tokens back; 1 is `previous_token`
+ROWS = 32  # of attention, whose entropy is computed at once
+ROUNDING = 2**-8  # the sum of a row of bf16 weights differs by less from 1
+# The value of a statistic for uniform attention, None if it is undefined; a list of the values of
+# the layers if they differ, because the masks of the layers differ.
+Chance = float | list[float | None] | None
 
 
 @dataclass
@@ -40,14 +49,23 @@ class Attention:
     """Attention of the heads of a layer on B texts of the same length: all that a statistic needs.
 
     weights: (B, H, T, T), fp32. scores: the same before the softmax, -inf where masked, or None if
-    they are unknown. token_ids: (B, T). tokens: the text of each token, B lists of T; bytes of
-    incomplete UTF-8 as <0xE2> (prompts.bytes_of).
+    they are unknown. visible: whether a query can see a key, bool (B, T, T). token_ids: (B, T).
+    tokens: the text of each token, B lists of T; bytes of incomplete UTF-8 as <0xE2>
+    (prompts.bytes_of).
     """
 
     weights: Tensor
     scores: Tensor | None
+    visible: Tensor
     token_ids: Tensor
     tokens: Sequence[Sequence[str]]
+
+    @functools.cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The sum of each row, and the sum of A[q, k] k, (B, H, T) each."""
+        positions = torch.arange(self.weights.shape[-1], device=self.weights.device).float()
+        found = self.weights @ torch.stack([torch.ones_like(positions), positions], dim=-1)
+        return found[..., 0], found[..., 1]
 
     def back(self) -> Tensor:
         """Returns the distance from query to key in tokens, q - k, (T, T)."""
@@ -143,26 +161,46 @@ def _offset(number: int) -> Callable[[Attention], Tensor]:
 def entropy(attention: Attention) -> Tensor:
     """Returns the normalised entropy (0: all weight on one key token; 1: uniform).
 
-    mean over q >= 1 of  -sum_k A[q, k] ln A[q, k] / ln(q + 1).    Uniform: 1.
+    mean over q with n(q) >= 2 of  -sum_k p[k] ln p[k] / ln n(q),  p = A[q] / s(q).    Uniform: 1.
     Entropy of attention rows: Clark et al. 2019 (What Does BERT Look At?), section 3.3. Here
-    it is divided by its maximum, so that rows of different lengths are comparable.
+    it is divided by its maximum, so that rows of different lengths are comparable. Rows with the
+    sum 0 do not count.
     """
-    weights = attention.weights
-    nats = -torch.special.xlogy(weights, weights).sum(-1)  # (B, H, T); 0 ln 0 = 0
-    longest = torch.arange(1, nats.shape[-1] + 1, device=nats.device).log()
-    return (nats[..., 1:] / longest[1:]).mean(-1)
+    weights, (sums, _), keys = attention.weights, attention.rows, attention.visible.sum(-1)[:, None]
+    # -p ln p, 0 for p = 0: (B, H, T). Without most of the later keys, whose weights are 0.
+    ends = range(ROWS, weights.shape[-1] + ROWS, ROWS)
+    parts = [torch.special.xlogy(w := weights[..., n - ROWS : n, :n], w).sum(-1) for n in ends]
+    nats = -torch.cat(parts, dim=-1)
+    nats = nats / sums + sums.log()  # of the row divided by its sum
+    return _mean(nats / keys.log(), (keys > 1) & (sums != 0))
 
 
 def distance(attention: Attention) -> Tensor:
     """Returns the mean distance from query token to key token, in tokens.
 
-    mean over q of  sum_k A[q, k] (q - k).    Uniform: (T - 1) / 4.
-    Mean attention distance (Vig and Belinkov 2019), averaged over queries.
+    mean over q of  sum_k A[q, k] (q - k) / s(q).    Uniform: (T - 1) / 4.
+    Mean attention distance (Vig and Belinkov 2019), averaged over queries. Rows with the sum 0 do
+    not count.
     """
-    # sum_k A[q, k] (q - k) = q - sum_k A[q, k] k, as the weights of a row sum to 1
-    weights = attention.weights
-    positions = torch.arange(weights.shape[-1], device=weights.device).float()
-    return (positions - weights @ positions).mean(-1)
+    sums, positions = attention.rows  # sum_k A[q, k] (q - k) = q s(q) - sum_k A[q, k] k
+    queries = torch.arange(sums.shape[-1], device=sums.device)
+    return _mean(queries - positions / sums, sums != 0)
+
+
+def learned_sink(attention: Attention) -> Tensor:
+    """Returns the mean weight that the keys do not get: mean over q of  1 - s(q).    Uniform: 0.
+
+    A learned sink is a parameter of a head, which is one more score in the softmax of each row
+    (gpt-oss-120b & gpt-oss-20b Model Card 2025; "softmax off by one", Miller 2023). An attention
+    sink is a token, see `first_token`.
+    """
+    sums, _ = attention.rows
+    return (1 - sums).mean(-1)
+
+
+def _mean(values: Tensor, is_counted: Tensor) -> Tensor:
+    """Returns the mean over the queries that count, 0 without one. (B, H, T) each -> (B, H)."""
+    return values.where(is_counted, 0).sum(-1) / is_counted.sum(-1).clamp(min=1)
 
 
 def largest_logit(attention: Attention) -> Tensor | None:
@@ -175,22 +213,38 @@ def largest_logit(attention: Attention) -> Tensor | None:
     return None if attention.scores is None else attention.scores.amax((-2, -1))
 
 
-def positional(triangles: Sequence[np.ndarray]) -> np.ndarray:
+def positional(triangles: Sequence[np.ndarray], chances: Sequence[np.ndarray]) -> np.ndarray:
     """Returns how much of the attention depends on positions only. -> (L, H).
 
     D(a, b) = mean over q >= 1 of  sum_k |a[q, k] - b[q, k]| / 2   (total variation distance)
     mean over pairs of texts with the maps a and b of  (D(a, uniform) + D(b, uniform)) / 2 - D(a, b)
     Almost 1: each query token attends to one position, which is the same in all texts. Uniform: 0.
-    Negative: the positions differ between texts.
+    Negative: the positions differ between texts. Uniform attention has the row sums of the head.
 
     triangles: the weights on each text, (L, H, T (T + 1) / 2): the first T tokens, row by row.
+    chances: of `chances_of` on each text, (L, T (T + 1) / 2).
     """
     num_tokens = int((2 * triangles[0].shape[-1]) ** 0.5)
-    rows, _ = np.tril_indices(num_tokens)
     scale = 2 * max(1, num_tokens - 1)  # query 0 contributes nothing
-    to_uniform = np.mean([np.abs(a - 1 / (rows + 1)).sum(-1) for a in triangles], axis=0)
+    even = [c[:, None] * row_sums(a) for a, c in zip(triangles, chances, strict=True)]
+    pairs = zip(triangles, even, strict=True)
+    to_uniform = np.mean([np.abs(a - b).sum(-1) for a, b in pairs], axis=0)
     apart = np.mean([np.abs(a - b).sum(-1) for a, b in combinations(triangles, 2)], axis=0)
     return (to_uniform - apart) / scale
+
+
+def row_sums(triangles: np.ndarray) -> np.ndarray:
+    """Returns for each cell of lower triangles, (..., T (T + 1) / 2), the sum of its row."""
+    num_tokens = int((2 * triangles.shape[-1]) ** 0.5)
+    lengths = np.arange(1, num_tokens + 1)
+    starts = lengths * (lengths - 1) // 2
+    return np.add.reduceat(triangles, starts, axis=-1).repeat(lengths, axis=-1)
+
+
+def chances_of(visible: np.ndarray) -> np.ndarray:
+    """Returns uniform attention on the keys that each query can see, as lower triangles, fp32.
+    visible: bool (..., T (T + 1) / 2)."""
+    return visible / np.maximum(row_sums(visible.astype(np.float32)), 1)
 
 
 @dataclass(frozen=True)
@@ -210,13 +264,16 @@ class Statistic:
 
 STATISTICS = {
     "entropy": Statistic(
-        "entropy", "0: all weight on one key; 1: uniform attention.", entropy, "value"
+        "entropy",
+        "0: all weight on one key; 1: uniform attention on the keys that the query can see.",
+        entropy,
+        "value",
     ),
     "distance": Statistic(
         "distance", "Mean distance from query to key, in tokens.", distance, "value"
     ),
     "first_token": Statistic(
-        "first token", "Mean weight on the first token (attention sink).", first_token
+        "first token", "Mean weight on the first token (an attention sink).", first_token
     ),
     "diagonal": Statistic(
         "self", "Mean weight of a query token on itself (the diagonal).", diagonal
@@ -260,6 +317,12 @@ STATISTICS = {
         positional,
         "prompts",
     ),
+    "learned_sink": Statistic(
+        "learned sink",
+        "Mean weight on no token, but on a learned parameter of the head, as in GPT-OSS.",
+        learned_sink,
+        "value",
+    ),
     "largest_logit": Statistic(
         "largest logit", "Largest attention score before the softmax.", largest_logit, "value"
     ),
@@ -276,69 +339,80 @@ MEASURED = (*TARGETS, *VALUES)
 
 
 class HeadStatistics:
-    """Measures heads on B texts of the same length.
+    """Measures heads on B texts of the same length, layer by layer.
 
-    token_ids: (B, T). tokens: the text of each token, B lists of T.
+    token_ids: (B, T). tokens: the text of each token, B lists of T. masks: of each measured layer,
+    whether a query can see a key, bool (B, T, T).
     """
 
     def __init__(self, token_ids: Tensor, tokens: Sequence[Sequence[str]]):
         self.token_ids, self.tokens = token_ids, tokens
-
-    def to(self, device: torch.device) -> "HeadStatistics":
-        """Returns the same for attention weights on a device."""
-        is_there = self.token_ids.device == device
-        return self if is_there else HeadStatistics(self.token_ids.to(device), self.tokens)
+        self.masks: list[Tensor] = []
 
     @functools.cached_property
     def targets(self) -> Tensor:
         """1 at the targets of each query token, else 0, fp32 (B, K, T, T)."""
-        uniform = self._uniform()
-        shape = uniform.squeeze(1).shape
-        found = [targets(self._given(uniform)).expand(shape) for targets in TARGETS.values()]
+        size = self.token_ids.shape[1]
+        shape = len(self.token_ids), size, size
+        nothing = torch.zeros((), device=self.token_ids.device)
+        given = Attention(nothing, None, nothing, self.token_ids, self.tokens)
+        found = [targets(given).expand(shape) for targets in TARGETS.values()]
         return torch.stack(found, dim=1).float()
 
     def sums(self, weights: Tensor, scores: Tensor | None) -> Tensor:
         """Returns for targets the sum over queries of the weight on them, for the others the value
         of the text; NaN if it is undefined. -> (B, M, H).
 
-        weights, scores: as in Attention. Does not synchronise with the device.
+        weights, scores: of a layer, as in Attention. The mask is that of the scores; without them,
+        all earlier keys are visible. Does not synchronise with the device.
         """
+        if self.token_ids.device != weights.device:
+            self.token_ids = self.token_ids.to(weights.device)
+        if scores is None:
+            visible = weights.new_ones(weights.shape[-2:], dtype=torch.bool).tril()
+            visible = visible.expand(len(weights), -1, -1)
+        else:
+            visible = ~scores[:, 0].isneginf()  # also where the scores of a diverged model are NaN
+        self.masks.append(visible)
+        return self._sums(weights, scores, visible)
+
+    def _sums(self, weights: Tensor, scores: Tensor | None, visible: Tensor) -> Tensor:
         on_targets = self.targets.flatten(2) @ weights.flatten(2).mT  # (B, K, H)
         unknown = torch.full_like(on_targets[:, 0], torch.nan)
-        attention = self._given(weights, scores)
+        attention = Attention(weights, scores, visible, self.token_ids, self.tokens)
         found = [STATISTICS[key].function(attention) for key in VALUES]
         values = torch.stack([unknown if of is None else of for of in found], dim=1)
         return torch.cat([on_targets, values], dim=1)
 
-    def uniform_sums(self) -> Tensor:
-        """Returns `sums` of uniform attention, (B, M, 1), in fp32 also with autocast."""
-        with torch.autocast(self.token_ids.device.type, enabled=False):
-            return self.sums(self._uniform(), None)
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns for each measured layer of how many values each sum consists, which are the
+        queries with a visible target, or 1; and the sums of uniform attention. (B, M, L) each."""
+        known: dict[bytes, tuple[Tensor, Tensor]] = {}  # of each mask: most layers have the same
+        of_layers = []
+        for mask in torch.stack(self.masks).cpu().tril():  # NaN hides no later keys
+            if (key := mask.numpy().tobytes()) not in known:
+                known[key] = self._expected(mask.to(self.token_ids.device))
+            of_layers.append(known[key])
+        counts, uniform = zip(*of_layers, strict=True)
+        return torch.stack(counts, -1).cpu().numpy(), torch.stack(uniform, -1).cpu().numpy()
 
-    def counts(self) -> np.ndarray:
-        """Returns of how many values each sum consists: the queries with a target, or 1. (B, M)."""
-        with_target = self.targets.amax(-1).sum(-1)  # (B, K)
-        ones = with_target.new_ones(len(with_target), len(VALUES))
-        return torch.cat([with_target, ones], dim=1).cpu().numpy()
-
-    def _uniform(self) -> Tensor:
-        """Returns uniform attention of one head, (B, 1, T, T)."""
-        num_texts, num_tokens = self.token_ids.shape
-        weights = uniform_attention(num_tokens).to(self.token_ids.device)
-        return weights.expand(num_texts, 1, -1, -1)
-
-    def _given(self, weights: Tensor, scores: Tensor | None = None) -> Attention:
-        return Attention(weights, scores, self.token_ids, self.tokens)
+    def _expected(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(mask.device.type, enabled=False):  # of a run in bf16
+            weights = (mask / mask.sum(-1, keepdim=True))[:, None]
+            with_target = (self.targets * mask[:, None]).amax(-1).sum(-1)  # (B, K)
+            ones = with_target.new_ones(len(with_target), len(VALUES))
+            counts = torch.cat([with_target, ones], dim=1)
+            return counts, self._sums(weights, None, mask)[..., 0]
 
 
 def ratio_of_sums(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the mean of each statistic over the queries of all texts, and its standard error,
     (M, ...) each. NaN without a query; the error is NaN for one text.
 
-    sums: (B, M, ...). counts: (B, M). The error is that of a ratio of sums, because texts have
-    different numbers of queries with a target.
+    sums: (B, M, ...). counts: (B, M), (B, M, L) ... as the first dimensions of `sums`. The error is
+    that of a ratio of sums, because texts have different numbers of queries with a target.
     """
-    counts = counts.reshape(*counts.shape, *[1] * (sums.ndim - 2)).astype(np.float64)
+    counts = counts.reshape(*counts.shape, *[1] * (sums.ndim - counts.ndim)).astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = sums.sum(0, dtype=np.float64) / counts.sum(0)
         rest = sums - counts * mean
@@ -347,14 +421,24 @@ def ratio_of_sums(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.
     return mean, error
 
 
-def uniform_on(texts: Sequence[HeadStatistics]) -> dict[str, float | None]:
-    """Returns each statistic for uniform attention on texts of the same length; None if it is
-    undefined."""
-    sums = np.concatenate([some.uniform_sums().numpy() for some in texts])[..., None]
-    means, _ = ratio_of_sums(sums, np.concatenate([some.counts() for some in texts]))
+def uniform_values(sums: np.ndarray, counts: np.ndarray) -> dict[str, Chance]:
+    """Returns each statistic for uniform attention. sums, counts: of `expected`, (B, M, L)."""
+    means, _ = ratio_of_sums(sums[..., None], counts)
     # Two tokens back has the largest weight of all offsets.
     found = by_statistic(means, best_offsets(means))
-    return {k: None if np.isnan(v).any() else float(v.item()) for k, v in found.items()}
+    return {key: chance_of(of_layers[:, 0]) for key, of_layers in found.items()}
+
+
+def chance_of(of_layers: np.ndarray) -> Chance:
+    """Returns the value of each layer as a Chance. of_layers: (L,), NaN if it is undefined."""
+    known = [None if np.isnan(value) else round(float(value), 6) for value in of_layers]
+    return known if len({*known}) > 1 else known[0]
+
+
+def by_layer(chance: Chance) -> np.ndarray:
+    """Returns the value for uniform attention of each layer, (L, 1), or (1, 1) if all layers have
+    the same; NaN if it is undefined."""
+    return np.array(chance, np.float64).reshape(-1, 1)
 
 
 def best_offsets(means: np.ndarray) -> np.ndarray:
@@ -372,10 +456,6 @@ def by_statistic(values: np.ndarray, offsets: np.ndarray) -> dict[str, np.ndarra
     found = dict(zip(MEASURED, values.astype(np.float32), strict=True))
     found["offset"] = np.take_along_axis(values, first + offsets[None], axis=0)[0]
     found["positional"] = np.full_like(found["entropy"], np.nan)
+    if not (found["learned_sink"] > ROUNDING).any():
+        found["learned_sink"] = np.full_like(found["entropy"], np.nan)  # the model has none
     return {key: found[key].astype(np.float32) for key in STATISTICS}
-
-
-def uniform_attention(num_tokens: int) -> Tensor:
-    """Returns uniform attention, (1, T, T): weight 1 / (q + 1) on each key token."""
-    ones = torch.ones(num_tokens, num_tokens).tril()
-    return (ones / ones.sum(-1, keepdim=True))[None]

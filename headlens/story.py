@@ -22,7 +22,7 @@ from .history import Row, copying_step, evenly_spaced, second_copy
 from .prompts import BYTES_OF_TOKEN, Prompt
 from .rounding import formatted
 from .snapshot_data import SnapshotData, from_codes, triangle_to_square
-from .statistics import STATISTICS
+from .statistics import STATISTICS, by_layer
 
 MAX_CARDS = 3
 MAX_CHARACTERS = 260  # of a passage in large type
@@ -237,9 +237,9 @@ class _Story:
         """Returns how clearly the heads of the first card do here what their name says."""
         if not self.cards or self.cards[0].name not in NAMES:
             return 0.0
-        name, uniform = self.cards[0].name, self.prompt.uniform[self.cards[0].name]
-        values = self.values[name].ravel()[self.cards[0].heads]
-        clear = float(values.mean()) - (uniform or 0)
+        name, values = self.cards[0].name, self.values[self.cards[0].name]
+        above = values - np.nan_to_num(by_layer(self.prompt.uniform[name]))
+        clear = float(above.ravel()[self.cards[0].heads].mean())
         return clear if math.isfinite(clear) else 0.0
 
     def _weights(self, heads: Sequence[int]) -> np.ndarray:

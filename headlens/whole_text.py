@@ -23,7 +23,7 @@ from .capturing import Captured, LayerAttention, Visit
 from .connected import Words
 from .prompts import token_texts
 from .snapshot_data import CONTEXTS, Contexts, to_codes
-from .statistics import HeadStatistics, ratio_of_sums, uniform_on
+from .statistics import HeadStatistics, ratio_of_sums, uniform_values
 from .tokens import LensTokenizer
 
 MAX_TOKENS = 256  # of a window
@@ -80,21 +80,12 @@ class Text:
     def words(self) -> Words:
         return Words(self.tokens)
 
-    @functools.cached_property
-    def counts(self) -> np.ndarray:
-        """The number of query tokens of which each statistic is a mean, (N, M)."""
-        return np.concatenate([windows.counts() for windows in self.batches()])
-
-    @functools.cached_property
-    def uniform(self) -> dict[str, float | None]:
-        """Each statistic for uniform attention; None if it is undefined."""
-        return uniform_on(self.batches())
-
 
 class TextRecorder:
     """Measures all heads on a text. After `run`:
 
-    means, errors: (M, L, H). contexts: the cells where each head moves most.
+    means, errors: (M, L, H). uniform: the statistics of uniform attention. contexts: the cells
+    where each head moves most.
     """
 
     def __init__(self, text: Text):
@@ -107,9 +98,12 @@ class TextRecorder:
             layers: list[tuple[Tensor, ...]] = []
             capture(windows.token_ids, _visitor(windows, layers))
             kinds = zip(*layers, strict=True)
-            batches.append([torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in kinds])
-        sums, *self.found = (np.concatenate(kind) for kind in zip(*batches, strict=True))
-        self.means, self.errors = ratio_of_sums(sums, self.text.counts)
+            found = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in kinds]
+            batches.append((*windows.expected(), *found))
+        found = (np.concatenate(kind) for kind in zip(*batches, strict=True))
+        counts, uniform, sums, *self.found = found
+        self.uniform = uniform_values(uniform, counts)
+        self.means, self.errors = ratio_of_sums(sums, counts)
         return self
 
     @functools.cached_property
@@ -159,9 +153,7 @@ def _visitor(windows: HeadStatistics, layers: list[tuple[Tensor, ...]]) -> Visit
     key token that the head moves most, its weight as a byte, and whether the head connects them."""
 
     def visit(_: int, attention: LayerAttention) -> None:
-        nonlocal windows
         weights = attention.weights
-        windows = windows.to(weights.device)
         move, key = _largest_moves(weights, attention.value_norms)  # (b, H, T) each
         weight = weights.gather(-1, key[..., None])[..., 0]
         sums, moves = windows.sums(weights, attention.scores), _of_stretches(move, key, weight)

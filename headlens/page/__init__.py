@@ -88,6 +88,7 @@ def run_data(
                 "named_from": KINDS[key].named_from if key in KINDS else None,
             }
             for key, s in STATISTICS.items()
+            if key != "learned_sink" or any(np.isfinite(row.values[key]).any() for row in history)
         ],
         "names": [
             {"key": name} | dataclasses.asdict(KINDS[name]) | {"title": kind_title(name)}

@@ -4,8 +4,8 @@ import { clamp, format, shortNumber, stepText } from "./text.js";
 import { roundTicks } from "./ticks.js";
 import { $, dot, line, make, prepareCanvas } from "./dom.js";
 import {
-  A, B, headName, here, indexInB, otherRunSide, hoverHead, hovered, nearestIndex,
-  placeOfHead, rangeOf, run, selected, seriesOf, uniformOf,
+  A, B, chancesOf, headName, here, indexInB, otherRunSide, hoverHead, hovered, nearestIndex,
+  placeOfHead, rangeOf, run, selected, seriesOf,
 } from "./state.js";
 import { colours } from "./colours.js";
 import { nameAt } from "./names.js";
@@ -53,8 +53,8 @@ function measure(chart) {
   const sides = otherRunSide() ? [A, B] : [A];
   const bounds = sides.flatMap((of) => rangeOf(of, statistic.key));
   chart.empty = !bounds.length;
-  const uniform = uniformOf(A, statistic.key);
-  bounds.push(...(uniform === null ? [] : [uniform]), ...(chart.empty ? [0, 1] : []));
+  const chances = chancesOf(A, statistic.key);
+  bounds.push(...chances.filter(Number.isFinite), ...(chart.empty ? [0, 1] : []));
   let [low, high] = [Math.min(...bounds), Math.max(...bounds)];
   if (low > 0 && low < 0.6 * high) low = 0;
   if (low >= 0 && high <= 1 && high - low < LEAST) {
@@ -69,7 +69,7 @@ function measure(chart) {
   const x = (value) => MARGIN.left + ((value - from) / (to - from || 1)) * inner;
   const y = (value) => tall - MARGIN.bottom -
     ((value - low) / (high - low)) * (tall - MARGIN.top - MARGIN.bottom);
-  Object.assign(chart, { width, tall, single, from, to, low, high, x, y, uniform });
+  Object.assign(chart, { width, tall, single, from, to, low, high, x, y, chances });
 }
 
 /** Draws the axes and the faint lines of all heads, which do not depend on the shown step. */
@@ -79,7 +79,7 @@ function drawChartLines() {
     measure(chart);
     chart.figure.hidden = chart.empty;
     if (chart.empty) continue;
-    const { statistic, width, tall, x, y, uniform } = chart;
+    const { statistic, width, tall, x, y, chances } = chart;
     const context = prepareCanvas(chart.lines, width, tall);
     context.font = CHART_FONT;
     context.fillStyle = colours.muted;
@@ -112,13 +112,15 @@ function drawChartLines() {
     }
     context.globalAlpha = 1;
     if (!chart.single && !otherRunSide()) labelEnds(context, chart);
-    if (uniform !== null) {
-      context.strokeStyle = colours.muted;
-      context.setLineDash([3, 3]);
-      const level = y(uniform);
-      line(context, [[MARGIN.left, level], [width - MARGIN.right, level]]);
-      context.setLineDash([]);
-    }
+    context.strokeStyle = colours.muted;
+    context.setLineDash([3, 3]);
+    chances.forEach((chance, layer) => {
+      if (!Number.isFinite(chance)) return;
+      const ends = chart.single && chances.length > 1 ? [x(layer - 0.4), x(layer + 0.4)]
+        : [MARGIN.left, width - MARGIN.right];
+      line(context, ends.map((end) => [end, y(chance)]));
+    });
+    context.setLineDash([]);
   }
 }
 

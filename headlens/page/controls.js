@@ -3,8 +3,8 @@
 import { clip, format, plural, stepText } from "./text.js";
 import { $, bold, checkRadio, fillSelect, make, showMessage } from "./dom.js";
 import {
-  A, B, REMOVED, SIGNIFICANCE, gridShows, here, nearestFrame,
-  other, otherRunSide, overText, run, sideName, state, statisticOf, uniformOf, update,
+  A, B, REMOVED, SIGNIFICANCE, chancesOf, gridShows, here, nearestFrame,
+  other, otherRunSide, overText, run, sideName, state, statisticOf, update,
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
 import { select, stepHead } from "./grid.js";
@@ -114,9 +114,10 @@ function showNotes() {
   }
   const statistic = statisticOf(run, state.sort);
   if (statistic) {
-    const uniform = uniformOf(A, state.sort);
+    const chances = chancesOf(A, state.sort).filter(Number.isFinite).sort((a, b) => a - b);
+    const ends = [...new Set([chances[0], chances.at(-1)])].map((end) => format(end)).join(" to ");
     what.push(" · ", bold(statistic.title), `: ${statistic.description}` +
-      (uniform === null ? "" : ` Chance: ${format(uniform)}.`));
+      (chances.length ? ` Chance: ${ends}${chances.length > 1 ? ", by layer" : ""}.` : ""));
   }
   $("what").replaceChildren(...what);
   const notes = [];
@@ -149,7 +150,7 @@ function showNotes() {
   $("legend").replaceChildren(`Each ${mark} is one head`,
     ...(otherRunSide() ? [", ", bold("blue: B")] : [" in the colour of its name, grey without a name"]),
     "; ", make("i", { textContent: `${size}: the selected head` }),
-    `. Dashed: chance (equal weights on all key tokens). Point at a ${mark} to see which head it is.`);
+    `. Dashed: chance (equal weights on all visible key tokens). Point at a ${mark} to see which head it is.`);
 }
 
 /** Returns why the tokens of A and B are not the same. */

@@ -154,9 +154,9 @@ function drawValues(index) {
     const a = valueAt(A, key, index);
     const inB = indexInB(index);
     const error = hasErrors ? errorOf(A, key, index) : null;
-    list.children[n].lastChild.textContent = inB < 0 ? withUniform(key, a, false, error)
-      : `${format(a)} → ${withUniform(key, valueAt(B, key, inB))}`;
+    list.children[n].lastChild.textContent = inB < 0 ? withUniform(key, index, a, false, error)
+      : `${format(a)} → ${withUniform(key, index, valueAt(B, key, inB))}`;
     list.children[n].classList.toggle("strong", nameAt(here, index)?.key === key);
-    list.children[n].hidden = valueAt(A, key, index) === null && uniformOf(A, key) === null;
+    list.children[n].hidden = valueAt(A, key, index) === null && uniformOf(A, key, index) === null;
   });
 }

@@ -133,14 +133,14 @@ export function showHovered() {
 /** Returns the name and all statistics of a head. */
 function headValues(index) {
   const values = run.statistics.filter((statistic) => !statistic.empty).map(({ key, title }) =>
-    `${title} ${withUniform(key, shownValue(key, index), B && state.show === "difference")}`);
+    `${title} ${withUniform(key, index, shownValue(key, index), B && state.show === "difference")}`);
   return [onShownSide(statusOf, index) ?? headName(index), ...values].join("\n");
 }
 
-/** Returns a value as text, with its standard error if it is known, and with the value for uniform
+/** Returns a value of a head as text, with its standard error if it is known, and with the value for uniform
  * attention if it is not a difference. */
-export function withUniform(key, value, signed = false, error = null) {
-  const uniform = signed || value === null ? null : uniformOf(A, key);
+export function withUniform(key, index, value, signed = false, error = null) {
+  const uniform = signed || value === null ? null : uniformOf(A, key, index);
   return (error === null ? format(value, signed) : formatMean(value, error)) +
     (uniform === null ? "" : `, chance ${format(uniform)}`);
 }

@@ -30,6 +30,7 @@ export function buildHelp() {
   const limits = run.statistics.filter((of) => of.is_name && of.named_from)
     .map((of) => `${of.title} ${of.named_from}`).join(", ");
   const positional = statisticOf(run, "positional")?.named_from;
+  const rest = statisticOf(run, "learned_sink") ? ", or to less: the rest goes to a learned sink" : "";
   const last = run.count - 1;
   const place = placeOfHead(last);
   const keys = KEYS.map(([key, does]) => [make("kbd", { textContent: key }), does]);
@@ -37,14 +38,15 @@ export function buildHelp() {
     make("header", {}, title, close),
     text("Each heatmap shows one attention head on one prompt. Each row is a query token, each " +
       "column is a key token, and a brighter cell is a larger attention weight. The weights of a " +
-      `row sum to one. A token cannot attend to later tokens, so the upper right is empty. ${headName(last)} ` +
+      `row sum to one${rest}. A token cannot attend to later tokens, so the upper right is empty. ${headName(last)} ` +
       `is head ${place.head} of layer ${place.layer}. Layers, heads and positions are counted from 0.`),
     heading("Statistics"),
     text((run.windows
       ? `Each value is the mean over windows of ${textName()}, with its standard error over windows. `
       : "Each value is the mean over all prompts on which the statistic is defined. ") +
       "The repeated sequence is a prompt of random tokens, written twice. Next to a value is its " +
-      "chance: the value of uniform attention, with equal weights on all key tokens."),
+      "chance: the value of uniform attention, with equal weights on all key tokens that the query " +
+      "token can see in this layer."),
     list(run.statistics.map((of) => [of.title, of.description, `about-${of.key}`])),
     heading("Names of heads"),
     text("A name says where a head attends. It does not say that the model needs the head."),

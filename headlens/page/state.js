@@ -123,8 +123,15 @@ export function valueAt(of, key, index) {
   return statisticOf(of.run, key)?.values[of.at]?.[index] ?? null;
 }
 
-/** Returns the value of a statistic for uniform attention, or null. */
-export const uniformOf = (of, key) => statisticOf(of.run, key)?.uniform ?? null;
+/** Returns the value of a statistic for uniform attention as a list: one value for all layers, one
+ * for each layer, or none. */
+export const chancesOf = (of, key) => [statisticOf(of.run, key)?.uniform ?? []].flat();
+
+/** Returns the value of a statistic for uniform attention in the layer of a head, or null. */
+export function uniformOf(of, key, index) {
+  const known = chancesOf(of, key);
+  return known[known.length > 1 ? placeOfHead(index, of.run).layer : 0] ?? null;
+}
 
 /** Returns the standard error of a statistic on the text, null if it is unknown. */
 export const errorOf = (of, key, index) => of.run.errors[of.at]?.[key]?.[index] ?? null;

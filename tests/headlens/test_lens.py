@@ -13,6 +13,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from helpers.loops import uniform_attention
 from helpers.models import tiny_model
 from helpers.pages import GivenModel, a_run, read, unpacked
 from helpers.runs import assert_same, rows, weights
@@ -38,7 +39,6 @@ from headlens.history import read_history
 from headlens.lens import MAX_FILES, MAX_IMAGES
 from headlens.render import draw_snapshot
 from headlens.snapshot_data import to_codes
-from headlens.statistics import uniform_attention
 from train import fit
 
 BYTE = get_tokenizer("byte")
@@ -217,9 +217,11 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     line = json.loads((folder / "statistics.jsonl").read_text())
     assert (line.pop("step"), line.pop("losses")) == (7, [])
     assert line.pop("errors") == {}
+    assert line.pop("learned_sink") == [[None, None]] * 2  # and no key: the model has none
     for key in ("names", "places", "offsets"):
         assert np.shape(line.pop(key)) == (2, 2)
-    shown = {key: {"diagonal": "self"}.get(key, key) for key in STATISTICS}
+    shown = {key: {"diagonal": "self"}.get(key, key) for key in line}
+    assert {*shown, "learned_sink"} == {*STATISTICS}
     layers = {f"attention_layers/{key}/L0{n}" for key in shown.values() for n in (0, 1)}
     kinds = {f"attention_{what}/{shown[key]}" for key in KINDS for what in ("best", "names")}
     assert set(snapshot.metrics) == layers | kinds
@@ -267,7 +269,7 @@ def test_page_and_table_of_a_run(tmp_path, monkeypatch):
     assert (tmp_path / "heads.csv").is_file()
     assert {(row["layer"], row["head"]) for row in table} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     for row in table:
-        shown = ["self" if key == "diagonal" else key for key in COLUMNS]
+        shown = ["self" if key == "diagonal" else key for key in COLUMNS if key != "learned_sink"]
         assert [*row] == ["heatmap", *shown]
     kinds = {row["name"] for row in lens.table} & {*KINDS}
     assert len(lens.most_significant_heads()) == len(kinds) + bool(kinds)

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.loops import uniform_attention
 
 from headlens.matching import (
     MatchedRun,
@@ -16,7 +17,7 @@ from headlens.matching import (
     similarities,
 )
 from headlens.snapshot_data import from_codes, to_codes, triangle_to_square
-from headlens.statistics import uniform_attention
+from headlens.statistics import chances_of
 
 LENGTHS = (2, 7, 20)  # tokens of each prompt
 
@@ -33,13 +34,17 @@ def codes_of(scores):
     return to_codes(masked.softmax(-1)).numpy()[..., *np.tril_indices(size)]
 
 
+def causal_directions(codes):
+    return directions(codes, [chances_of(np.ones((1, of.shape[-1]), bool)) for of in codes])
+
+
 def matched(*of_runs):
     """Returns the groups, each {number of the run: its row}, and the mean similarity of the runs.
     of_runs: the codes of each run."""
     runs = []
     for number, codes in enumerate(of_runs):
         names = np.full(codes[0].shape[:2], "")
-        runs.append(MatchedRun(str(number), directions(codes), names))
+        runs.append(MatchedRun(str(number), causal_directions(codes), names))
     pairs = all_pairs(runs)
     assert np.isfinite(pairs).all()
     groups = {}
@@ -58,7 +63,7 @@ def stability_of(group):
 
 def test_similarity_is_the_cosine_after_subtracting_uniform_attention():
     first, second = random_codes(1), random_codes(2)
-    found = similarities(directions(first), directions(second))
+    found = similarities(causal_directions(first), causal_directions(second))
     for layer, a, b in np.ndindex(found.shape):
         cosines = []
         for x, y in zip(first, second, strict=True):
@@ -66,10 +71,8 @@ def test_similarity_is_the_cosine_after_subtracting_uniform_attention():
             x, y = (triangle_to_square(from_codes(v)) for v in (x[layer, a], y[layer, b]))
             for q in range(1, size):
                 for k in range(q + 1):
-                    uniform = (round(255 * math.sqrt(1 / (q + 1))) / 255) ** 2
-                    dot += (x[q, k] - uniform) * (y[q, k] - uniform)
-                    of_a += (x[q, k] - uniform) ** 2
-                    of_b += (y[q, k] - uniform) ** 2
+                    one, other = (v[q, k] - v[q].sum() / (q + 1) for v in (x, y))
+                    dot, of_a, of_b = dot + one * other, of_a + one**2, of_b + other**2
             cosines.append(dot / math.sqrt(of_a * of_b))
         assert found[layer, a, b] == pytest.approx(np.mean(cosines), abs=1e-5)
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers.loops import by_loops
+from helpers.loops import by_loops, uniform_attention
 from helpers.models import tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -23,7 +23,6 @@ from headlens.prompts import (
 )
 from headlens.recording import record, uniform_of
 from headlens.snapshot_data import from_codes, to_codes, triangle_to_square
-from headlens.statistics import uniform_attention
 
 BYTE = get_tokenizer("byte")
 
@@ -122,8 +121,9 @@ def test_uniform_values_are_those_of_uniform_attention():
 
     values = record(run, prompts, step=0).row.values
     uniform = uniform_of(prompts)
-    assert [key for key, value in uniform.items() if value is None] == ["largest_logit"]
-    for key in uniform.keys() - {"largest_logit"}:
+    undefined = {key for key, value in uniform.items() if value is None}
+    assert undefined == {"largest_logit", "learned_sink"}
+    for key in uniform.keys() - undefined:
         # `positional` is computed from the codes, which have one byte for each weight.
         assert values[key].item() == pytest.approx(
             uniform[key], abs=5e-3 if key == "positional" else 1e-6

@@ -6,7 +6,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
-from helpers.loops import by_loops
+from helpers.loops import by_loops, uniform_attention
 from helpers.tally import trials
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,9 +17,9 @@ from headlens.statistics import (
     HeadStatistics,
     best_offsets,
     by_statistic,
+    chances_of,
     positional,
     ratio_of_sums,
-    uniform_attention,
 )
 
 T, P = 21, 10  # tokens of [BOS] + R + R, and of R
@@ -48,8 +48,8 @@ def measured(weights, token_ids, tokens, scores=None):
     """Returns the statistics of all heads, (H, T, T), on one text."""
     text = HeadStatistics(torch.tensor([token_ids]), [tokens])
     sums = text.sums(weights[None], None if scores is None else scores[None])
-    means, _ = ratio_of_sums(sums.numpy()[..., None], text.counts())
-    return by_statistic(means, best_offsets(means))
+    means, _ = ratio_of_sums(sums.numpy()[:, :, None], text.expected()[0])
+    return {key: of[0] for key, of in by_statistic(means, best_offsets(means)).items()}
 
 
 COPIES = [0, *range(1, P + 1), *range(1, P + 1)]  # [BOS] + R + R
@@ -107,7 +107,7 @@ def test_random_weights_by_loops(text, num_heads, seed):
     undefined = {key for key, values in found.items() if np.isnan(values).any()}
     for head in range(num_heads):
         expected = by_loops(weights[head].tolist(), token_ids, tokens)
-        assert expected.keys() | undefined | {"largest_logit"} == STATISTICS.keys()
+        assert expected.keys() | undefined | {"largest_logit", "learned_sink"} == STATISTICS.keys()
         assert not expected.keys() & undefined
         for key, value in expected.items():
             assert found[key][head].item() == pytest.approx(value, rel=1e-5, abs=1e-5), key
@@ -129,9 +129,9 @@ def test_the_error_is_that_of_the_mean_over_texts():
 
 def test_values_for_uniform_attention_are_in_fp32_also_in_a_run_in_bf16():
     texts = HeadStatistics(torch.arange(40).reshape(2, 20) % 5, [list("ab, cd. ef") * 2] * 2)
-    expected = texts.sums(uniform_attention(20).expand(2, 1, 20, 20), None)
+    wanted = texts.sums(uniform_attention(20).expand(2, 1, 20, 20), None)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(texts.uniform_sums().nan_to_num(), expected.nan_to_num())
+        assert np.array_equal(texts.expected()[1], wanted.numpy(), equal_nan=True)
 
 
 def test_statistics_do_not_wait_for_the_device():
@@ -146,7 +146,12 @@ def test_positional_by_loops_and_for_pure_patterns():
     """Almost 1: the same positions in all texts; 0: uniform; negative: different positions."""
     maps = [random_weights(2, 9, seed)[0].numpy() for seed in range(3)]
     q, k = np.tril_indices(9)
-    found = positional([a[None, :, q, k] for a in maps])
+
+    def measured(*triangles):
+        causal = chances_of(np.ones((1, triangles[0].shape[-1]), bool))
+        return positional(triangles, [causal] * len(triangles))
+
+    found = measured(*(a[None, :, q, k] for a in maps))
     for head in range(2):
         of = [a[head].tolist() for a in maps]
 
@@ -164,8 +169,8 @@ def test_positional_by_loops_and_for_pure_patterns():
     previous, uniform, first = (
         PATTERNS[name][0].numpy()[None, :, q, k] for name in ("previous", "uniform", "first")
     )
-    assert positional([previous] * 3).item() > 0.8
-    assert positional([uniform] * 3).item() == pytest.approx(0, abs=1e-6)
-    assert positional([previous, first]).item() < 0
+    assert measured(*[previous] * 3).item() > 0.8
+    assert measured(*[uniform] * 3).item() == pytest.approx(0, abs=1e-6)
+    assert measured(previous, first).item() < 0
     sharp = [random_weights(20, T, seed)[0].numpy()[None, :, q, k] for seed in range(2)]
-    assert positional(sharp).max() < 0.1
+    assert measured(*sharp).max() < 0.1

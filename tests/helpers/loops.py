@@ -3,8 +3,16 @@
 import math
 from statistics import fmean
 
+import torch
+
 OFFSETS = range(2, 9)
 SEPARATING = set(" \n\t.,;:!?-—…'\"“”‘’()")  # characters of the texts of tests
+
+
+def uniform_attention(num_tokens):
+    """Returns the weights 1 / (q + 1) on each key token, (1, T, T)."""
+    ones = torch.ones(num_tokens, num_tokens).tril()
+    return (ones / ones.sum(-1, keepdim=True))[None]
 
 
 def targets(token_ids, tokens):
@@ -31,20 +39,26 @@ def targets(token_ids, tokens):
     return found
 
 
-def by_loops(a, token_ids, tokens, period=None):
+def by_loops(a, token_ids, tokens, period=None, sees=lambda q, k: True, has_sink=False):
     """Returns the statistics of a head that are defined. a: nested lists (T, T). tokens: the text
-    of each token. period: of a prompt, 0 for a text; None: all statistics, as on whole text."""
+    of each token. period: of a prompt, 0 for a text; None: all statistics, as on whole text.
+    sees(q, k): whether the mask shows the key k <= q to the query. has_sink: whether rows sum to
+    less than 1."""
     n = len(a)
+    keys_of = [[k for k in range(q + 1) if sees(q, k)] for q in range(n)]
 
     def nats(row):
-        return -sum(w * math.log(w) for w in row if w > 0)
+        return -sum(w / sum(row) * math.log(w / sum(row)) for w in row if w > 0)
 
-    found = {
-        "entropy": fmean(nats(a[q]) / math.log(q + 1) for q in range(1, n)),
-        "distance": fmean(sum(a[q][k] * (q - k) for k in range(q + 1)) for q in range(n)),
-    }
+    rows = [q for q in range(n) if sum(a[q])]
+    far = [sum(a[q][k] * (q - k) for k in range(q + 1)) / sum(a[q]) for q in rows]
+    even = [nats(a[q]) / math.log(len(keys_of[q])) for q in rows if len(keys_of[q]) > 1]
+    found = {"entropy": fmean(even), "distance": fmean(far)}
+    if has_sink:
+        found["learned_sink"] = fmean(1 - sum(row) for row in a)
     for key, of_queries in targets(token_ids, tokens).items():
-        weights = [sum(a[q][k] for k in keys) for q, keys in enumerate(of_queries) if keys]
+        visible = [{*keys} & {*keys_of[q]} for q, keys in enumerate(of_queries)]
+        weights = [sum(a[q][k] for k in keys) for q, keys in enumerate(visible) if keys]
         if weights:
             found[key] = fmean(weights)
     offsets = [found.pop(key) for key in list(found) if key[0] == "offset"]

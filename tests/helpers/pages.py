@@ -15,8 +15,9 @@ from headlens import SnapshotData, capture, run_data
 from headlens.assemble import join_modules
 from headlens.page import CONSTANTS
 from headlens.prompts import Prompt
-from headlens.recording import predict, record, uniform_of
+from headlens.recording import predict, record
 from helpers import REPOSITORY
+from helpers.loops import uniform_attention
 
 START, END = '<script type="application/json" id="data">', "</script>"  # of the data of a page
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
@@ -91,8 +92,12 @@ def capturing(attend):
 def snapshot_of(name, prompt, row, codes):
     """Returns a snapshot with one prompt from its statistics and weights."""
     values = [{key: value.ravel().tolist() for key, value in row.values.items()}]
-    prompt.uniform = uniform_of([prompt])
-    return SnapshotData(name, [prompt], row, {"statistics": values}, [codes], [], prompt.uniform)
+
+    def attend(token_ids, capture):
+        capture(0, uniform_attention(len(token_ids)))
+
+    uniform = record(capturing(attend), [prompt], 0).uniform
+    return SnapshotData(name, [prompt], row, {"statistics": values}, [codes], [], uniform)
 
 
 @dataclass
