@@ -25,6 +25,7 @@ from .history import json_values
 from .parts import ScoreParts, score_parts
 from .prompts import MAX_SHOWN, Prompt, labels_of, make_prompt, signs_of, texts_of, token_texts
 from .recording import Recorder, predict, scaled
+from .snapshot_data import stack_layers
 from .tokens import lens_tokenizer
 
 NEXT = 40  # most likely tokens after the text
@@ -115,7 +116,7 @@ class Reader:
             len(before) if (*prompt.token_ids[: len(before)],) == before else 0,
             sorted(self.tokenizer.special),
             prompt.truncated,
-            torch.stack(recorder.codes).cpu().numpy(),
+            stack_layers(recorder.codes).cpu().numpy(),
             norms,
             largest,
             json_values(everywhere.losses),

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .ablation import CaptureIds, Head, edited_contexts, mean_contexts, output_projections, removal
-from .capturing import LayerAttention
+from .capturing import Captured, LayerAttention
 from .heads import MAX_DRAWN, names_of
 from .history import Row, json_values
 from .prompts import Prompt, token_texts
-from .snapshot_data import SnapshotData, from_codes, to_codes
+from .snapshot_data import SnapshotData, from_codes, stack_layers, to_codes
 from .statistics import (
     STATISTICS,
     HeadStatistics,
@@ -61,6 +61,7 @@ class Recorder:
     prompt: Prompt
     codes: list[Tensor] = field(default_factory=list)  # of each layer (H, t (t + 1) / 2)
     value_norms: list[Tensor] = field(default_factory=list)  # (H, t)
+    layers: list[int] = field(default_factory=list)  # their numbers in the model
     predictions: Predictions | None = None
 
     def add(self, attention: LayerAttention, row: int) -> None:
@@ -69,6 +70,7 @@ class Recorder:
         # The lower triangle, row by row: query 0 with key 0, query 1 with keys 0 and 1, ...
         q, k = torch.tril_indices(shown, shown, device=weights.device)
         self.codes.append(to_codes(weights[row][:, q, k]))
+        self.layers.append(attention.number)
         if attention.value_norms is not None:
             self.value_norms.append(attention.value_norms[row, :, :shown].float())
 
@@ -115,9 +117,8 @@ def record(
     recorders = [_Measured(prompt) for prompt in prompts]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     size = max(1, TOKENS_AT_ONCE // longest)
-    for n in range(0, len(recorders), size):
-        _run(capture, recorders[n : n + size])
-    codes = [torch.stack(r.codes).cpu().numpy() for r in recorders]
+    runs = [_run(capture, recorders[n : n + size]) for n in range(0, len(recorders), size)]
+    codes = [stack_layers(r.codes).cpu().numpy() for r in recorders]
     found = [r.means() for r in recorders]
     offsets = best_offsets(on_text.means if on_text else np.mean(found, axis=0))
     of_prompts = [
@@ -142,7 +143,7 @@ def record(
     predictions = [r.predictions for r in recorders if r.predictions]
     losses = [found.losses for found in predictions]
     row = Row(step, values, losses, errors)
-    row.offsets = offsets
+    row.offsets, row.layers = offsets, recorders[0].layers
     uniform_of_prompts = [p.uniform for p in prompts]
     known = before.names if before and before.names.shape == row.names.shape else None
     row.names, row.places = names_of(row, uniform, of_prompts, uniform_of_prompts, known)
@@ -150,7 +151,8 @@ def record(
         "statistics": [
             {key: json_values(value.ravel()) for key, value in of_prompt.items()}
             for of_prompt in of_prompts
-        ]
+        ],
+        "model": model_details(runs[0]),
     }
     if token_bytes and len(predictions) == len(prompts):
         details["predictions"] = _predictions(prompts, predictions, token_bytes)
@@ -189,7 +191,14 @@ def predict(logits: Tensor, token_ids: Sequence[int], likely: int = MOST_LIKELY)
     )
 
 
-def _run(capture: CaptureIds, recorders: Sequence[Recorder]) -> None:
+def model_details(captured: Captured) -> dict[str, Any]:
+    """Returns details["model"] of a snapshot, see snapshot_data.py."""
+    proof = getattr(captured, "proof", None)
+    others = {str(number): kind for number, kind in captured.others.items()}
+    return {"others": others, "proof": proof.sentence if proof else None}
+
+
+def _run(capture: CaptureIds, recorders: Sequence[Recorder]) -> Captured:
     """Runs the model on some prompts at once. Shorter ones are padded at the end, which causal
     attention does not see."""
     token_ids = [torch.tensor(recorder.prompt.token_ids) for recorder in recorders]
@@ -198,12 +207,12 @@ def _run(capture: CaptureIds, recorders: Sequence[Recorder]) -> None:
         for row, recorder in enumerate(recorders):
             recorder.add(attention, row)
 
-    logits = capture(pad_sequence(token_ids, batch_first=True), visit).logits
-    if logits is None:
-        return
-    for row, recorder in enumerate(recorders):
-        ids = recorder.prompt.token_ids
-        recorder.predictions = predict(logits[row, : len(ids)], ids)
+    captured = capture(pad_sequence(token_ids, batch_first=True), visit)
+    if captured.logits is not None:
+        for row, recorder in enumerate(recorders):
+            ids = recorder.prompt.token_ids
+            recorder.predictions = predict(captured.logits[row, : len(ids)], ids)
+    return captured
 
 
 def _statistics_on(prompt: Prompt) -> HeadStatistics:

@@ -22,7 +22,7 @@ from torch import Tensor
 from .capturing import Captured, LayerAttention, Visit
 from .connected import Words
 from .prompts import token_texts
-from .snapshot_data import CONTEXTS, Contexts, to_codes
+from .snapshot_data import CONTEXTS, Contexts, stack_layers, to_codes
 from .statistics import HeadStatistics, ratio_of_sums, uniform_on
 from .tokens import LensTokenizer
 
@@ -107,7 +107,7 @@ class TextRecorder:
             layers: list[tuple[Tensor, ...]] = []
             capture(windows.token_ids, _visitor(windows, layers))
             kinds = zip(*layers, strict=True)
-            batches.append([torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in kinds])
+            batches.append([stack_layers(of_layers, dim=2).cpu().numpy() for of_layers in kinds])
         sums, *self.found = (np.concatenate(kind) for kind in zip(*batches, strict=True))
         self.means, self.errors = ratio_of_sums(sums, self.text.counts)
         return self

@@ -39,7 +39,7 @@ def matched(*of_runs):
     runs = []
     for number, codes in enumerate(of_runs):
         names = np.full(codes[0].shape[:2], "")
-        runs.append(MatchedRun(str(number), directions(codes), names))
+        runs.append(MatchedRun(str(number), directions(codes), names, [*range(len(names))]))
     pairs = all_pairs(runs)
     assert np.isfinite(pairs).all()
     groups = {}
