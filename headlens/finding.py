@@ -365,7 +365,7 @@ def _others(kinds: Sequence[str], numbers: Sequence[int]) -> str:
     what = ", ".join(f"{n} {kind}" for kind, n in counts.items()) if len(counts) > 1 else kinds[0]
     where = f"layer {numbers[0]}"
     if len(numbers) > 1:
-        where = f"layers {numbers[0]} to {numbers[-1]}"
+        where = f"layers {numbers[0]} {'to' if len(numbers) > 2 else 'and'} {numbers[-1]}"
     return f"{where}: {what}, no weights"
 
 
