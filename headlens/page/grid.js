@@ -28,7 +28,7 @@ export function buildGrid() {
   const putOthers = (layer) => { // the layers without attention weights before this one
     const textContent = run.between[layer];
     const node = make("p", { className: "label others", textContent });
-    if (textContent) put(node, ++row, `1 / span ${run.heads + 1}`);
+    if (textContent) put(node, ++row, `2 / span ${run.heads}`);
   };
   for (let layer = 0; layer < run.layers; layer++) {
     putOthers(layer);
@@ -237,7 +237,7 @@ export function layOut(force = false) {
   let tile = (room - labels) / run.heads - gap;
   if (!$("app").classList.contains("open")) bodyTop = $("body").offsetTop;
   const others = run.between.filter(Boolean).length * (OTHERS + gap);
-  const below = tall - bodyTop - (compact ? 26 : 150) - (state.sort ? 0 : others);
+  const below = tall - bodyTop - (compact ? 26 : 150 + (state.sort ? 0 : others));
   const low = below / run.layers - gap;
   if (low >= (compact ? 10 : 24)) tile = Math.min(tile, low); // the whole grid on one screen
   if (compact && !state.sort) wide ||= width - margin - run.heads * (tile + gap) - labels >= 240;
