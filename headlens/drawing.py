@@ -138,10 +138,12 @@ def draw_figure(
         of = finding.Heads(data)
         rows = [row for row in of.table if (row["layer"], row["head"]) == head]
         prompt = of.shown_prompt([*rows, of.first][0])
-    shown, heads, what = data.prompts[prompt], _all_heads(data, prompt), "all heads"
+    shown = data.prompts[prompt]
     if head:
-        codes, what = data.codes[prompt][layers.index(head[0]), head[1]], head_name(*head)
-        heads = _one_head(codes, shown)
+        codes = data.codes[prompt][layers.index(head[0]), head[1]]
+        heads, what = _one_head(codes, shown), head_name(*head)
+    else:
+        heads, what = _all_heads(data, prompt), "all heads"
     title = f"{data.run}, {what}, step {data.step:,}"
     width = max(heads.width, 1240)  # of the colour bar and its texts
     room = width - 2 * MARGIN

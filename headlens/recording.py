@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .ablation import CaptureIds, Head, edited_contexts, mean_contexts, output_projections, removal
-from .capturing import Captured, LayerAttention
+from .capturing import LayerAttention
 from .heads import MAX_DRAWN, names_of
 from .history import Row, json_values
 from .prompts import Prompt, token_texts
@@ -117,7 +117,7 @@ def record(
     recorders = [_Measured(prompt) for prompt in prompts]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     size = max(1, TOKENS_AT_ONCE // longest)
-    runs = [_run(capture, recorders[n : n + size]) for n in range(0, len(recorders), size)]
+    models = [_run(capture, recorders[n : n + size]) for n in range(0, len(recorders), size)]
     codes = [stack_layers(r.codes).cpu().numpy() for r in recorders]
     found = [r.means() for r in recorders]
     offsets = best_offsets(on_text.means if on_text else np.mean(found, axis=0))
@@ -152,7 +152,7 @@ def record(
             {key: json_values(value.ravel()) for key, value in of_prompt.items()}
             for of_prompt in of_prompts
         ],
-        "model": model_details(runs[0]),
+        "model": models[0],
     }
     if token_bytes and len(predictions) == len(prompts):
         details["predictions"] = _predictions(prompts, predictions, token_bytes)
@@ -191,16 +191,9 @@ def predict(logits: Tensor, token_ids: Sequence[int], likely: int = MOST_LIKELY)
     )
 
 
-def model_details(captured: Captured) -> dict[str, Any]:
-    """Returns details["model"] of a snapshot, see snapshot_data.py."""
-    proof = getattr(captured, "proof", None)
-    others = {str(number): kind for number, kind in captured.others.items()}
-    return {"others": others, "proof": proof.sentence if proof else None}
-
-
-def _run(capture: CaptureIds, recorders: Sequence[Recorder]) -> Captured:
+def _run(capture: CaptureIds, recorders: Sequence[Recorder]) -> dict[str, Any]:
     """Runs the model on some prompts at once. Shorter ones are padded at the end, which causal
-    attention does not see."""
+    attention does not see. Returns details["model"] of a snapshot, see snapshot_data.py."""
     token_ids = [torch.tensor(recorder.prompt.token_ids) for recorder in recorders]
 
     def visit(_: int, attention: LayerAttention) -> None:
@@ -212,7 +205,9 @@ def _run(capture: CaptureIds, recorders: Sequence[Recorder]) -> Captured:
         for row, recorder in enumerate(recorders):
             ids = recorder.prompt.token_ids
             recorder.predictions = predict(captured.logits[row, : len(ids)], ids)
-    return captured
+    proof = getattr(captured, "proof", None)
+    others = {str(number): kind for number, kind in captured.others.items()}
+    return {"others": others, "proof": proof.sentence if proof else None}
 
 
 def _statistics_on(prompt: Prompt) -> HeadStatistics:
