@@ -3,6 +3,7 @@ number of a layer in the model."""
 
 import csv
 import dataclasses
+import io
 import json
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from helpers.foreign import byte_level_tokenizer, foreign_model
 from helpers.pages import HYBRID, PROOF, a_hybrid, a_run, read, removal, removals
-from PIL import ImageDraw
+from PIL import Image, ImageDraw
 
 from headlens import (
     Lens,
@@ -139,7 +140,10 @@ def test_images_have_the_other_layers_at_their_place(monkeypatch):
         drawn.clear()
         make(other)
         assert {"L0", "L1"} <= drawn.keys()
-    assert draw_figure(data, (3, 1), 0) != draw_figure(data, (5, 1), 0)
+    figures = [draw_figure(*of) for of in ((data, (5, 1)), (other, (1, 1)), (data, (3, 1)))]
+    below = [np.asarray(Image.open(io.BytesIO(png)))[140:] for png in figures]  # without the title
+    assert np.array_equal(below[0], below[1])
+    assert not np.array_equal(below[0], below[2])
     with pytest.raises(ValueError, match="3, 5"):
         draw_figure(data, (1, 1))
 
