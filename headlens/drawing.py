@@ -1,6 +1,6 @@
 """Images of attention heads: of a step, of the clearest head, and figures.
 
-    image = heads_image(codes, prompt, step, named)     # all heads on a prompt
+    image = heads_image(read_snapshot(path), prompt=0)  # all heads on a prompt
     image = largest_image(read_snapshot(path))          # the clearest head, with its tokens
     png = draw_figure(read_snapshot(path))              # a PNG for a paper
 
@@ -22,6 +22,7 @@ from .fonts import DrawnText, drawn, font_of
 from .heads import KINDS
 from .heads import title_of as title_of_name
 from .heatmap import ACCENT_INDEX, INK, PALE_INK, WHITE, colour_bar, fitted, png_of, tile
+from .history import head_name
 from .prompts import Prompt, clipped
 from .rounding import formatted
 from .snapshot_data import SnapshotData, triangle_to_square
@@ -42,29 +43,26 @@ TICKS = (0, 0.01, 0.1, 0.25, 0.5, 1)  # of the colour bar
 AXES = "row: query token, column: key token"
 
 
-def heads_image(
-    codes: np.ndarray, prompt: Prompt, step: int, named: Sequence[Mapping] = ()
-) -> Image.Image:
-    """Returns the image of all heads on a prompt. Its size depends on (L, H) alone.
+def heads_image(data: SnapshotData, prompt: int, named: Sequence[Mapping] = ()) -> Image.Image:
+    """Returns the image of all heads on a prompt. Its size depends on the layers and heads alone.
 
-    codes: uint8 (L, H, T (T + 1) / 2). named: rows of heads.head_table, whose heads are named and
-    outlined.
+    named: rows of heads.head_table, whose heads are named and outlined.
     """
-    num_layers, num_heads, _ = codes.shape
+    num_layers, num_heads = data.row.names.shape
     font = font_of(20)
-    left = _left(font, num_layers)
-    room = (HEADS[0] - left - 12) // num_heads, (HEADS[1] - HEADS_TOP - 12) // num_layers
-    pitch = max(2, min(room))
+    left, others = _left(font, data), _height_of_others(font, data)
+    tall = HEADS[1] - HEADS_TOP - 12 - others
+    pitch = max(2, min((HEADS[0] - left - 12) // num_heads, tall // num_layers))
     width = max(640, left + num_heads * pitch + 12)
-    image, draw = _canvas(width, HEADS_TOP + num_layers * pitch + 12)
-    draw.text((16, 8), f"step {step:,}", INK, font_of(28, "Bold"))
+    image, draw = _canvas(width, HEADS_TOP + others + num_layers * pitch + 12)
+    draw.text((16, 8), f"step {data.step:,}", INK, font_of(28, "Bold"))
     draw.text((width - 16, 18), AXES, PALE_INK, font_of(17), anchor="ra")
     names = [_name_of(row) for row in named]
     while font.getlength(" · ".join(names)) > width - 32:
         names.pop()
     draw.text((16, 46), " · ".join(names) or "no head has a clear pattern yet", INK, font)
-    fit_title(prompt, width - 24, 17).draw(draw, 16, 74, PALE_INK, "la")
-    _draw_grid(image, (left, HEADS_TOP), codes, pitch, font, named)
+    fit_title(data.prompts[prompt], width - 24, 17).draw(draw, 16, 74, PALE_INK, "la")
+    _draw_grid(image, (left, HEADS_TOP), data, prompt, pitch, font, named)
     return image
 
 
@@ -78,7 +76,7 @@ def largest_image(data: SnapshotData) -> tuple[Image.Image, str]:
     if row["name"] in KINDS:
         meaning = KINDS[row["name"]].meaning.partition(". ")[0].rstrip(".") + "."
     kept = _tokens_around(cell.query, cell.key, prompt.shown)
-    weights = triangle_to_square(data.codes[number][row["layer"], row["head"]])[np.ix_(kept, kept)]
+    weights = triangle_to_square(data.codes[number][row["place"]])[np.ix_(kept, kept)]
     labels = [prompt.labels[n] for n in kept]
     (width, height), (image, draw) = LARGEST, _canvas(*LARGEST)
     font, y = font_of(20), 48
@@ -129,16 +127,23 @@ def draw_figure(
 ) -> bytes:
     """Returns a figure of a snapshot as a PNG: all heads, or one head with its tokens.
 
-    head: (layer, head); None for all heads. prompt: its index; None: the one on which the head, or
-    the clearest of all heads, does what its name says, or the first text.
+    head: (number of the layer in the model, head); None for all heads. prompt: its index; None: the
+    one on which the head, or the clearest of all heads, does what its name says, or the first text.
+    Raises ValueError for a layer without attention weights.
     """
+    layers = data.row.layers
+    if head and head[0] not in layers:
+        raise ValueError(f"head={head}: the layers with attention weights are {layers}")
     if prompt is None:
         of = finding.Heads(data)
         rows = [row for row in of.table if (row["layer"], row["head"]) == head]
         prompt = of.shown_prompt([*rows, of.first][0])
-    codes, shown = data.codes[prompt], data.prompts[prompt]
-    heads = _all_heads(codes, shown) if head is None else _one_head(codes[head], shown)
-    what = "all heads" if head is None else f"L{head[0]} H{head[1]}"
+    shown = data.prompts[prompt]
+    if head:
+        codes = data.codes[prompt][layers.index(head[0]), head[1]]
+        heads, what = _one_head(codes, shown), head_name(*head)
+    else:
+        heads, what = _all_heads(data, prompt), "all heads"
     title = f"{data.run}, {what}, step {data.step:,}"
     width = max(heads.width, 1240)  # of the colour bar and its texts
     room = width - 2 * MARGIN
@@ -151,15 +156,15 @@ def draw_figure(
     return png_of(image)
 
 
-def _all_heads(codes: np.ndarray, prompt: Prompt) -> Image.Image:
+def _all_heads(data: SnapshotData, prompt: int) -> Image.Image:
     """Returns all heads as a part of a figure."""
-    num_layers, num_heads, _ = codes.shape
+    num_layers, num_heads = data.row.names.shape
     font, longest = font_of(36), max(num_layers, num_heads)
     size = min(max(FIGURE // longest, HEAD[0]), HEAD[1])
-    pitch = GAP + _whole_cells(prompt, size, most=LARGEST_FIGURE // longest)
-    corner = _left(font, num_layers), 60
-    image, _ = _canvas(corner[0] + num_heads * pitch + MARGIN, corner[1] + num_layers * pitch)
-    _draw_grid(image, corner, codes, pitch, font, [])
+    pitch = GAP + _whole_cells(data.prompts[prompt], size, most=LARGEST_FIGURE // longest)
+    corner, tall = (_left(font, data), 60), num_layers * pitch + _height_of_others(font, data)
+    image, _ = _canvas(corner[0] + num_heads * pitch + MARGIN, corner[1] + tall)
+    _draw_grid(image, corner, data, prompt, pitch, font, [])
     return image
 
 
@@ -182,9 +187,14 @@ def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
     return image, ImageDraw.Draw(image)
 
 
-def _left(font: ImageFont.FreeTypeFont, num_layers: int) -> int:
+def _left(font: ImageFont.FreeTypeFont, data: SnapshotData) -> int:
     """Returns the pixels on the left of a grid, with the numbers of layers."""
-    return round(font.getlength(f"L{num_layers - 1}")) + 24
+    return round(font.getlength(f"L{data.row.layers[-1]}")) + 24
+
+
+def _height_of_others(font: ImageFont.FreeTypeFont, data: SnapshotData) -> int:
+    """Returns the pixels of the lines of a grid about layers without attention weights."""
+    return round(font.size * len([*filter(None, finding.between_layers(data))]))
 
 
 def _whole_cells(prompt: Prompt, size: int, most: int) -> int:
@@ -195,38 +205,50 @@ def _whole_cells(prompt: Prompt, size: int, most: int) -> int:
 
 def _name_of(row: Mapping) -> str:
     """Returns the place and the name of a head: "L1 H3 induction"."""
-    return (
-        f"L{row['layer']} H{row['head']} {title_of_name(row['name'], row['tokens_back'])}".rstrip()
-    )
+    title = title_of_name(row["name"], row["tokens_back"])
+    return f"{head_name(row['layer'], row['head'])} {title}".rstrip()
 
 
 def _draw_grid(
     image: Image.Image,
     corner: tuple[int, int],
-    codes: np.ndarray,
+    data: SnapshotData,
+    prompt: int,
     pitch: int,
     font: ImageFont.FreeTypeFont,
     outlined: Sequence[Mapping],
 ) -> None:
-    """Draws all heads, uint8 (L, H, T (T + 1) / 2), a row for each layer, with the numbers of heads
-    above and of layers on the left, as many as fit, and a frame around some heads.
+    """Draws all heads on a prompt, a row for each layer, with the numbers of heads above and of
+    layers on the left, as many as fit, a frame around some heads, and a line about the layers
+    without attention weights between them.
 
     corner: (x, y) of the first heatmap. pitch: pixels from one head to the next. outlined: rows of
     heads.head_table.
     """
-    (left, top), (num_layers, num_heads), draw = corner, codes.shape[:2], ImageDraw.Draw(image)
-    gap = min(GAP, max(1, pitch // 10))
-    size = pitch - gap
-    image.paste(Image.fromarray(tile(codes, size, gap)), corner)
+    (left, y), (num_layers, num_heads), draw = corner, data.row.names.shape, ImageDraw.Draw(image)
+    gap, others = min(GAP, max(1, pitch // 10)), finding.between_layers(data)
+    size, every = pitch - gap, math.ceil((font.size + 2) / pitch)
     widest = font.getlength(f"H{num_heads - 1}") + 6
     for head in range(0, num_heads, math.ceil(widest / pitch)):
         x = left + head * pitch + size / 2
-        draw.text((x, top - 5), f"H{head}", INK, font, anchor="md")
-    for layer in range(0, num_layers, math.ceil((font.size + 2) / pitch)):
-        y = top + layer * pitch + size / 2
-        draw.text((left - 8, y), f"L{layer}", INK, font, anchor="rm")
+        draw.text((x, y - 5), f"H{head}", INK, font, anchor="md")
+    tops = []
+    for layer in range(num_layers + 1):
+        if others[layer]:
+            line = drawn(clipped(others[layer], 60), round(0.8 * font.size))
+            line.draw(draw, left, y + font.size / 2 - gap / 2, PALE_INK, "lm")
+            y += round(font.size)
+        if layer < num_layers:
+            heads = tile(data.codes[prompt][layer : layer + 1], size, gap)
+            image.paste(Image.fromarray(heads), (left, y))
+            if layer % every == 0:
+                label = f"L{data.row.layers[layer]}"
+                draw.text((left - 8, y + size / 2), label, INK, font, anchor="rm")
+        tops.append(y)
+        y += pitch
     for row in outlined:
-        x, y = left + row["head"] * pitch - 2, top + row["layer"] * pitch - 2
+        layer, head = row["place"]
+        x, y = left + head * pitch - 2, tops[layer] - 2
         draw.rectangle((x, y, x + size + 3, y + size + 3), outline=ACCENT_INDEX, width=2)
 
 

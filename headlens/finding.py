@@ -12,6 +12,7 @@ heads.py decides the names.
 Shapes: L layers, H heads, n = L H heads by the index layer * H + head, t shown tokens.
 """
 
+import bisect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -35,7 +36,7 @@ from .heads import (
     title_of,
     title_of_head,
 )
-from .history import Row
+from .history import Row, head_name
 from .rounding import formatted, formatted_change, formatted_loss, formatted_mean, formatted_weight
 from .snapshot_data import SnapshotData, from_codes
 from .statistics import STATISTICS, by_layer
@@ -44,10 +45,6 @@ Part = str | list[str]
 WEIGHTS = from_codes(np.arange(256))  # of each byte
 FARTHEST = 32  # tokens before the query token, of a positional head
 MOST_CHANCE = 0.4  # a query token with two key tokens or less is no example
-
-
-def head_name(layer: int, head: int) -> str:
-    return f"L{layer} H{head}"
 
 
 def kind_title(name: str, tokens_back: int | None = None) -> str:
@@ -92,13 +89,12 @@ def statuses(history: Sequence[Row], steps: Sequence[int]) -> list[dict]:
     for step in steps:
         at = max(0, int(np.searchsorted(known, step, side="right")) - 1)
         row, others = history[at], is_shown[:at] & (names[:at] != names[at])
-        heads = [divmod(head, row.names.shape[1]) for head in range(row.names.size)]
-        places = [holds_on(row, head) for head in heads]
+        places = [holds_on(row, place) for place in np.ndindex(row.names.shape)]
         wheres = [WHERES.get(place or "", "") for place in places]
-        titles = [title(at, head) for head in range(len(heads))]
+        titles = [title(at, head) for head in range(len(places))]
         said = []
         for head, (of_head, where) in enumerate(zip(titles, wheres, strict=True)):
-            text = f"{head_name(*heads[head])} "
+            text = f"{row.head_name(head)} "
             text += f"is {with_article(of_head)}" if of_head else "has no name"
             if of_head and len(known) > 1:
                 text += f" since step {known[since[at, head]]:,}"
@@ -127,7 +123,7 @@ def events(history: Sequence[Row]) -> list[dict]:
             named = np.flatnonzero(row.names == ALL_NAMES.index(key)).tolist()
             if heads := [head for head in named if (key, head) not in known]:
                 known |= {(key, head) for head in heads}
-                some = [head_name(*divmod(head, row.names.shape[1])) for head in heads[:4]]
+                some = [row.head_name(head) for head in heads[:4]]
                 more = f" and {len(heads) - 4} more" if len(heads) > 4 else ""
                 text = f"{', '.join(some)}{more}: {kind_title(key)}"
                 found.append({"step": row.step, "key": key, "heads": heads, "text": text})
@@ -164,7 +160,8 @@ class Heads:
 
     def index(self, row: Mapping) -> int:
         """Returns the index of a head. row: of heads.head_table."""
-        return row["layer"] * self.num_heads + row["head"]
+        layer, head = row["place"]
+        return layer * self.num_heads + head
 
     def chance(self, name: str, index: int) -> float:
         """Returns the value of a statistic for uniform attention in the layer of a head."""
@@ -242,7 +239,8 @@ def opening(data: SnapshotData, prompt: int | None = None) -> dict | None:
         return None
     prompt = of.shown_prompt(of.first) if prompt is None else prompt
     query = of.cells[prompt][of.index(of.first)].query
-    place = {"layer": of.first["layer"], "head": of.first["head"], "prompt": prompt}
+    layer, head = of.first["place"]
+    place = {"layer": layer, "head": head, "prompt": prompt}
     return place | {"query": query if query >= 0 else None}
 
 
@@ -334,7 +332,8 @@ def subject(data: SnapshotData, status: Mapping, step: int | None) -> list[Part]
     layers, heads = data.row.names.shape
     removed = data.measured
     when = "; " if step is None else f". At step {step:,}, "
-    sizes = f": {_count(layers, 'layer')} × {_count(heads, 'head')}{when}"
+    with_attention = " with attention" if data.others else ""
+    sizes = f": {_count(layers, 'layer')}{with_attention} × {_count(heads, 'head')}{when}"
     names = [{"name": ALL_NAMES[number]} for number in status["names"]]
     said: list[Part] = [["bold", data.run], f"{sizes}{counts_of_names(names)}"]
     if data.contexts and (weak := sum(status["hollow"])):
@@ -353,6 +352,26 @@ def subject(data: SnapshotData, status: Mapping, step: int | None) -> list[Part]
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def between_layers(data: SnapshotData) -> list[str]:
+    """Returns what is before each layer with attention weights, and after the last: "layers 0 to 2:
+    linear attention, no weights", or "". L + 1 texts."""
+    found: list[list[int]] = [[] for _ in range(len(data.row.layers) + 1)]
+    for number in sorted(data.others):
+        found[bisect.bisect(data.row.layers, number)].append(number)
+    return [_others([data.others[n] for n in numbers], numbers) for numbers in found]
+
+
+def _others(kinds: Sequence[str], numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    counts = Counter(kinds)
+    what = ", ".join(f"{n} {kind}" for kind, n in counts.items()) if len(counts) > 1 else kinds[0]
+    where = f"layer {numbers[0]}"
+    if len(numbers) > 1:
+        where = f"layers {numbers[0]} {'to' if len(numbers) > 2 else 'and'} {numbers[-1]}"
+    return f"{where}: {what}, no weights"
 
 
 # ------------------------------------------------------------------- removed heads
@@ -378,8 +397,8 @@ def removed_heads(found: dict, row: Row) -> dict:
     """
     of_names = {group["name"]: group for group in found["groups"]}
     sentences = []
-    for head, number in zip(found["heads"], row.names.ravel().tolist(), strict=True):
-        said = _without(found, head, head_name(head["layer"], head["head"]))
+    for index, (head, number) in enumerate(zip(found["heads"], row.names.flat, strict=True)):
+        said = _without(found, head, row.head_name(index))
         group = of_names.get(ALL_NAMES[number], {"heads": 1})
         if group["heads"] > 1:
             said += [" ", *_without(found, group, group_title(group["name"], group["heads"]))]
@@ -467,9 +486,9 @@ def removal_lines(found: dict, row: Row) -> list[str]:
     result of `head_removal`. row: of the same step."""
     said = []
     if first := most_important(found["heads"]):
-        place = first["layer"], first["head"]
-        title = title_of(ALL_NAMES[row.names[place]]) or "no name"
-        said.append(_without(found, first, f"{head_name(*place)} ({title})"))
+        index = found["heads"].index(first)
+        title = title_of(ALL_NAMES[row.names.flat[index]]) or "no name"
+        said.append(_without(found, first, f"{row.head_name(index)} ({title})"))
     else:
         said.append(["Without any single head, the loss increases by less than the noise."])
     if first := most_important(group for group in found["groups"] if group["heads"] > 1):

@@ -143,6 +143,7 @@ MAX_DRAWN = 8  # heads of a name whose mean attention is drawn: the clearest
 KEPT_FROM = 0.75  # a head keeps its name from this part of the limits on
 # since_step: the first step from which all snapshots give the head this name. holds_on: one of
 # PLACES. error: the standard error of the statistic that names the head. tokens_back: of "offset".
+# layer: its number in the model; the key "place", (layer, head) as in arrays, is no column.
 COLUMNS = ("rank", "layer", "head", "name", "holds_on", "since_step", "significance", "error")
 COLUMNS += ("tokens_back", *STATISTICS)
 
@@ -246,8 +247,8 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
     """Returns a row for each head at the last snapshot, the most significant first.
 
     rows: the statistics of all snapshots. The keys of a row are COLUMNS, without "learned_sink" if
-    the model has none. A head without a name has the name "" and the since_step None. An undefined
-    statistic or significance is None.
+    the model has none, and "place". A head without a name has the name "" and the since_step None.
+    An undefined statistic or significance is None.
     """
     last = rows[-1]
     names = np.stack([row.names for row in rows])  # (rows, L, H)
@@ -260,14 +261,14 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
     significant = json_values(largest.ravel())
     table = []
     for rank, index in enumerate(np.argsort(-largest, axis=None, kind="stable"), start=1):
-        layer, head = divmod(int(index), largest.shape[1])
-        name = ALL_NAMES[names[-1][layer, head]]
-        row = {"rank": rank, "layer": layer, "head": head, "name": name}
-        row["holds_on"] = holds_on(last, (layer, head))
-        row["since_step"] = rows[since[layer, head]].step if name else None
+        place = layer, head = divmod(int(index), largest.shape[1])
+        name = ALL_NAMES[names[-1][place]]
+        row = {"place": place, "rank": rank, "layer": last.layers[layer], "head": head}
+        row |= {"name": name, "holds_on": holds_on(last, place)}
+        row["since_step"] = rows[since[place]].step if name else None
         row["significance"] = significant[index]
         row["error"] = errors[name][index] if name in errors else None
-        row["tokens_back"] = int(last.offsets[layer, head]) if name == "offset" else None
+        row["tokens_back"] = int(last.offsets[place]) if name == "offset" else None
         table.append(row | {key: of_heads[index] for key, of_heads in statistics.items()})
     return table
 
@@ -295,18 +296,19 @@ def clearest(table: Sequence[dict]) -> list[dict]:
 
 
 def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
-    """Returns (layer, head) of all heads that have a name, for each name except "uniform"."""
+    """Returns the places of all heads that have a name, for each name except "uniform"."""
     found: dict[str, list[tuple[int, int]]] = {}
     for row in table:
         if row["name"] not in ("", "uniform"):
-            found.setdefault(row["name"], []).append((row["layer"], row["head"]))
+            found.setdefault(row["name"], []).append(row["place"])
     return found
 
 
 def as_csv(table: Sequence[dict]) -> str:
     """Returns a table as CSV."""
     file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, list(table[0]))
+    columns = [key for key in table[0] if key != "place"]
+    writer = csv.DictWriter(file, columns, extrasaction="ignore")
     writer.writeheader()
     writer.writerows(table)
     return file.getvalue()

@@ -8,9 +8,10 @@ attention/statistics.jsonl has one line for each snapshot:
      "losses": [[one number for each position] for each prompt],
      "names": [[one index in heads.ALL_NAMES for each head] for each layer],
      "places": [[one index in heads.PLACES for each head] for each layer],
-     "offsets": [[the best number of tokens back for each head] for each layer]}
+     "offsets": [[the best number of tokens back for each head] for each layer],
+     "layers": [number of each layer in the model]}
 
-Shapes: L layers, H heads, T tokens of a prompt.
+Shapes: L layers with attention, H heads, T tokens of a prompt.
 """
 
 import json
@@ -32,6 +33,12 @@ from .statistics import OFFSETS, STATISTICS
 BELOW = {"names": 3 + sum(of.of == "targets" for of in STATISTICS.values()), "places": 3}
 BELOW |= {"offsets": OFFSETS[-1] + 1}
 MAX_FILE, MAX_LINE = 2**28, 2**22  # bytes that are read
+MAX_LAYERS = 10_000  # of a model
+
+
+def head_name(layer: int, head: int) -> str:
+    """Returns what people call a head. layer: its number in the model."""
+    return f"L{layer} H{head}"
 
 
 @dataclass
@@ -49,10 +56,18 @@ class Row:
     names: np.ndarray = field(init=False)  # int (L, H): indices in heads.ALL_NAMES; 0: no name
     places: np.ndarray = field(init=False)  # int (L, H): indices in heads.PLACES
     offsets: np.ndarray = field(init=False)  # int (L, H): the best number of tokens back, "offset"
+    # The number of each layer in the model: in a hybrid, layers of other kinds are between them.
+    layers: list[int] = field(init=False)
 
     def __post_init__(self):
         shape = next(iter(self.values.values())).shape
+        self.layers = [*range(shape[0])]
         self.names, self.places, self.offsets = (np.zeros(shape, np.int64) for _ in range(3))
+
+    def head_name(self, index: int) -> str:
+        """Returns what people call a head. index: layer * H + head."""
+        layer, head = divmod(index, self.names.shape[1])
+        return head_name(self.layers[layer], head)
 
 
 class History:
@@ -111,7 +126,7 @@ def row_values(row: Row) -> dict:
     values = {key: json_values(value) for key, value in row.values.items()}
     errors = {key: json_values(value) for key, value in row.errors.items()}
     losses = [json_values(of_prompt) for of_prompt in row.losses]
-    found = {"step": row.step, **values, "errors": errors, "losses": losses}
+    found = {"step": row.step, **values, "errors": errors, "losses": losses, "layers": row.layers}
     return found | {key: getattr(row, key).tolist() for key in BELOW}
 
 
@@ -128,12 +143,17 @@ def row_of(values: dict) -> Row:
     for losses in values["losses"]:
         check(OPTIONAL, losses, len(losses))
     check(COUNT, values["step"])
+    numbers = values.get("layers") or [*range(layers)]  # earlier versions had no hybrids
+    check(index(MAX_LAYERS), numbers, layers)
+    if sorted({*numbers}) != numbers:
+        raise ValueError("the layers are not in their order")
     found = {key: np.array(values[key], np.float32) for key in STATISTICS}
     losses = [np.array(of_prompt, np.float32) for of_prompt in values["losses"]]
     errors = {key: np.array(of_heads, np.float32) for key, of_heads in errors.items()}
     row = Row(values["step"], found, losses, errors)
     for key in BELOW:
         setattr(row, key, np.array(values[key], np.int64))
+    row.layers = numbers
     return row
 
 

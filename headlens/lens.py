@@ -166,7 +166,9 @@ class Lens:
         if is_last:
             self._finish(model, data, rows, ablate)
             if data.ablation:
-                text = json.dumps(data.ablation, indent=1) + "\n"
+                numbers = data.row.layers
+                heads = [of | {"layer": numbers[of["layer"]]} for of in data.ablation["heads"]]
+                text = json.dumps(data.ablation | {"heads": heads}, indent=1) + "\n"
                 atomic_write(self.folder / "ablation.json", text.encode())
             atomic_write(self.folder / "heads.csv", as_csv(self.table).encode())
             snapshot.tables["attention/table"] = self._with_thumbnails(data)
@@ -217,7 +219,7 @@ class Lens:
             data.ablation = {"step": data.step} | found
             results = {(row["layer"], row["head"]): row for row in found["heads"]}
             for row in self.table:
-                result = results[row["layer"], row["head"]]
+                result = results[row["place"]]
                 known = COLUMNS if result["accuracy_without"] is not None else COLUMNS[:2]
                 row |= {key: result[key] for key in known}
         is_known = "predictions" in data.details and not self.attention
@@ -255,10 +257,10 @@ class Lens:
         of = finding.Heads(data)
         rows, most = [], MAX_IMAGES - len(data.prompts) - 1  # the clearest head
         for row in self.table:
-            layer, head = row["layer"], row["head"]
-            codes = data.codes[of.shown_prompt(row)][layer, head]
+            codes = data.codes[of.shown_prompt(row)][row["place"]]
             image = rgb(fitted(codes, THUMBNAIL)) if row["rank"] <= most else None
             shown = {dashboard_name(k) if k in STATISTICS else k: v for k, v in row.items()}
+            del shown["place"]
             rows.append({"heatmap": image} | shown | {"name": title_of_head(row)})
         return rows
 
@@ -288,7 +290,7 @@ def _dashboard_values(row: Row) -> Snapshot:
         histograms[f"attention_histograms/{name}"] = values.ravel()
         if key in KINDS:
             metrics[f"attention_best/{name}"] = float(values.max())
-        for layer, of_heads in enumerate(values if with_layers else []):
+        for layer, of_heads in zip(row.layers, values, strict=True) if with_layers else ():
             metrics[f"attention_layers/{name}/L{layer:02d}"] = float(of_heads.mean())
             for head, value in enumerate(of_heads if with_heads else []):
                 heads[f"attention_heads/{name}/L{layer:02d}H{head:02d}"] = float(value)
@@ -302,7 +304,8 @@ def _charts(history: list[Row]) -> dict[str, tuple[list[int], dict[str, list[flo
         defined = [row for row in rows if np.isfinite(row.values[key]).all()]
         if defined:
             means = np.stack([row.values[key].mean(1) for row in defined], axis=1)  # (L, steps)
-            lines = {f"L{layer:02d}": line.tolist() for layer, line in enumerate(means)}
+            pairs = zip(rows[-1].layers, means.tolist(), strict=True)
+            lines = {f"L{layer:02d}": line for layer, line in pairs}
             steps = [row.step for row in defined]
             charts[f"attention_statistics/{dashboard_name(key)}"] = steps, lines
     return charts

@@ -135,4 +135,4 @@ def _frame(file: File) -> bytes:
 def _picture(file: File) -> bytes:
     of = finding.Heads(_read(file))
     codes = of.data.codes[of.shown_prompt(of.first)]
-    return png_of_head(codes[of.first["layer"], of.first["head"]], PICTURE)
+    return png_of_head(codes[of.first["place"]], PICTURE)

@@ -41,6 +41,7 @@ class MatchedRun:
     name: str
     directions: list[np.ndarray]  # at the last step, on the compared prompts
     names: np.ndarray  # of each head, keys as in heads.py, (L, H)
+    layers: list[int]  # their numbers in the model
 
 
 def matched_heads(paths: Iterable[Path]) -> tuple[list[dict], list[str], np.ndarray]:
@@ -64,6 +65,9 @@ def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:
     shapes = {last.row.names.shape for last in last_of}
     if len(shapes) > 1:
         raise ValueError(f"the runs have different numbers of (layers, heads): {sorted(shapes)}")
+    if any(last.row.layers != last_of[0].row.layers for last in last_of):
+        found = " and ".join(sorted({str(last.row.layers) for last in last_of}))
+        raise ValueError(f"the runs have attention in different layers: {found}")
     prompts = [p for p in tokens_of(last_of[0]) if all(p in tokens_of(last) for last in last_of)]
     if not prompts:
         raise ValueError("the runs have no prompt with the same tokens")
@@ -71,7 +75,8 @@ def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:
     for last in last_of:
         places = [tokens_of(last).index(tokens) for tokens in prompts]
         at_end = directions(*zip(*((last.codes[n], last.chances(n)) for n in places), strict=True))
-        runs.append(MatchedRun(last.run, at_end, np.array(ALL_NAMES)[last.row.names]))
+        names = np.array(ALL_NAMES)[last.row.names]
+        runs.append(MatchedRun(last.run, at_end, names, last.row.layers))
     names, steps = [run.name for run in runs], [last.step for last in last_of]
     for number, (run, step) in enumerate(zip(runs, steps, strict=True), start=1):
         same = [at for name, at in zip(names, steps, strict=True) if name == run.name]
@@ -163,7 +168,7 @@ def match_heads(runs: Sequence[MatchedRun], pairs: np.ndarray) -> list[dict]:
         ):
             names = Counter(filter(None, (runs[run].names[layer, h] for run, h in heads.items())))
             title = title_of(names.most_common(1)[0][0]) if names else "no name"
-            group = {"layer": layer, "group": next(number), "group_title": title}
+            group = {"layer": runs[0].layers[layer], "group": next(number), "group_title": title}
             group |= {"runs": len(heads), "stability": round(stability, 4)}
             for run, head in heads.items():
                 values = {"run": runs[run].name, "head": head, "name": runs[run].names[layer, head]}

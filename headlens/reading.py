@@ -26,6 +26,7 @@ from .parts import ScoreParts, score_parts
 from .projections import Projection, output_projections
 from .prompts import MAX_SHOWN, Prompt, labels_of, make_prompt, signs_of, texts_of, token_texts
 from .recording import Recorder, predict, scaled
+from .snapshot_data import stack_layers
 from .tokens import lens_tokenizer
 
 NEXT = 40  # most likely tokens after the text
@@ -116,7 +117,7 @@ class Reader:
             len(before) if (*prompt.token_ids[: len(before)],) == before else 0,
             sorted(self.tokenizer.special),
             prompt.truncated,
-            torch.stack(recorder.codes).cpu().numpy(),
+            stack_layers(recorder.codes).cpu().numpy(),
             norms,
             largest,
             json_values(everywhere.losses),

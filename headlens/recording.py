@@ -26,7 +26,7 @@ from .heads import MAX_DRAWN, names_of
 from .history import Row, json_values
 from .projections import output_projections
 from .prompts import Prompt, token_texts
-from .snapshot_data import SnapshotData, from_codes, to_codes
+from .snapshot_data import SnapshotData, from_codes, stack_layers, to_codes
 from .statistics import (
     STATISTICS,
     Chance,
@@ -66,6 +66,7 @@ class Recorder:
     prompt: Prompt
     codes: list[Tensor] = field(default_factory=list)  # of each layer (H, t (t + 1) / 2)
     value_norms: list[Tensor] = field(default_factory=list)  # (H, t)
+    layers: list[int] = field(default_factory=list)  # their numbers in the model
     predictions: Predictions | None = None
 
     def add(self, attention: LayerAttention, row: int) -> None:
@@ -74,6 +75,7 @@ class Recorder:
         # The lower triangle, row by row: query 0 with key 0, query 1 with keys 0 and 1, ...
         q, k = torch.tril_indices(shown, shown, device=weights.device)
         self.codes.append(to_codes(weights[row][:, q, k]))
+        self.layers.append(attention.number)
         if attention.value_norms is not None:
             self.value_norms.append(attention.value_norms[row, :, :shown].float())
 
@@ -127,9 +129,8 @@ def record(
     recorders = [_Measured(prompt) for prompt in prompts]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     size = max(1, TOKENS_AT_ONCE // longest)
-    for n in range(0, len(recorders), size):
-        _run(capture, recorders[n : n + size])
-    codes = [torch.stack(r.codes).cpu().numpy() for r in recorders]
+    models = [_run(capture, recorders[n : n + size]) for n in range(0, len(recorders), size)]
+    codes = [stack_layers(r.codes).cpu().numpy() for r in recorders]
     found, uniform_of_prompts = zip(*(r.means() for r in recorders), strict=True)
     for prompt, uniform in zip(prompts, uniform_of_prompts, strict=True):
         prompt.uniform = uniform
@@ -158,14 +159,15 @@ def record(
     predictions = [r.predictions for r in recorders if r.predictions]
     losses = [found.losses for found in predictions]
     row = Row(step, values, losses, errors)
-    row.offsets = offsets
+    row.offsets, row.layers = offsets, recorders[0].layers
     known = before.names if before and before.names.shape == row.names.shape else None
     row.names, row.places = names_of(row, uniform, of_prompts, uniform_of_prompts, known)
     details: dict[str, Any] = {
         "statistics": [
             {key: json_values(value.ravel()) for key, value in of_prompt.items()}
             for of_prompt in of_prompts
-        ]
+        ],
+        "model": models[0],
     }
     if token_bytes and len(predictions) == len(prompts):
         details["predictions"] = _predictions(prompts, predictions, token_bytes)
@@ -202,21 +204,23 @@ def predict(logits: Tensor, token_ids: Sequence[int], likely: int = MOST_LIKELY)
     )
 
 
-def _run(capture: CaptureIds, recorders: Sequence[Recorder]) -> None:
+def _run(capture: CaptureIds, recorders: Sequence[Recorder]) -> dict[str, Any]:
     """Runs the model on some prompts at once. Shorter ones are padded at the end, which causal
-    attention does not see."""
+    attention does not see. Returns details["model"] of a snapshot, see snapshot_data.py."""
     token_ids = [torch.tensor(recorder.prompt.token_ids) for recorder in recorders]
 
     def visit(_: int, attention: LayerAttention) -> None:
         for row, recorder in enumerate(recorders):
             recorder.add(attention, row)
 
-    logits = capture(pad_sequence(token_ids, batch_first=True), visit).logits
-    if logits is None:
-        return
-    for row, recorder in enumerate(recorders):
-        ids = recorder.prompt.token_ids
-        recorder.predictions = predict(logits[row, : len(ids)], ids)
+    captured = capture(pad_sequence(token_ids, batch_first=True), visit)
+    if captured.logits is not None:
+        for row, recorder in enumerate(recorders):
+            ids = recorder.prompt.token_ids
+            recorder.predictions = predict(captured.logits[row, : len(ids)], ids)
+    proof = getattr(captured, "proof", None)
+    others = {str(number): kind for number, kind in captured.others.items()}
+    return {"others": others, "proof": proof.sentence if proof else None}
 
 
 def _is_defined(statistic: str, prompt: Prompt) -> bool:

@@ -43,10 +43,10 @@ def draw_snapshot(data: SnapshotData, folder: Path) -> tuple[Images, dict[str, l
         captions.setdefault(key, []).append(caption)
 
     table = clearest(head_table([data.row], data.uniform))
-    for prompt, codes, values in zip(data.prompts, data.codes, data.of_prompts, strict=True):
+    for number, (prompt, values) in enumerate(zip(data.prompts, data.of_prompts, strict=True)):
         # Without names of statistics that this prompt does not have, such as induction.
         named = [row for row in table if np.isfinite(values[row["name"]]).all()]
-        image = heads_image(codes, prompt, data.step, named)
+        image = heads_image(data, number, named)
         caption = f"step {data.step:,} · prompt: {title_of(prompt, 80)}"
         write("attention/heads", f"_{prompt.name}", image, caption)
     write("attention/largest", "", *largest_image(data))

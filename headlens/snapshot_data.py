@@ -15,7 +15,7 @@ and shape that follow from `json`:
     cells, cell_weights         those of Contexts; absent without a text
     json                        the other fields of SnapshotData as UTF-8 text, uint8
 
-Shapes: L layers, H heads, T tokens of a prompt.
+Shapes: L layers with attention, H heads, T tokens of a prompt.
 """
 
 import dataclasses
@@ -23,24 +23,26 @@ import io
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .ablation import COLUMNS, is_estimate
 from .heads import KINDS, NAMES
-from .history import Row, atomic_write, row_of, row_values
+from .history import MAX_LAYERS, Row, atomic_write, row_of, row_values
 from .prompts import Prompt
 from .schema import COUNT, FLAG, NUMBER, OPTIONAL, TEXT, check, index, note
 from .statistics import STATISTICS, Chance, chances_of
 
 FORMAT = 3
 CONTEXTS = 5  # cells that a head moves most, and cells at random
-DETAILS = ("statistics", "largest_norms", "predictions", "without")
+DETAILS = ("statistics", "largest_norms", "predictions", "without", "model")
 MAX_BYTES, MAX_JSON_BYTES = 2**30, 2**25  # uncompressed; a JSON object takes 30 times its bytes
 
 
@@ -65,7 +67,9 @@ class SnapshotData:
     prompts: list[Prompt]
     row: Row  # the step, and the statistics on the text; without a text, means over the prompts
     # {"statistics": [{key: [one per head]} per prompt], "largest_norms": ..., "predictions": ...}:
-    # the details of a frame of the page, described in page/index.html
+    # the details of a frame of the page, described in page/index.html. And "model": {"others":
+    # {number of a layer without attention weights: what it is}, "proof": how it is known that the
+    # weights are those of the model, or None}
     details: dict
     codes: list[np.ndarray]
     norms: list[np.ndarray]
@@ -93,7 +97,18 @@ class SnapshotData:
     @property
     def subject(self) -> tuple:
         """What a page is about: it shows the snapshots that have the same."""
-        return self.row.names.shape, self.token_ids
+        return self.row.layers, self.row.names.shape, self.token_ids
+
+    @property
+    def proof(self) -> str:
+        """How it is known that the weights are those of the model, "" if that is unknown."""
+        return self.details.get("model", {}).get("proof") or ""
+
+    @property
+    def others(self) -> dict[int, str]:
+        """What the layers without attention weights are, by their number: "linear attention"."""
+        found = self.details.get("model", {}).get("others", {})
+        return {int(number): kind for number, kind in found.items()}
 
     def chances(self, number: int) -> np.ndarray:
         """Returns uniform attention on a prompt in each layer, fp32 (L, t (t + 1) / 2)."""
@@ -265,6 +280,10 @@ def _check_fields(values: dict, prompts: list[Prompt], layers: int, heads: int) 
     check(OPTIONAL, of_prompts, many, len(STATISTICS), of_all)
     if "largest_norms" in details:
         check(OPTIONAL, details["largest_norms"], many, of_all)
+    if model := details.get("model"):
+        kinds = model["others"]
+        check(index(MAX_LAYERS), [*map(int, kinds)], len(kinds))
+        check(TEXT, [*kinds.values(), model["proof"] or ""], len(kinds) + 1)
     if "predictions" in details:
         _check_predictions(details["predictions"], prompts)
     without = details.get("without", {})
@@ -315,6 +334,13 @@ def _check_pairs(pairs: dict, of_all: int) -> None:
     found = [pair for *pair, _ in keys] + [pair for *_, queries in keys for pair in queries]
     check(index(len(texts)), [text for text, _ in found], len(found))
     check(COUNT, [count for _, count in found], len(found))
+
+
+def stack_layers(layers: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Returns tensors of all layers as one. Raises ValueError if their numbers of heads differ."""
+    if len({layer.shape for layer in layers}) > 1:
+        raise ValueError("the layers have different numbers of heads; the lens needs equal numbers")
+    return torch.stack([*layers], dim)
 
 
 def to_codes(attn_weights: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .ablation import most_important
-from .finding import events, head_name
+from .finding import events
 from .heads import ALL_NAMES, KINDS, MAX_DRAWN, NAMES, head_table, title_of
 from .history import Row, copying_step, evenly_spaced, second_copy
 from .prompts import BYTES_OF_TOKEN, Prompt
@@ -203,7 +203,8 @@ class _Story:
         return groups
 
     def _index(self, row: Mapping) -> int:
-        return row["layer"] * self.last.row.names.shape[1] + row["head"]
+        layer, head = row["place"]
+        return layer * self.last.row.names.shape[1] + head
 
     def _groups(self) -> list[Group]:
         """Returns the groups of heads with the same name, those that say most first, and last those
@@ -467,7 +468,7 @@ class _Story:
         return said | {"from_earlier": f"At the last step, w{said['headline'][1:]}"}
 
     def _place(self, head: int) -> str:
-        return head_name(*divmod(head, self.last.row.names.shape[1])).replace(" ", "\u00a0")
+        return self.last.row.head_name(head).replace(" ", "\u00a0")
 
     def _share(self, group: Group) -> float:
         """Returns the part of their attention with which the heads of a group do here what their

@@ -22,7 +22,7 @@ from torch import Tensor
 from .capturing import Captured, LayerAttention, Visit
 from .connected import Words
 from .prompts import token_texts
-from .snapshot_data import CONTEXTS, Contexts, to_codes
+from .snapshot_data import CONTEXTS, Contexts, stack_layers, to_codes
 from .statistics import HeadStatistics, ratio_of_sums, uniform_values
 from .tokens import LensTokenizer
 
@@ -98,7 +98,7 @@ class TextRecorder:
             layers: list[tuple[Tensor, ...]] = []
             capture(windows.token_ids, _visitor(windows, layers))
             kinds = zip(*layers, strict=True)
-            found = [torch.stack(of_layers, dim=2).cpu().numpy() for of_layers in kinds]
+            found = [stack_layers(of_layers, dim=2).cpu().numpy() for of_layers in kinds]
             batches.append((*windows.expected(), *found))
         found = (np.concatenate(kind) for kind in zip(*batches, strict=True))
         counts, uniform, sums, *self.found = found

@@ -116,7 +116,7 @@ def inspect(
             try:
                 data, lines = lens.inspect(model, step, ablate, rows[-1] if rows else None)
             except (TypeError, ValueError) as error:
-                hint, reason = "use a decoder with attention in each layer", str(error)
+                hint, reason = "use a decoder with attention weights", str(error)
                 raise CheckpointError(key, path, reason.splitlines()[0], hint) from error
             del trained, model  # before the next one is loaded
             rows.append(data.row)
@@ -130,6 +130,8 @@ def inspect(
     of_step = f", step {step}" if step else ""  # of a foreign model it is not known
     print(sanitize(f"{path}{of_step}: clearest heads"))
     print(*(f"  {line}" for line in lines), sep="\n")
+    if proof := frames[-1].proof:
+        print(sanitize(proof))
     if settings.ablation:
         print("largest increases of the loss:")
         print(*(f"  {line}" for line in lens.most_important_heads()), sep="\n")

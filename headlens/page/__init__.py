@@ -22,7 +22,16 @@ import numpy as np
 
 from ..assemble import assemble_html
 from ..connected import Lines
-from ..finding import events, findings, kind_title, opening, removed_heads, statuses, subject
+from ..finding import (
+    between_layers,
+    events,
+    findings,
+    kind_title,
+    opening,
+    removed_heads,
+    statuses,
+    subject,
+)
 from ..heads import ALL_NAMES, KINDS, NAMES, significances
 from ..heatmap import VIRIDIS
 from ..history import Row, copying_step, evenly_spaced, json_values
@@ -63,6 +72,9 @@ def run_data(
     return {
         "name": visible(last.run),
         "layers": layers,
+        "numbers": last.row.layers,
+        "between": between_layers(last),
+        "proof": last.proof,
         "heads": heads,
         "prompts": [
             {
@@ -122,7 +134,8 @@ def run_data(
 def frame_data(snapshot: SnapshotData) -> dict:
     """Returns the attention and predictions of one step."""
     details = snapshot.details | {"heads": findings(snapshot)}
-    del details["statistics"]  # of each prompt
+    for key in ("statistics", "model"):  # of each prompt; of the run
+        details.pop(key, None)
     if predictions := details.get("predictions"):
         details["predictions"] = _predictions(predictions, snapshot.prompts)
     if without := details.get("without"):

@@ -4,8 +4,8 @@ import { clamp, format, shortNumber, stepText } from "./text.js";
 import { roundTicks } from "./ticks.js";
 import { $, dot, line, make, prepareCanvas } from "./dom.js";
 import {
-  A, B, chancesOf, headName, here, indexInB, otherRunSide, hoverHead, hovered, nearestIndex,
-  placeOfHead, rangeOf, run, selected, seriesOf,
+  A, B, chancesOf, headName, here, indexInB, otherRunSide, hoverHead, hovered, layerName,
+  nearestIndex, placeOfHead, rangeOf, run, selected, seriesOf,
 } from "./state.js";
 import { colours } from "./colours.js";
 import { nameAt } from "./names.js";
@@ -94,7 +94,7 @@ function drawChartLines() {
     context.textBaseline = "alphabetic";
     const ends = chart.single ? [0, run.layers - 1] : [chart.from, chart.to];
     [...new Set(ends)].forEach((value, n) => {
-      const text = chart.single ? `L${value}` : (n ? "" : "step ") + shortNumber(value);
+      const text = chart.single ? layerName(value) : (n ? "" : "step ") + shortNumber(value);
       context.textAlign = chart.single ? "center" : n ? "right" : "left";
       context.fillText(text, x(value), tall - 3);
     });

@@ -135,7 +135,7 @@ function showNotes() {
       notes.push(`The statistics of ${run.windows ? "A" : "B"} are those of a text, the others means ` +
         "over prompts.");
     }
-    if (B.run.layers !== run.layers || B.run.heads !== run.heads) {
+    if (String(B.run.numbers) !== String(run.numbers) || B.run.heads !== run.heads) {
       const size = `${plural(B.run.layers, "layer")} × ${plural(B.run.heads, "head")}`;
       notes.push(`B has ${size}; only heads that both models have are compared.`);
     }

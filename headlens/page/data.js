@@ -20,7 +20,10 @@ export function readData(text) {
   const whole = (n, low) => Number.isInteger(n) && n >= low && n <= 1e4;
   const strings = (list) => Array.isArray(list) && list.every((x) => typeof x === "string");
   for (const run of data.runs) {
-    if (!whole(run?.layers, 1) || !whole(run.heads, 1)) throw not("layers or heads are missing");
+    const { layers, numbers, between } = run ?? {};
+    if (!whole(layers, 1) || !whole(run.heads, 1) || numbers?.length !== layers || !strings(between)) {
+      throw not("layers or heads are missing");
+    }
     if (!Array.isArray(run.prompts) || !run.prompts.length) throw not("the data has no prompts");
     for (const prompt of run.prompts) {
       const lists = [prompt?.tokens, prompt?.texts, prompt?.labels];

@@ -3,13 +3,14 @@
 import { clamp, format, formatLoss, formatMean } from "./text.js";
 import { $, make } from "./dom.js";
 import {
-  A, B, REMOVED, gridShows, headName, hoverHead, hovered, placeOfHead, run, selected, shownValue,
+  A, B, REMOVED, gridShows, headName, hoverHead, hovered, layerName, placeOfHead, run, selected, shownValue,
   state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { fillTag, onShownSide, shownName, statusOf, whereText } from "./names.js";
 import { sharpestQuery } from "./finding.js";
 import { paint } from "./maps.js";
 
+const OTHERS = 14; // pixels: height of the row of other layers
 const tiles = []; // for each head: button, canvas and position
 let order = []; // indices of the heads in the order of the grid
 
@@ -23,8 +24,15 @@ export function buildGrid() {
   for (let head = 0; head < run.heads; head++) {
     put(make("span", { className: "label column", textContent: `H${head}` }), 1, head + 2);
   }
+  let row = 1;
+  const putOthers = (layer) => { // the layers without attention weights before this one
+    const textContent = run.between[layer];
+    const node = make("p", { className: "label others", textContent });
+    if (textContent) put(node, ++row, `2 / span ${run.heads}`);
+  };
   for (let layer = 0; layer < run.layers; layer++) {
-    put(make("span", { className: "label row", textContent: `L${layer}` }), layer + 2, 1);
+    putOthers(layer);
+    put(make("span", { className: "label row", textContent: layerName(layer) }), ++row, 1);
     for (let head = 0; head < run.heads; head++) {
       const canvas = make("canvas", { className: "pixels", width: 0, height: 0 });
       const value = make("span", { className: "number" });
@@ -34,12 +42,13 @@ export function buildGrid() {
       const button = make("button", { className: "head", tabIndex: -1 }, canvas, tag, caption);
       button.dataset.layer = layer;
       button.dataset.head = head;
-      put(button, layer + 2, head + 2);
+      put(button, row, head + 2);
       // Only putImageData is used, so the pixels stay in main memory.
       const context = canvas.getContext("2d", { alpha: false, willReadFrequently: true });
       tiles.push({ button, canvas, context, tag, value, index: tiles.length, layer, head });
     }
   }
+  putOthers(run.layers);
   tiles[0].button.tabIndex = 0;
   order = tiles.map((tile) => tile.index);
   const tileOf = (event) => {
@@ -100,7 +109,7 @@ export function drawGrid() {
     const value = !key ? "" : key === REMOVED.key ? formatLoss(found, true) : format(found, signed);
     const name = shownName(tile.index);
     fillTag(tile.tag, name);
-    const text = [`layer ${tile.layer} head ${tile.head}`,
+    const text = [`layer ${run.numbers[tile.layer]} head ${tile.head}`,
       ...(run.off?.has(tile.index) ? ["switched off"] : []),
       ...(name ? [name.title + whereText(name)] : []),
       ...(key ? [`${title} ${value}`] : [])].join(", ");
@@ -227,7 +236,8 @@ export function layOut(force = false) {
   const room = wide ? (width - margin - 28) * 0.41 : width - margin;
   let tile = (room - labels) / run.heads - gap;
   if (!$("app").classList.contains("open")) bodyTop = $("body").offsetTop;
-  const below = tall - bodyTop - (compact ? 26 : 150);
+  const others = run.between.filter(Boolean).length * (OTHERS + gap);
+  const below = tall - bodyTop - (compact ? 26 : 150 + (state.sort ? 0 : others));
   const low = below / run.layers - gap;
   if (low >= (compact ? 10 : 24)) tile = Math.min(tile, low); // the whole grid on one screen
   if (compact && !state.sort) wide ||= width - margin - run.heads * (tile + gap) - labels >= 240;

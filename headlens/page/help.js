@@ -39,7 +39,7 @@ export function buildHelp() {
     text("Each heatmap shows one attention head on one prompt. Each row is a query token, each " +
       "column is a key token, and a brighter cell is a larger attention weight. The weights of a " +
       `row sum to one${rest}. A token cannot attend to later tokens, so the upper right is empty. ${headName(last)} ` +
-      `is head ${place.head} of layer ${place.layer}. Layers, heads and positions are counted from 0.`),
+      `is head ${place.head} of layer ${run.numbers[place.layer]}. Layers, heads and positions are counted from 0.`),
     heading("Statistics"),
     text((run.windows
       ? `Each value is the mean over windows of ${textName()}, with its standard error over windows. `

@@ -39,6 +39,7 @@ const chooseName = (key) =>
  * step, also of another run. */
 export function drawLegend() {
   $("subject").replaceChildren(...sentence(run.frames[state.frame].heads.subject));
+  $("proof").textContent = run.proof;
   const names = Array.from({ length: run.count }, (_, index) => shownName(index));
   $("hollow").hidden = !hasOutlined;
   const isOutlined = names.some((name) => name?.hollow);

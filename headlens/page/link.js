@@ -27,7 +27,7 @@ function linkText() {
   if (state.view === "story" && state.off) parts.set("off", state.off);
   if (state.view === "story") return parts.size ? `#${parts}` : "#view=story";
   // A link to a head or to no head opens all heads.
-  parts.set("head", selected() === null ? "none" : `${state.layer}.${state.head}`);
+  parts.set("head", selected() === null ? "none" : `${run.numbers[state.layer]}.${state.head}`);
   if (state.name) parts.set("name", state.name);
   if (state.query !== null) parts.set("query", state.query);
   if (state.sort) parts.set("sort", (state.descending ? "-" : "+") + state.sort);
@@ -52,8 +52,9 @@ export function readLink(text) {
   found.query = whole("query", run.prompts[found.prompt].length);
   const step = run.frames.findIndex((frame) => String(frame.step) === parts.get("step"));
   if (step >= 0) found.frame = step;
-  const [layer, head] = (parts.get("head") ?? "").split(".").map((n) => (n ? Number(n) : NaN));
-  if (fits(layer, run.layers) && fits(head, run.heads)) Object.assign(found, { layer, head });
+  const [number, head] = (parts.get("head") ?? "").split(".").map((n) => (n ? Number(n) : NaN));
+  const layer = run.numbers.indexOf(number);
+  if (layer >= 0 && fits(head, run.heads)) Object.assign(found, { layer, head });
   const [, sign, key] = (parts.get("sort") ?? "").match(/^([-+ ]?)(.*)$/s);
   const known = statisticOf(run, key);
   if (known && !known.empty) Object.assign(found, { sort: key, descending: !/[+ ]/.test(sign) });

@@ -121,7 +121,7 @@ async function takeHeads(found, hasLosses) {
 
 let waitingLosses = false;
 
-const shapeOf = (of) => JSON.stringify([of.layers, of.heads, !of.text,
+const shapeOf = (of) => JSON.stringify([of.numbers, of.heads, !of.text,
   of.prompts.map(({ text, tokens }) => [text, tokens]), of.statistics.map(({ key }) => key)]);
 
 /** Shows a run with other snapshots in the same view: the same step or, at the end, the new end. */

@@ -44,10 +44,13 @@ export const selected = () => (state.layer === null ? null : state.layer * run.h
 export const placeOfHead = (index, of = run) =>
   ({ layer: Math.floor(index / of.heads), head: index % of.heads });
 
-/** Returns the name of the place of a head, such as "L1 H2". */
+/** Returns the name of a layer, such as "L3": its number in the model. */
+export const layerName = (layer, of = run) => `L${of.numbers[layer]}`;
+
+/** Returns the name of the place of a head, such as "L3 H2". */
 export function headName(index, of = run) {
   const { layer, head } = placeOfHead(index, of);
-  return `L${layer} H${head}`;
+  return `${layerName(layer, of)} H${head}`;
 }
 
 /** Returns the data of one step of a run on one prompt. It has `bytes` if its frame is decoded. */
@@ -88,8 +91,8 @@ export const gridShows = () => (B && (B.same || state.show === "b") ? state.show
 /** Returns the index in B of a head of A, or -1. */
 export function indexInB(index) {
   const { layer, head } = placeOfHead(index);
-  const fits = B && layer < B.run.layers && head < B.run.heads;
-  return fits ? layer * B.run.heads + head : -1;
+  const inB = B ? B.run.numbers.indexOf(run.numbers[layer]) : -1;
+  return inB >= 0 && head < B.run.heads ? inB * B.run.heads + head : -1;
 }
 
 /** Returns whether A and B both have this head, on the same tokens. */

@@ -13,7 +13,7 @@
 import { clamp, format, stepText } from "./text.js";
 import { $, showMessage } from "./dom.js";
 import { decode } from "./data.js";
-import { nearestIndex, otherSide, placeOfHead, run, setRuns, state, update } from "./state.js";
+import { headName, nearestIndex, otherSide, run, setRuns, state, update } from "./state.js";
 import { pause } from "./player.js";
 
 const MOST_NEW = 100; // tokens of one continuation
@@ -312,12 +312,12 @@ export function wasText({ ids, of_prompts: [{ tokens, probabilities }] }, query,
 const meanRight = ({ losses }) => losses.reduce((sum, loss) => sum + Math.exp(-loss), 0) / losses.length;
 
 /** Returns what the heads that are switched off are called. */
-function offText({ off, story, heads }) {
-  const card = story.prompts[0].cards.find(({ group }) =>
+function offText({ off, ...typed }) {
+  const card = typed.story.prompts[0].cards.find(({ group }) =>
     group.length === off.size && group.every((index) => off.has(index)));
   if (card?.which) return `the ${card.which}`;
   const places = [...off].sort((a, b) => a - b).map((index) =>
-    Object.values(placeOfHead(index, { heads })).map((n, at) => "LH"[at] + n).join("\u00a0"));
+    headName(index, typed).replace(" ", "\u00a0"));
   const more = places.length > 3 ? ` and ${places.length - 2} more heads` : "";
   return (more ? places.slice(0, 2) : places).join(", ") + more;
 }

@@ -4,7 +4,7 @@
 
 import { format, formatWeight } from "./text.js";
 import { bold, make, quotedToken, showMessage } from "./dom.js";
-import { headName, here, placeOfHead, run, state, update } from "./state.js";
+import { headName, here, layerName, placeOfHead, run, state, update } from "./state.js";
 import { nameAt, setColour } from "./names.js";
 import { weight } from "./data.js";
 import { partsOf } from "./typing.js";
@@ -42,7 +42,7 @@ export async function explain(box, index, query, key) {
 /** Returns the nodes that name what wrote a part at a token: a table has no sentence around it. */
 function writer({ kind, layer, head }, inSentence) {
   if (kind !== "head") {
-    return [kind === "mlp" ? `${inSentence ? "what " : ""}the MLP of L${layer}${inSentence ? " wrote" : ""}`
+    return [kind === "mlp" ? `${inSentence ? "what " : ""}the MLP of ${layerName(layer)}${inSentence ? " wrote" : ""}`
       : `the ${kind}`];
   }
   const index = layer * run.heads + head;

@@ -68,6 +68,10 @@ def changed(*path_and_value):
     return zipped(content | {"json.npy": array((len(text),), data=text)})
 
 
+def model_of(others):
+    return {"others": others, "proof": None}
+
+
 FIRST = ("details", "predictions", "of_prompts", 0)
 KINDS = {
     "truncated": lambda: zipped(members())[:-100],
@@ -107,6 +111,13 @@ KINDS = {
         "ablation", {key: value for key, value in removals().items() if key != "step"}
     ),
     "windows": lambda: changed("contexts", {"text_name": "", "tokens": "abc"}),
+    "too few layers": lambda: changed("row", "layers", [3]),
+    "a huge layer": lambda: changed("row", "layers", [3, SOME]),
+    "the same layer twice": lambda: changed("row", "layers", [3, 3]),
+    "other layers": lambda: changed("details", "model", {"others": ["conv"], "proof": None}),
+    "a number of another layer": lambda: changed("details", "model", model_of({"-1": "conv"})),
+    "what another layer is": lambda: changed("details", "model", model_of({"7": ["conv"]})),
+    "the proof": lambda: changed("details", "model", {"others": {}, "proof": ["verified"]}),
 }
 
 
@@ -179,6 +190,7 @@ ROWS = {
     "a huge number": lambda row: row | {"entropy": [[SOME] * 3] * 2},
     "step": lambda row: row | {"step": "7"},
     "names": lambda row: row | {"names": [[-1] * 3] * 2},
+    "layers": lambda row: row | {"layers": [1, 0]},
     "texts": lambda row: row | {"entropy": [["0"] * 3] * 2},
     "a long line": lambda row: row | {"more": "x" * MAX_LINE},
 }

@@ -6,7 +6,7 @@ import io
 import matplotlib
 import numpy as np
 import pytest
-from helpers.pages import a_run, snapshot_of
+from helpers.pages import snapshot_of
 from helpers.stories import a_story
 from PIL import Image, ImageDraw
 
@@ -41,29 +41,32 @@ def pixels_of(file):
     return np.asarray(Image.open(file).convert("RGB")).astype(int)
 
 
+def data_of(codes, prompt=None):
+    row = Row(1234, {key: np.zeros(codes.shape[:2], np.float32) for key in STATISTICS})
+    return snapshot_of("first", prompt or prompt_of(codes), row, codes)
+
+
 def heads(codes, named=(), prompt=None):
     """Returns the pixels of the image of all heads."""
-    image = heads_image(codes, prompt or prompt_of(codes), 1234, named)
+    image = heads_image(data_of(codes, prompt), 0, named)
     return pixels_of(io.BytesIO(png_of(image)))
 
 
 def largest(codes, name="", head=(0, 0), prompt=None, **changes):
     """Returns the pixels and the caption of the image of the clearest head. name: that of a head;
     "": none has one."""
-    row = Row(1234, {key: np.zeros(codes.shape[:2], np.float32) for key in STATISTICS})
+    data = data_of(codes, prompt)
     if name:
-        row.names[head], row.values[name][head] = ALL_NAMES.index(name), 0.5
-    data = snapshot_of("first", prompt or prompt_of(codes), row, codes)
+        data.row.names[head], data.row.values[name][head] = ALL_NAMES.index(name), 0.5
+        data.details["statistics"][0][name] = data.row.values[name].ravel().tolist()
     image, caption = largest_image(dataclasses.replace(data, **changes))
     return pixels_of(io.BytesIO(png_of(image))), caption
 
 
 def figure(codes, head=None, prompt=None):
     """Returns the pixels of a figure without its colour bar."""
-    data = a_run().snapshots[-1]
-    data = dataclasses.replace(
-        data, codes=[codes] * 2, prompts=[Prompt("", "", [], []), prompt or prompt_of(codes)]
-    )
+    data, first = data_of(codes, prompt), Prompt("", "", [], [])
+    data = dataclasses.replace(data, codes=[codes] * 2, prompts=[first, *data.prompts])
     pixels = pixels_of(io.BytesIO(draw_figure(data, head, 1)))
     assert (pixels[:, [0, -1]] == 255).all()  # nothing reaches the edge
     assert (pixels[[0, -1]] == 255).all()
@@ -120,7 +123,7 @@ def test_image_of_all_heads(places, shape):
     one panel."""
     layers, num_heads, _ = shape
     named = [
-        {"layer": layers - 1, "head": n, "name": name, "tokens_back": None}
+        {"place": (layers - 1, n), "layer": 0, "head": n, "name": name, "tokens_back": None}
         for n, name in enumerate(NAMES[: min(4, num_heads)])
     ]
     found = [heads(random_codes(*shape), rows) for rows in ([], named)]
@@ -144,7 +147,7 @@ def test_image_of_more_heads_than_fit_at_a_legible_size():
 @pytest.mark.parametrize("tokens", [8, 60, 230])
 def test_image_of_all_heads_shows_each_weight_and_outlines_the_given_heads(tokens):
     codes = random_codes(2, 2, tokens)
-    head = {"layer": 1, "head": 0, "name": "induction", "tokens_back": None}
+    head = {"place": (1, 0), "layer": 1, "head": 0, "name": "induction", "tokens_back": None}
     pixels = heads(codes, [head])
     grid = sorted(map(tuple, corners(pixels)))
     for corner, triangle in zip(grid, codes.reshape(4, -1), strict=True):

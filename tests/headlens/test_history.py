@@ -26,7 +26,8 @@ def test_rows_are_appended_and_read_on_resume(tmp_path):
     history = History(file, step=0)
     history.add(row(0, entropy=[[1, 0.123456], [0, NAN]]))
     (first,) = logged(file)  # written immediately
-    assert first.keys() == {"step", *STATISTICS, "errors", "losses", "names", "places", "offsets"}
+    integers = {"names", "places", "offsets", "layers"}
+    assert first.keys() == {"step", *STATISTICS, "errors", "losses", *integers}
     assert first["entropy"] == [[1, 0.1235], [0, None]]
     for step in (40, 80, 120):
         history.add(row(step, entropy=[[step, 1], [2, NAN]]))

@@ -44,7 +44,8 @@ def matched(*of_runs):
     runs = []
     for number, codes in enumerate(of_runs):
         names = np.full(codes[0].shape[:2], "")
-        runs.append(MatchedRun(str(number), causal_directions(codes), names))
+        layers = [*range(len(names))]
+        runs.append(MatchedRun(str(number), causal_directions(codes), names, layers))
     pairs = all_pairs(runs)
     assert np.isfinite(pairs).all()
     groups = {}

@@ -32,7 +32,16 @@ FAMILIES = {  # model_type: its config
     | SLIDING
     | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
-OTHERS = {  # without transformers' AttentionInterface
+LINEAR = ("linear_num_key_heads", "linear_num_value_heads")
+LINEAR += ("linear_key_head_dim", "linear_value_head_dim")
+OTHERS = {
+    "qwen3_next": COMMON  # a hybrid
+    | GROUPED
+    | dict.fromkeys(LINEAR, 4)
+    | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    | {"shared_expert_intermediate_size": 8}
+    | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    # without transformers' AttentionInterface
     "gpt_neo": {
         "vocab_size": 97,
         "hidden_size": 32,

@@ -1,6 +1,8 @@
 """Pages of runs with known weights, and functions that read these pages in a browser."""
 
 import base64
+import copy
+import dataclasses
 import functools
 import json
 import re
@@ -193,6 +195,25 @@ def removals(groups=(), changes=CHANGES):
         "heads": [removal(c, (n + 1) / 10, layer=i, head=j) for n, ((i, j), c) in enumerate(heads)],
         "groups": list(groups),
     }
+
+
+HYBRID = (3, 5)  # numbers of its layers with attention
+OTHER_LAYERS = dict.fromkeys("012", "linear attention") | {"4": "mamba", "6": "mamba", "7": "moe"}
+PROOF = "maps verified: they reproduce the model's output within 1e-6"
+
+
+@functools.cache
+def a_hybrid():
+    """Returns a_run as a hybrid with eight layers, two with attention, and a proof of its maps."""
+    run, model = a_run(), {"others": OTHER_LAYERS, "proof": PROOF}
+    snapshots = [
+        dataclasses.replace(of, row=copy.copy(of.row), details=of.details | {"model": model})
+        for of in run.snapshots
+    ]
+    for snapshot in snapshots:
+        snapshot.row.layers = [*HYBRID]
+    history = [snapshot.row for snapshot in snapshots]
+    return dataclasses.replace(run, data=run_data(snapshots, history), snapshots=snapshots)
 
 
 second_run = functools.partial(a_run, "second", seed=7)
