@@ -38,7 +38,6 @@ from headlens.heatmap import png_of
 from headlens.history import read_history
 from headlens.lens import MAX_FILES, MAX_IMAGES
 from headlens.render import draw_snapshot
-from headlens.statistics import uniform_attention
 from train import fit
 
 BYTE = get_tokenizer("byte")
