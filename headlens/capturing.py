@@ -207,18 +207,10 @@ class _Way:
     """How a model is captured."""
 
     run: Callable  # (ids, mask, receive, all_logits) -> (the output of the model, other layers)
+    first: Callable[[Tensor, Receive], Any]  # the run that is checked, (ids, receive) -> its output
     own: Callable[[Tensor], Any] | None  # ids -> its output as it is, if `run` changes how it runs
     key: Any = None
     advice: str = UNSEEN  # if it has no weights
-
-    def first(self, ids: Tensor, receive: Receive) -> Any:
-        """Returns the output of the first run. Raises TypeError for a module that does not run on
-        token ids."""
-        try:
-            return self.run(ids, None, receive, True)[0]
-        except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise TypeError(f"the model does not run on token ids alone ({reason})") from error
 
 
 def _way(model: Any, attention: AttentionFunction | None) -> _Way:
@@ -231,22 +223,31 @@ def _way(model: Any, attention: AttentionFunction | None) -> _Way:
         def generate(ids: Tensor, _: Any, receive: Receive, __: bool) -> tuple[Any, dict]:
             return _of_generator(attention(model, ids), receive), {}
 
-        return _Way(generate, own, attention, YIELDS_NONE)
+        first = lambda ids, receive: generate(ids, None, receive, True)[0]  # noqa: E731
+        return _Way(generate, first, own, attention, YIELDS_NONE)
     if hasattr(model, "capture_attention"):  # with kernels that torch shows
 
         def run(ids: Tensor, _: Any, receive: Receive, all_logits: bool) -> tuple[Any, dict]:
             options = {} if all_logits else {"logits_at": ids.new_zeros(len(ids))}
-            norms: list[Tensor] = []  # of the layer that is next; with FSDP, only it is gathered
-            keep = lambda _, __, ___, value_norms: norms.append(value_norms)  # noqa: E731
-            call = functools.partial(model.capture_attention, ids, keep, **options)
+            callback = lambda _, *tensors: receive(AttentionCall(*tensors))  # noqa: E731
+            return model.capture_attention(ids, callback, **options), {}
 
-            def with_norms(call: AttentionCall) -> None:
-                call.value_norms = norms.pop(0)
+        def compared(ids: Tensor, receive: Receive) -> Any:
+            """Passes the weights on with the values and the output of the same layer."""
+            given: list[Tensor] = []
+
+            def both(call: AttentionCall) -> None:
+                call.weights = given.pop(0)
                 receive(call)
 
-            return observe(model, ids, call, with_norms)
+            keep = lambda _, weights, *__: given.append(weights)  # noqa: E731
+            call = functools.partial(model.capture_attention, ids, keep)
+            output, _ = observe(model, ids, call, both)
+            for weights in given:
+                receive(AttentionCall(weights))
+            return output
 
-        return _Way(run, model)
+        return _Way(run, compared, model)
 
     def observed(
         ids: Tensor, mask: Tensor | None, receive: Receive, all_logits: bool
@@ -261,7 +262,16 @@ def _way(model: Any, attention: AttentionFunction | None) -> _Way:
         return model(**arguments_of(model, ids))
 
     kernel = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return _Way(observed, None if kernel in VISIBLE else unobserved, kernel)
+    own = None if kernel in VISIBLE else unobserved
+
+    def first(ids: Tensor, receive: Receive) -> Any:
+        try:
+            return observed(ids, None, receive, True)[0]
+        except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+            name, reason = type(model).__name__, f"{type(error).__name__}: {error}".splitlines()[0]
+            raise TypeError(f"{name} does not run on token ids alone ({reason})") from error
+
+    return _Way(observed, first, own, kernel)
 
 
 VISIBLE = (None, "eager", "sdpa")  # attention implementations of transformers that torch shows

@@ -218,7 +218,7 @@ def _run(capture: CaptureIds, recorders: Sequence[Recorder]) -> dict[str, Any]:
         for row, recorder in enumerate(recorders):
             ids = recorder.prompt.token_ids
             recorder.predictions = predict(captured.logits[row, : len(ids)], ids)
-    proof = getattr(captured, "proof", None)
+    proof = captured.proof
     others = {str(number): kind for number, kind in captured.others.items()}
     return {"others": others, "proof": proof.sentence if proof else None}
 

@@ -69,8 +69,13 @@ class GivenModel(torch.nn.Module):
         size = input_ids.shape[1]
         for layer, of_texts in found.items():
             sizes = ((size, size), (size, size), (size,))  # as in LayerAttention
-            callback(layer, *map(stacked, zip(*of_texts, strict=True), sizes))
+            weights, *others = map(stacked, zip(*of_texts, strict=True), sizes)
+            padding = (weights.sum(-1) == 0)[..., None]
+            callback(layer, weights + padding * torch.eye(size), *others)
         return stacked(logits, (size, None))
+
+    def forward(self, input_ids):
+        """Returns nothing: its logits have nothing to do with its attention."""
 
 
 def stacked(tensors, sizes):

@@ -67,7 +67,7 @@ def trained(run, max_steps):
             back = back | later
 
         def planted(layer, weights, *others):
-            weights[:] = uniform_attention(size)
+            weights = uniform_attention(size).expand_as(weights).clone()  # the model keeps its own
             for head in range(4):
                 if (layer, head) in back:
                     share = 0.5 if (layer, head) == (1, 2) else 1
