@@ -59,7 +59,7 @@ def rope(kind, **values):
 PLAIN = """
 afmoe apertus arcee aria_text bart biogpt bitnet blenderbot blenderbot-small bloom codegen cohere
 cohere2 cohere2_moe cpmant ctrl diffllama doge ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo
-gemma gemma2 glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_neox_japanese gpt_oss
+gemma gemma2 glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_neox_japanese
 gptj granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax jais2
 jetmoe laguna llama marian mbart minimax_m2 ministral ministral3 mistral mixtral mpt
 mvp nanochat nemotron olmo olmo2 olmo3 olmoe openai-gpt opt pegasus persimmon phi phi3 phimoe
@@ -94,6 +94,8 @@ BUILDS = {name: {} for name in PLAIN.split()} | {
     "gpt2 unscaled": {"scale_attn_weights": False},
     "gpt_bigcode with all heads": {"multi_query": False},
     "gpt_neox sequential": {"use_parallel_residual": False},
+    "gpt_oss": rope("default") | SLIDES,
+    "gpt_oss with yarn": rope("yarn", factor=4.0, original_max_position_embeddings=8),
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "num_layers": L},
     "falcon": {},
     "falcon with ALiBi": {"alibi": True},
@@ -116,7 +118,8 @@ BUILDS = {name: {} for name in PLAIN.split()} | {
     "gemma2 with small caps": {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
     "gemma3_text": SLIDES,
     "gemma3_text bidirectional": {"use_bidirectional_attention": True},
-    "llama4_text": {"layer_types": ["chunked_attention", FULL, "chunked_attention"]},
+    "llama4_text": rope("default")
+    | {"layer_types": ["chunked_attention", FULL, "chunked_attention"]},
     "bert as decoder": DECODER,
     "bert-generation as decoder": DECODER,
     "camembert as decoder": DECODER,
