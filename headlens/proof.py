@@ -1,0 +1,166 @@
+"""Whether captured attention weights are what the model computes with: prove.
+
+A short text is captured and checked, before anything is shown:
+
+    rows     the weights of each query are in [0, 1], and with the share of a learned sink sum to 1
+    product  weights times values are what the attention of the layer returned
+    output   the model returns the same as without the capture, if the capture changes how it runs
+
+Two vectors of a token are the same if they differ by less than the square root of the precision of
+their type: 3.5e-4 in fp32, 0.03 in fp16, 0.09 in bf16, relative to their norm. The largest
+difference of one token counts: a wrong mask may affect only the tokens after a window.
+
+The proof is about code and not about weights, so a model is proved once. It is proved again for a
+text more than twice as long, which may be the first that is longer than a window.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .observing import AttentionCall, Receive
+
+
+@dataclass
+class Proof:
+    """What was compared, for people."""
+
+    sentence: str  # "maps verified: they reproduce the model's output within 1e-6"
+    is_verified: bool
+
+
+_PROVED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, int, Proof]] = weakref.WeakKeyDictionary()
+
+
+def prove(
+    model: nn.Module,
+    key: Any,
+    tokens: int,
+    run: Callable[[Receive], Any],
+    own: Callable[[], Any] | None,
+) -> Proof | None:
+    """Returns the proof of a model, or None for a text of one token, which proves nothing.
+
+    key: by which way it is captured; another way needs another proof. run: captures a text of
+    `tokens` tokens, and returns the output of the model, (1, T, ...), or None. own: runs the model
+    on the same text as it is; None if the capture does not change how it runs.
+
+    Raises ValueError if the weights are not what the model computes with.
+    """
+    known = _PROVED.get(model)
+    if known and known[0] == key and tokens <= 2 * known[1]:
+        return known[2]
+    if tokens < 2:
+        return None
+    checks = _Checks()
+    with _without_edits(model):
+        output = first_tensor(run(checks.of_call))
+        expected = first_tensor(own()) if own else output
+    proof = checks.result(type(model).__name__, output, expected)
+    _PROVED[model] = key, tokens, proof
+    return proof
+
+
+class _Checks:
+    """What the checks of a text have found."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.largest = 0.0  # relative difference
+        self.is_finite = self.has_products = True
+        self.has_sink = False
+
+    def of_call(self, call: AttentionCall) -> None:
+        """Checks the rows of a layer, and weights times values."""
+        weights, layer = call.weights, call.number
+        sums = weights.sum(-1) + (0 if call.sink is None else call.sink.float())
+        self.has_sink |= call.sink is not None
+        self.is_finite &= not sums.isnan().any()
+        rounding = _rounding(torch.float32 if call.output is None else call.output.dtype)
+        low, high = float(sums.min()), float(sums.max())
+        if max(1 - low, high - 1) > rounding or weights.min() < 0:
+            self.faults.append(f"weights of layer {layer} sum to {low:.4g} to {high:.4g}, not to 1")
+        if call.output is None or call.values is None:
+            self.has_products = False
+            return
+        values = call.values.float()
+        values = values.repeat_interleave(weights.shape[1] // values.shape[1], 1)  # (B, H, T, D)
+        what = f"weights times values of layer {layer} differ from its attention output"
+        self._same(_of_tokens(weights @ values), _of_tokens(call.output), what)
+
+    def result(self, name: str, output: Tensor | None, expected: Tensor | None) -> Proof:
+        """Compares the output of the model. Raises ValueError for the first fault."""
+        has_output = output is not None and expected is not None and output.shape == expected.shape
+        if output is not None and expected is not None and has_output and output is not expected:
+            what = "its attention is not what it computes: the output of the model differs"
+            # With rounding, a router may choose other experts for a token.
+            self._same(output, expected, what, is_typical=output.dtype.itemsize < 4)
+        if not self.is_finite:
+            return Proof("maps not verified: numbers of the model are not finite", False)
+        if self.faults:
+            raise ValueError(f"{name}: the weights are not those of the model: {self.faults[0]}")
+        rows = "rows and a learned sink sum to 1" if self.has_sink else "rows sum to 1"
+        within = f"within {self.largest:.0e}".replace("e-0", "e-") if self.largest else "exactly"
+        if has_output and self.has_products:
+            return Proof(f"maps verified: they reproduce the model's output {within}; {rows}", True)
+        if has_output:
+            rest = f"{rows}, and the output is the model's {within}"
+            return Proof(f"maps checked: {rest}; weights times values: not checked", False)
+        return Proof(f"maps checked: {rows}; the model's output: not checked", False)
+
+    def _same(self, found: Tensor, expected: Tensor, what: str, is_typical: bool = False) -> None:
+        """Notes the largest difference of a token, relative to its norm, and if it is a fault.
+        found, expected: (B, T, N). is_typical: the median token instead."""
+        a, b = (each.flatten(2).float() for each in (found, expected))
+        norms = b.norm(dim=-1)
+        difference = (a - b).norm(dim=-1) / norms.clamp(min=max(1e-3 * float(norms.max()), 1e-30))
+        largest = float(difference.median() if is_typical else difference.max())
+        self.is_finite &= largest == largest  # False for NaN
+        self.largest = max(self.largest, largest)
+        if largest > _rounding(expected.dtype):
+            token = int(difference.amax(0).argmax())
+            self.faults.append(f"{what} by {largest:.2g} of its norm, at token {token}")
+
+
+def _of_tokens(contexts: Tensor) -> Tensor:
+    """(B, H, T, D) -> (B, T, H D)."""
+    return contexts.transpose(1, 2).flatten(2)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps ** 0.5
+
+
+def first_tensor(output: Any) -> Any:
+    """Returns the first tensor of what a module returned: the logits, or the last hidden state."""
+    if isinstance(output, Tensor) or output is None:
+        return output
+    if isinstance(logits := getattr(output, "logits", None), Tensor):
+        return logits
+    values = output.values() if isinstance(output, dict) else output
+    return next((each for each in values if isinstance(each, Tensor)), None)
+
+
+@contextlib.contextmanager
+def _without_edits(model: nn.Module) -> Iterator[None]:
+    """Runs the model without the hooks of this package, which switch heads off or record."""
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    before = [(module, name, vars(module)[name]) for module in model.modules() for name in names]
+    package = __name__.partition(".")[0]
+    try:
+        for module, name, hooks in before:
+            kept = {
+                n: h
+                for n, h in hooks.items()
+                if not str(getattr(h, "__module__", "")).startswith(package)
+            }
+            vars(module)[name] = type(hooks)(kept)
+        yield
+    finally:
+        for module, name, hooks in before:
+            vars(module)[name] = hooks
