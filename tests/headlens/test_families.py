@@ -37,14 +37,14 @@ def with_alibi(of, _):
 
 
 def with_a_sink(of, attention):
-    """GPT-OSS: one more score, which has a place in the softmax and no value. Layer 1 has no window."""
+    """GPT-OSS: one more score, which has no value. Layer 1 has no window."""
     keys = of["k_proj"].view(T, 2, 8).repeat_interleave(2, 1)
     scores = rotated(of["q_proj"].view(T, H, 8), keys) / 8**0.5
     return torch.cat([scores, attention.sinks.view(H, 1, 1).expand(H, T, 1)], -1)
 
 
 def of_latents(of, _):
-    """DeepSeek V3: 8 numbers without and 4 with positions, whose keys are the same for all heads."""
+    """DeepSeek V3: 8 numbers without positions, and 4 with positions whose keys all heads share."""
     queries, (keys, _) = of["q_b_proj"].view(T, H, 12), of["kv_b_proj"].view(T, H, 16).split(8, -1)
     turning = of["kv_a_proj_with_mqa"][:, None, -4:].expand(T, H, 4)
     plain = torch.einsum("qhd,khd->hqk", queries[..., :8].double(), keys.double())
