@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .ablation import ablate, mean_contexts
+    from .arrays import from_arrays
     from .capturing import Captured, LayerAttention, capture
     from .config import DEFAULT_PROMPTS, LensConfig
     from .dashboard import define_wandb_metrics, wandb_values
