@@ -2,6 +2,7 @@
 
 draw_run(Path("runs/first/attention"))  # all images again
 show("runs/first")  # the page in a notebook, as the last line of a cell
+show(weights, tokens)  # of arrays, see arrays.py
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from PIL.Image import Image
 
+from .arrays import from_arrays
 from .drawing import heads_image, largest_image, title_of
 from .heads import clearest, head_table
 from .heatmap import png_of
@@ -97,20 +99,41 @@ def write_page(
     atomic_write(Path(path), page_html([data], snapshots[-1].run).encode())
 
 
-def show(run: str | Path, curves: Mapping[str, list] | None = None, height: int = 900) -> Any:
-    """Returns the page of a run as an IPython.display.HTML, made from its snapshot files.
+def show(
+    run: Any,
+    tokens: Sequence[str] | None = None,
+    steps: Sequence[int] | None = None,
+    *,
+    curves: Mapping[str, list] | None = None,
+    height: int = 900,
+) -> Any:
+    """Returns a page of attention heads as an IPython.display.HTML.
 
-    run: a run directory, or a folder with snapshots (step_*.npz). curves: as for `page.run_data`.
-    height: in pixels. Raises ValueError without a snapshot, ImportError without IPython.
+    run: a run directory, or a folder with snapshots (step_*.npz); or attention weights of a text,
+    with its tokens, as for `from_arrays`; or {name: weights} of two models to compare. steps: of a
+    list of weights. curves: as for `page.run_data`. height: in pixels. Raises ValueError without a
+    snapshot and as `from_arrays`, ImportError without IPython.
     """
     from IPython.display import HTML
 
-    folder = Path(run)
-    if (folder / "attention").is_dir():
-        folder = folder / "attention"
-    if not (last := last_snapshot(folder)):
-        raise ValueError(f"{run} has no attention snapshot (step_*.npz)")
-    source = escape(folder_page(folder, last.run, curves))
+    if tokens is None:
+        if not isinstance(run, str | Path):
+            raise TypeError("tokens: expected the text of each token of these weights")
+        page = _page_of_run(Path(run), curves)
+    else:
+        models = run if isinstance(run, dict) else {"attention": run}
+        if not 1 <= len(models) <= 2:
+            raise ValueError(f"weights of {len(models)} models: the page compares two")
+        found = {name: from_arrays(of, tokens, steps, name) for name, of in models.items()}
+        data = [run_data(snapshots, curves=curves) for snapshots in found.values()]
+        page = page_html(data, " and ".join(found))
     style = f"width: 100%; height: {height}px; border: 0"
-    frame = f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{source}">'
+    frame = f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{escape(page)}">'
     return HTML(f"<div>{frame}</iframe></div>")
+
+
+def _page_of_run(folder: Path, curves: Mapping[str, list] | None) -> str:
+    path = folder / "attention" if (folder / "attention").is_dir() else folder
+    if not (last := last_snapshot(path)):
+        raise ValueError(f"{folder} has no attention snapshot (step_*.npz)")
+    return folder_page(path, last.run, curves)

@@ -79,7 +79,7 @@ def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
         if token is None:
             raise KeyError(token_id)
         if is_byte_level:
-            return bytes(map(_byte_of().__getitem__, token))
+            return bytes(map(byte_of().__getitem__, token))
         if BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(token[3:5])
         return token.replace("▁", " ").encode()  # SentencePiece's sign for a space
@@ -88,7 +88,7 @@ def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
 
 
 @functools.cache
-def _byte_of() -> dict[str, int]:
+def byte_of() -> dict[str, int]:
     """Returns the byte of each character of byte-level BPE (Radford et al. 2019): printable Latin-1
     characters are their own byte, the others follow from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
