@@ -1,11 +1,19 @@
 """LensCallback: snapshots of a training with transformers' Trainer, which does not change."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers.foreign import WORDS, byte_level_tokenizer, foreign_model
 from helpers.pages import read
 from helpers.runs import wandb_records
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 
 from headlens import LensConfig, read_snapshot
 from headlens.trainer import LensCallback
@@ -15,7 +23,7 @@ CONFIG = LensConfig(every=3, prompts=["The bell rang twice."], repeat_length=4)
 TEXT = WORDS * 8
 
 
-def trainer(folder, *callbacks, family="gpt2", **changes):
+def trainer(folder, *callbacks, family="gpt2", model=None, collator=None, **changes):
     """Returns a Trainer of a tiny model for 7 steps."""
     ids = torch.tensor(TOKENIZER(TEXT).input_ids)
     rows = [{"input_ids": window, "labels": window} for window in ids.unfold(0, 24, 8)]
@@ -23,8 +31,8 @@ def trainer(folder, *callbacks, family="gpt2", **changes):
     options |= {"use_cpu": True, "disable_tqdm": True, "logging_steps": 2, "learning_rate": 0.01}
     options |= {"save_strategy": "no"} | changes
     arguments = TrainingArguments(str(folder), **options)
-    model = foreign_model(family, vocab_size=len(TOKENIZER))
-    return Trainer(model, arguments, None, rows, rows[:4], callbacks=[*callbacks])
+    model = foreign_model(family, vocab_size=len(TOKENIZER), **model or {})
+    return Trainer(model, arguments, collator, rows, rows[:4], callbacks=[*callbacks])
 
 
 def steps(folder):
@@ -35,16 +43,47 @@ def callback(**options):
     return LensCallback(TOKENIZER, CONFIG, text=TEXT, **options)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])  # gpt2 has dropout
-def test_snapshots_of_a_training_that_gives_the_same_weights_bit_for_bit(tmp_path, family):
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+ROPE = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
+SETUPS = {  # of ways to train: arguments of `trainer`
+    "dropout": {},
+    "grouped keys": {"family": "llama"},
+    # The frequencies depend on the longest text that the model has seen, here a prompt.
+    "dynamic rope": {
+        "family": "llama",
+        "model": {"rope_parameters": ROPE, "max_position_embeddings": 16},
+    },
+    "soft caps, eager": {"family": "gemma2"},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "bf16 autocast": {"bf16": True},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "best model": EVALUATED | {"load_best_model_at_end": True},
+    "noisy embeddings": {"neftune_noise_alpha": 5.0},
+    "padding-free": {"collator": DataCollatorWithFlattening()},
+    "smaller batch": {"auto_find_batch_size": True},
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_training_gives_the_same_weights_bit_for_bit(tmp_path, name):
+    weights, config = [], dataclasses.replace(CONFIG, repeat_length=20)  # longer than the windows
+    for callbacks in ([LensCallback(TOKENIZER, config, text=TEXT, context_length=64)], []):
+        run = trainer(tmp_path, *callbacks, **SETUPS[name])
+        run.train()
+        weights.append(run.model.state_dict())
+    assert weights[0].keys() == weights[1].keys()
+    assert all(map(torch.equal, *(each.values() for each in weights)))
+    assert steps(tmp_path) == [0, 3, 6, 7]
+
+
+def test_snapshots_of_a_training(tmp_path):
     found = []
     watched = callback(on_snapshot=lambda snapshot, step: found.append((step, snapshot)))
     runs = []
     for name, callbacks in (("with", [watched]), ("without", [])):
-        runs.append(trainer(tmp_path / name, *callbacks, family=family))
+        runs.append(trainer(tmp_path / name, *callbacks))
         runs[-1].train()
-    weights = [run.model.state_dict().values() for run in runs]
-    assert all(map(torch.equal, *weights))
     losses = [[row.get("loss") for row in run.state.log_history] for run in runs]
     assert losses[0] == losses[1]
     assert [step for step, _ in found] == steps(tmp_path / "with") == [0, 3, 6, 7]
