@@ -13,6 +13,7 @@ from transformers import (
     TrainerCallback,
     TrainerState,
     TrainingArguments,
+    default_data_collator,
 )
 
 from headlens import LensConfig, read_snapshot
@@ -214,7 +215,7 @@ def test_no_snapshots_of_other_processes_or_with_an_interval_of_0(tmp_path):
 
 def test_the_tokenizer_is_that_of_the_trainer(tmp_path):
     own = LensCallback(config=CONFIG, text=TEXT)
-    trainer(tmp_path / "own", own, tokenizer=TOKENIZER).train()
+    trainer(tmp_path / "own", own, tokenizer=TOKENIZER, collator=default_data_collator).train()
     (tokens,) = {
         read_snapshot(path).prompts[0].text for path in tmp_path.glob("own/*/*_00000000.npz")
     }
