@@ -12,7 +12,8 @@ The folder imports no other package of this repository, so you can copy it into 
         lens.snapshot(model, step)  # writes data, images and pages to attention/
 
 docs/reference.md describes the public names below, and headlens.trainer has LensCallback, which
-needs transformers. All else may change. In reading order: capturing.py (weights of a model),
+needs transformers. All else may change. In reading order: capturing.py, foreign.py and
+proof.py (weights of a model),
 statistics.py, whole_text.py and recording.py (what is measured of the heads at one step), heads.py
 (their names), history.py and snapshot_data.py (files), lens.py (snapshots during training),
 drawing.py, render.py and page/ (images and pages), dashboard.py (W&B), ablation.py (what the model

@@ -288,7 +288,8 @@ def _of_generator(layers: Yielded, receive: Receive) -> Tensor | None:
         except StopIteration as end:
             return end.value
         norms = None if values is None else values.float().norm(dim=-1)
-        receive(Call(weights.float(), value_norms=norms, dtype=weights.dtype))
+        rest = (1 - weights.float().sum(-1)).clamp(min=0)  # it may have a learned sink
+        receive(Call(weights.float(), value_norms=norms, dtype=weights.dtype, sink=rest))
 
 
 def output_projection(module: nn.Module) -> nn.Module | None:

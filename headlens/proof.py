@@ -103,8 +103,8 @@ class _Comparison(TorchFunctionMode):
         if self.called:
             self.faults.append(f"an attention module computes several maps in layer {layer - 1}")
         sums = weights.sum(-1) + (0 if call.sink is None else call.sink)
-        self.has_sink |= call.sink is not None
         rounding = _rounding(call.dtype)
+        self.has_sink |= call.sink is not None and float(call.sink.max()) > rounding
         low, high = float(sums.min()), float(sums.max())
         if max(1 - low, high - 1) > rounding or weights.min() < 0:
             self.faults.append(f"weights of layer {layer} sum to {low:.4g} to {high:.4g}, not to 1")
@@ -174,14 +174,15 @@ class _Comparison(TorchFunctionMode):
     def result(self, name: str, output: Tensor | None, own: Tensor | None) -> Proof:
         """Compares the output of the model. Raises ValueError for the first fault."""
         self._not_used()
-        can_compare = output is not None and own is not None and output.shape == own.shape
-        if can_compare:
+        can_compare = False
+        if output is not None and own is not None and output.shape == own.shape:
+            can_compare = True
             self._same(output, own, "its attention is not what it computes: its output differs")
         if not self.is_finite:
             return Proof("maps not verified: numbers of the model are not finite", False)
         if self.faults:
             raise ValueError(f"{name}: the weights are not those of the model: {self.faults[0]}")
-        rows = "rows and a learned sink sum to 1" if self.has_sink else "rows sum to 1"
+        rows = "rows sum to 1" + self.has_sink * " with what goes to a learned sink"
         within = f"within {max(self.largest, 1e-7):.0e}".replace("e-0", "e-")
         if can_compare and self.has_product:
             return Proof(f"maps verified: they reproduce the model's output {within}; {rows}", True)
