@@ -104,7 +104,7 @@ def capture(
             values = cast(Tensor, call.values)
             attended.value_norms = value_norms(call.module, values, call.weights.shape[1])
         if mask is not None:
-            padding = ~mask[:, None, :, None]
+            padding = ~mask[:, None, :, None].to(call.weights.device)
             attended.weights = attended.weights.masked_fill(padding, 0)
             if attended.scores is not None:
                 attended.scores = attended.scores.masked_fill(padding, float("-inf"))
@@ -128,7 +128,10 @@ def capture(
         text = ids if attention else text  # a function may know only these ids
         result.proof = prove(
             model,
-            (attention, getattr(getattr(model, "config", None), "_attn_implementation", None)),
+            (
+                getattr(attention, "__code__", type(attention)),
+                getattr(getattr(model, "config", None), "_attn_implementation", None),
+            ),
             text.shape[1],
             lambda check: way.run(text, None, checked(check), True)[0],
             lambda: way.own(text),

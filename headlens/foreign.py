@@ -130,15 +130,16 @@ def _eager(
     device, dtype = query.device.type, query.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
+    given, values = (query, key, value), value.to(dtype)
     with contextlib.ExitStack() as stack:
         if is_fused and dtype.itemsize < 4:
-            query, key, value = (each.to(dtype).float() for each in (query, key, value))
+            given = [each.to(dtype).float() for each in given]
             stack.enter_context(torch.autocast(device, enabled=False))
         softmax = stack.enter_context(_SoftmaxInput())
-        output, weights = eager(module, query, key, value, *rest, **options)
+        output, weights = eager(module, *given, *rest, **options)
     scores, sink = softmax.scores(weights.shape, torch.finfo(dtype).min / 2)
     call = Call(weights.float(), scores, dtype=weights.dtype, module=module)
-    call.values, call.output, call.sink = value, output, sink
+    call.values, call.output, call.sink = values, output, sink
     return output.to(dtype), weights, call
 
 

@@ -115,7 +115,8 @@ class _Comparison(TorchFunctionMode):
             return
         groups = weights.shape[1] // call.values.shape[1]
         values = call.values.float().repeat_interleave(groups, 1)
-        product = (weights @ values).transpose(1, 2)  # (B, T, H, D)
+        with torch.autocast(weights.device.type, enabled=False):
+            product = (weights @ values).transpose(1, 2)  # (B, T, H, D)
         what = f"weights times values of layer {layer} differ from its attention output"
         self._same(product, call.output, what)
         self.called = call
