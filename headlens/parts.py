@@ -29,16 +29,14 @@ from torch.func import functional_call
 
 from .ablation import Head, attention_modules, edited_contexts, removal
 from .capturing import (
-    RECEIVER,
     LayerAttention,
-    attention_function,
     capture,
     output_projection,
     unchanged,
     unwrapped,
 )
+from .foreign import attention_function
 
-PROJECT = "clearhead_project"
 AT_ONCE = 2**23  # numbers of parts, (n, T, C), in one call of the attention module: 32 MiB
 
 
@@ -323,16 +321,20 @@ class _Run:
                 if "norm" in type(module).__name__.lower() and not list(module.children()):
                     stack.callback(module.register_forward_hook(freeze).remove)
             if hasattr(self.model, "set_attn_implementation"):
-                stack.enter_context(attention_function(self.model, PROJECT, _project, receive))
+                stack.enter_context(attention_function(self.model, _projecting(receive)))
             else:
                 arguments[1:] = [kernel]
             yield project
 
 
-def _project(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any):
-    """An attention function of transformers that only passes queries and keys on."""
-    RECEIVER.get()(query, key, options.get("scaling"))
-    return value.new_zeros(len(value), query.shape[2], query.shape[1], value.shape[3]), None
+def _projecting(receive: Callable) -> Callable:
+    """Returns an attention function of transformers that only passes queries and keys on."""
+
+    def project(_: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any):
+        receive(query, key, options.get("scaling"))
+        return value.new_zeros(len(value), query.shape[2], query.shape[1], value.shape[3]), None
+
+    return project
 
 
 def _relative(keys: Tensor, key: int, seen: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 a model that is not changed."""
 
 import copy
+import threading
 
 import numpy as np
 import pytest
 import torch
-from helpers.foreign import COMMON, FAMILIES, GROUPED, NO_SDPA, foreign_model
+from helpers.foreign import COMMON, FAMILIES, NO_SDPA, foreign_model
 from helpers.models import random_ids, tiny_model
 from torch import nn
 
@@ -207,6 +208,15 @@ def test_any_module_with_a_function():
     assert capture(model, IDS, attention=lambda m, i: iter([*yielded(m, i)][:1])).logits is None
 
 
+PLAIN = ("max_seq_len_cached", "count")
+
+
+def registries():
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    return [[*of._global_mapping] for of in (AttentionInterface, AttentionMaskInterface)]
+
+
 def state(model):
     """Everything that a call could change."""
     modules = [*model.modules()]
@@ -217,7 +227,14 @@ def state(model):
     ]
     configs = [getattr(module, "config", None) for module in modules]
     attention = [getattr(config, "_attn_implementation", None) for config in configs]
+    own = [{**vars(module)} for module in modules]
+    buffers = [(name, value) for name, value in model.named_buffers() if value is not None]
     return (
+        [{key: value for key, value in each.items() if key in PLAIN} for each in own],
+        [sorted(each) for each in own],
+        [name for name, _ in buffers],
+        [value.clone() for _, value in buffers],
+        registries(),
         [module.training for module in modules],
         hooks,
         attention,
@@ -231,18 +248,41 @@ def state(model):
 def assert_same(before, after):
     for was, now in zip(before, after, strict=True):
         tensors = was if isinstance(was, list) else [was]
-        if isinstance(tensors[0], torch.Tensor):
+        if tensors and isinstance(tensors[0], torch.Tensor):
             torch.testing.assert_close(now, was, rtol=0, atol=0)
         else:
             assert now == was
 
 
+class Counting(nn.Module):
+    """Changes a buffer in place, replaces another, and adds an attribute and a buffer."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.count = base, 0
+        self.register_buffer("changed", torch.zeros(2))
+        self.register_buffer("replaced", torch.zeros(2))
+
+    def forward(self, x):
+        self.count += 1
+        self.cache = x
+        self.changed += 1
+        self.replaced = self.replaced + 1
+        self.register_buffer("added", x)
+        return self.base(x)
+
+
 def models():
+    """Fused, eager, ours, positions that depend on the texts seen, and any module that does."""
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    rotary = foreign_model("llama", rope_parameters=dynamic, max_position_embeddings=8)
+    counting = foreign_model("qwen2")
+    counting.model.layers[0].mlp.up_proj = Counting(counting.model.layers[0].mlp.up_proj)
     sdpa, eager = foreign_model("gpt2"), foreign_model("gemma3_text", "eager")
-    return [sdpa, eager, tiny_model(vocab_size=97, dropout=0.1)]
+    return [sdpa, eager, tiny_model(vocab_size=97, dropout=0.1), rotary, counting]
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(5))
 def test_model_and_random_state_are_unchanged_also_after_an_error(number):
     model = models()[number].train()
     [*model.modules()][-1].eval()  # one submodule, as when a part is frozen
@@ -251,14 +291,54 @@ def test_model_and_random_state_are_unchanged_also_after_an_error(number):
     assert_same(before, state(model))
     assert not captured.logits.requires_grad
 
-    def fails(layer, attention):
-        torch.rand(1)
-        if layer == 1:
-            raise KeyError("of the caller")
+    for error in (KeyError, KeyboardInterrupt):
 
-    with pytest.raises(KeyError, match="of the caller"):
-        capture(model, IDS, fails)
-    assert_same(before, state(model))
+        def fails(layer, attention, error=error):
+            torch.rand(1)
+            if layer == 1:
+                raise error("of the caller")
+
+        with pytest.raises(error, match="of the caller"):
+            capture(model, IDS, fails)
+        assert_same(before, state(model))
+
+
+def test_a_longer_text_in_between_does_not_change_a_training():
+    """Dynamic rotary positions: their frequencies depend on the longest text so far."""
+    outputs = []
+    for between in (False, True):
+        model = models()[3]
+        if between:
+            capture(model, random_ids(T=30, vocab_size=97))
+        outputs.append(model(IDS).logits)
+    assert torch.equal(*outputs)
+
+
+def test_two_models_in_two_threads_and_within_each_other():
+    """Nothing of another run is seen, and nothing stays registered."""
+    first, second = foreign_model("llama"), foreign_model("gpt2")
+    before, states = registries(), [state(first), state(second)]
+    expected = {model: capture(model, IDS).layers[2].weights for model in (first, second)}
+    wrong, inner = [], []
+
+    def run(model):
+        for _ in range(10):
+            if not torch.equal(capture(model, IDS).layers[2].weights, expected[model]):
+                wrong.append(model)
+
+    threads = [threading.Thread(target=run, args=(model,)) for model in (first, second) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    nested = capture(first, IDS, lambda n, _: inner.append(capture(second, IDS).layers[2].weights))
+    assert nested.layers == []
+    assert len(inner) == 3
+    assert all(torch.equal(each, expected[second]) for each in inner)
+    assert registries() == before
+    for was, model in zip(states, (first, second), strict=True):
+        assert_same(was, state(model))
 
 
 def test_a_compiled_or_wrapped_model_is_captured_without_its_wrapper():
@@ -289,20 +369,120 @@ class Blocks(nn.Module):
         return input_ids
 
 
-def test_layers_of_a_hybrid():
-    """Only the layers with attention have weights, with their number in the model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+LINEAR = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+LINEAR |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+MIXER = {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+SHARED = {"n_mamba_heads": 4, "mamba_d_state": 8, "mamba_headdim": 16, "mamba_ngroups": 1}
+SHARED |= {"num_mem_blocks": 1, "attention_head_dim": 16, "chunk_size": 8, "adapter_rank": 4}
+HYBRIDS = {  # family: changes of its config, the number of layers with attention, of all
+    "qwen3_5_text": (LINEAR | {"layer_types": ["linear_attention", "full_attention"]}, [1], 2),
+    "lfm2": ({"layer_types": ["full_attention", "conv", "full_attention"]}, [0, 2], 3),
+    "falcon_h1": (MAMBA | {"mamba_d_head": 8, "mamba_d_ssm": 32}, [0, 1, 2], 3),
+    "jamba": (MIXER | {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 2}, [1], 3),
+    "zamba2": (SHARED | {"layers_block_type": ["mamba", "hybrid"] * 2}, [1, 3], 4),
+    "nemotron_h": ({"hybrid_override_pattern": "M*-", **MAMBA}, [1], 3),
+    "gemma4_text": (
+        {"num_kv_shared_layers": 1, "global_head_dim": 8, "layer_types": ["full_attention"] * 3},
+        [0, 1, 2],
+        3,
+    ),
+}
 
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-    experts |= {"shared_expert_intermediate_size": 8}
-    linear = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
-    linear |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
-    sizes = COMMON | GROUPED | experts | linear
-    kinds = ["linear_attention", "full_attention", "full_attention"]
-    config = AutoConfig.for_model("qwen3_next", **sizes, layer_types=kinds)
-    captured = capture(AutoModelForCausalLM.from_config(config), IDS)
-    assert [layer.number for layer in captured.layers] == [1, 2]
-    assert [*captured.others] == [0]
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_of_a_hybrid(family):
+    """Only the layers with attention have weights, with their number in the model, also where
+    layers share a module or the keys and values."""
+    changes, expected, count = HYBRIDS[family]
+    grouped = {"num_key_value_heads": 4 if family == "zamba2" else 2, "head_dim": 8}
+    model = foreign_model(family, **COMMON | grouped | changes | {"num_hidden_layers": count})
+    seen = []
+    captured = capture(model, IDS, lambda n, layer: seen.append((n, layer.number)))
+    assert seen == [*enumerate(expected)]
+    assert captured.proof.is_verified
+    assert sorted([*captured.others, *expected]) == [*range(count)]
+    assert all(captured.others.values())
+
+
+def test_a_layer_is_what_its_class_says_without_layer_types():
+    from headlens.foreign import _Layers
+
+    class TinyGatedDeltaNet(nn.Linear):
+        pass
+
+    class TinyModel(nn.Module):
+        config = type("Config", (), {"get_text_config": lambda self: self})()
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Identity()) for _ in range(3))
+            self.layers[0].append(nn.Bilinear(1, 1, 1))
+            for n in (1, 2):
+                self.layers[n].append(TinyGatedDeltaNet(1, 1))
+
+    layers = _Layers(model := TinyModel())
+    assert layers.number_of(model.layers[0][1]) == 0
+    assert layers.others() == {1: "gated delta net", 2: "gated delta net"}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral"])
+def test_padding(family):
+    """A padded text has the weights of the text alone, and rows of padding are 0."""
+    changes = {"pad_token_id": 1, "word_embed_proj_dim": 32} if family == "opt" else {}
+    model = foreign_model(family, **changes)
+    text, long = IDS[0, :7], IDS[1]
+    alone = capture(model, text)
+    for pad in (slice(0, 5), slice(7, 12)):  # left and right
+        mask = torch.ones(2, 12, dtype=torch.int64)
+        mask[0, pad] = 0
+        ids = torch.stack([torch.ones_like(long), long])
+        ids[0, mask[0].bool()] = text
+        for given in (
+            capture(model, ids, attention_mask=mask),
+            capture(model, {"input_ids": ids.tolist(), "attention_mask": mask.tolist()}),
+        ):
+            for layer, expected in zip(given.layers, alone.layers, strict=True):
+                own = mask[0].bool()
+                found = layer.weights[0][:, own][:, :, own]
+                torch.testing.assert_close(found, expected.weights[0], atol=1e-4, rtol=1e-4)
+                assert layer.weights[0].sum() == pytest.approx(4 * 7, abs=1e-3)
+                assert (layer.weights[0][:, ~own] == 0).all()
+                assert layer.scores[0][:, ~own].isneginf().all()
+    torch.testing.assert_close(given.layers[0].weights[1:], capture(model, long).layers[0].weights)
+
+
+def test_offloaded_weights():
+    from accelerate import cpu_offload
+
+    model = foreign_model("llama")
+    expected = capture(model, IDS)
+    offloaded = cpu_offload(copy.deepcopy(model), torch.device("cpu"))
+    captured = capture(offloaded, IDS)
+    assert next(offloaded.parameters()).device.type == "meta"
+    torch.testing.assert_close(captured.logits, expected.logits)
+    assert torch.equal(captured.layers[2].weights, expected.layers[2].weights)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [
+        ("The bell", TypeError),
+        (["The", "bell"], TypeError),
+        ([[1, 2], [3]], TypeError),
+        ([0.5, 2.0], TypeError),
+        (torch.ones(1, 2, 3, dtype=torch.int64), ValueError),
+        ([3, -1], ValueError),
+        ([], ValueError),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1, 1, 1]]}, ValueError),
+    ],
+)
+@pytest.mark.parametrize("ours", [True, False])
+def test_wrong_ids_are_refused_in_one_line(ids, error, ours):
+    model = tiny_model() if ours else foreign_model("llama")
+    with pytest.raises(error) as raised:
+        capture(model, ids)
+    assert "\n" not in str(raised.value)
 
 
 def test_models_without_attention_weights_are_refused_with_one_line():

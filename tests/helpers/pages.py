@@ -66,8 +66,15 @@ class GivenModel(torch.nn.Module):
         size = input_ids.shape[1]
         for layer, of_texts in found.items():
             sizes = ((size, size), (size, size), (size,))  # as in LayerAttention
-            callback(layer, *map(stacked, zip(*of_texts, strict=True), sizes))
+            weights, *others = map(stacked, zip(*of_texts, strict=True), sizes)
+            weights[weights.sum(-1) == 0] += torch.eye(size).expand_as(weights)[
+                weights.sum(-1) == 0
+            ]
+            callback(layer, weights, *others)
         return stacked(logits, (size, None))
+
+    def forward(self, input_ids):
+        """Returns nothing: its logits have nothing to do with its attention."""
 
 
 def stacked(tensors, sizes):
