@@ -12,11 +12,12 @@ The folder imports no other package of this repository, so you can copy it into 
         lens.snapshot(model, step)  # writes data, images and pages to attention/
 
 docs/reference.md describes the public names below, and headlens.trainer has LensCallback, which
-needs transformers. All else may change. In reading order: capturing.py, observing.py and proof.py (weights of a
-model), statistics.py, whole_text.py and recording.py (what is measured of the heads at one step),
-heads.py (their names), history.py and snapshot_data.py (files), lens.py (snapshots during
-training), drawing.py, render.py and page/ (images and pages), dashboard.py (W&B), projections.py
-and ablation.py (what the model loses without a head), parts.py (what wrote an attention score).
+needs transformers. All else may change. In reading order: capturing.py, observing.py and proof.py
+(weights of a model), statistics.py, whole_text.py and recording.py (what is measured of the heads
+at one step), heads.py (their names), history.py and snapshot_data.py (files), lens.py (snapshots
+during training), drawing.py, render.py and page/ (images and pages), dashboard.py (W&B),
+projections.py and ablation.py (what the model loses without a head), parts.py (what wrote an
+attention score).
 """
 
 # ruff: noqa: F401

@@ -7,6 +7,7 @@ Lens.inspect records a model without a training run.
 import functools
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,11 +123,38 @@ class Lens:
         self.history: History | None = None  # created at the first snapshot
         self.table: list[dict] = []  # all heads, the most significant first; set at the end
         self.last: SnapshotData | None = None  # of the last step
+        self.taken: tuple[int, bool] | None = (
+            None  # the newest snapshot: its step, whether the last
+        )
+        self.started = 0.0  # the first snapshot of this process, in seconds
+        self.durations: list[float] = []  # of the snapshots of this process, in seconds
+        self.skipped: set[int] = set()  # steps without a snapshot because of max_percent
 
     def due(self, step: int) -> bool:
-        """Whether this step has a snapshot: each multiple of the interval (also 0) and the last."""
+        """Whether to take a snapshot at this step: each multiple of the interval (also 0) for which
+        there is time, and the last. False after its snapshot."""
+        return self.is_planned(step) and self.has_time(step)
+
+    def is_planned(self, step: int) -> bool:
+        """Whether `due` without config.max_percent."""
         every = self.config.interval(self.max_steps)
-        return every > 0 and bool(self.prompts) and (step % every == 0 or step == self.max_steps)
+        is_last = step == self.max_steps
+        if not every or not self.prompts or self.taken == (step, is_last):
+            return False
+        return step % every == 0 or is_last
+
+    def has_time(self, step: int) -> bool:
+        """Whether config.max_percent allows a snapshot at this step, and after it the last one.
+
+        The time since the first snapshot of this process counts, so equal runs may skip others."""
+        percent, spent = self.config.max_percent, sum(self.durations)
+        if percent is None or not self.durations or step == self.max_steps:
+            return True
+        both = 2 * spent / len(self.durations)  # this snapshot and the last one
+        if 100 * (spent + both) <= percent * (time.perf_counter() - self.started):
+            return True
+        self.skipped.add(step)
+        return False
 
     def draws(self, step: int) -> bool:
         """Whether the snapshot at this step has images. In a long run only some have, so that
@@ -150,7 +178,11 @@ class Lens:
         ablate: receives the heads of each name at the last step, as for head_removal.
         With write=False it only runs the model and returns None: for ranks other than 0 with FSDP.
         """
-        if write and self.history is None:
+        started = time.perf_counter()
+        self.started = self.started or started
+        # A training that is stopped early has a second snapshot of this step, as its last one.
+        is_again, self.taken = self.taken and self.taken[0] == step, (step, step == self.max_steps)
+        if write and (self.history is None or is_again):
             _remove_from(self.folder, step)
             self.history = History(self.folder / "statistics.jsonl", step)
         rows = self.history.rows if self.history else []  # with those before the run was resumed
@@ -182,6 +214,8 @@ class Lens:
                 page = folder_page(self.folder, self.run_name, curves())
                 atomic_write(path, page.encode())
                 snapshot.pages = {"attention/page": path}
+        self.skipped.discard(step)
+        self.durations.append(time.perf_counter() - started)
         return snapshot
 
     def inspect(
@@ -245,6 +279,14 @@ class Lens:
         copies = f"the loss on the repeated sequence drops at step {stage}"
         lines = [copies] * (stage is not None) + [counts_of_names(self.table)] * bool(rows)
         return lines + [head_line(row, self.history is not None) for row in rows]
+
+    def skipped_snapshots(self) -> list[str]:
+        """Returns a line if snapshots of this process were skipped because of config.max_percent,
+        otherwise none."""
+        if not (count := len(self.skipped)):
+            return []
+        of = f"{count} of {count + len(self.durations)} snapshots"
+        return [f"{of} were skipped to stay within {self.config.max_percent:g} % of the time"]
 
     def most_important_heads(self) -> list[str]:
         """Describes the head, and the name of several heads, that the model needs most, in the last

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+MINUS = (torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__)
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum)
 MASKED = -5e3  # smaller scores are masked: masks add -1e4 or less, scores are far from it
 
@@ -79,6 +80,7 @@ class _Functions(TorchFunctionMode):
         self.shape, self.receive = shape, receive
         self.scores = self.shares = torch.empty(0)  # the input and output of the last softmax
         self.weights: list[Tensor] = []  # its output, and what was made of it
+        self.moved = self.shares, self.shares  # the output and the first operand of a subtraction
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,7 +93,11 @@ class _Functions(TorchFunctionMode):
         elif func in SOFTMAX:
             given, tokens = args[0] if args else kwargs["input"], self.shape[1]
             if given.dim() > 2 and given.shape[-2] == tokens <= given.shape[-1] <= tokens + 1:
+                if given is self.moved[0]:  # the maximum of each row is subtracted first
+                    given = self.moved[1]
                 self.scores, self.shares, self.weights = given, output, [output]
+        elif func in MINUS and getattr(args[1], "shape", (0,))[-1:] == (1,):
+            self.moved = output, args[0]
         elif self.weights:
             if func in PRODUCTS:
                 self._product(func, args, output)

@@ -1,6 +1,6 @@
 """LensCallback: attention snapshots of a training with transformers' Trainer.
 
-    Trainer(..., callbacks=[LensCallback(tokenizer, text=validation_text)])
+    Trainer(..., processing_class=tokenizer, callbacks=[LensCallback(text=validation_text)])
 
 Only this module needs transformers, 5.5 or newer.
 """
@@ -28,10 +28,11 @@ OnSnapshot = Callable[[Snapshot, int], None]
 class LensCallback(TrainerCallback):
     """Takes snapshots before the first step, at each interval and after the last step.
 
-    tokenizer: of the model. config: settings of the lens. on_snapshot(snapshot, step): logs a
-    snapshot; by default it is logged to W&B if report_to contains it. options: those of Lens, such
-    as text, vocabulary and attention. Without them the folder is attention in output_dir, the run
-    name that of the arguments, and context_length that of the model, at most 1,024.
+    tokenizer: of the model; None: the processing_class of the Trainer. config: settings of the
+    lens. on_snapshot(snapshot, step): logs a snapshot; by default it is logged to W&B if report_to
+    contains it. options: those of Lens, such as text, vocabulary and attention. Without them the
+    folder is attention in output_dir, the run name that of the arguments, and context_length that
+    of the model, at most 1,024.
 
     The main process takes the snapshots, and the training is the same as without. An error of the
     first snapshot ends the training before its first step; a later one is a line on stderr. Raises
@@ -41,7 +42,7 @@ class LensCallback(TrainerCallback):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Any = None,
         config: LensConfig | None = None,
         on_snapshot: OnSnapshot | None = None,
         **options: Any,
@@ -50,7 +51,6 @@ class LensCallback(TrainerCallback):
         inspect.signature(Lens).bind_partial(tokenizer, self.config, **options)
         self.on_snapshot, self.options = on_snapshot, options
         self.lens: Lens | None = None  # of the main process, from the beginning of the training
-        self.step = -1  # of the last snapshot
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -73,7 +73,12 @@ class LensCallback(TrainerCallback):
             "max_steps": state.max_steps,
         }
         options |= self.options
-        self.lens, self.step = Lens(self.tokenizer, self.config, **options), -1
+        if (tokenizer := self.tokenizer) is None:
+            tokenizer = kwargs.get("processing_class")
+        if tokenizer is None:
+            missing = "Trainer has no processing_class; give the tokenizer of the model"
+            raise ValueError(f"LensCallback: {missing}, LensCallback(tokenizer)")
+        self.lens = Lens(tokenizer, self.config, **options)
         if self.lens.due(state.global_step):
             self._snapshot(model, state)
 
@@ -95,7 +100,7 @@ class LensCallback(TrainerCallback):
         """Takes the last snapshot of a training that was stopped early. Trainer logs its run time
         after the last step, and before it loads the best model again."""
         is_last = "train_runtime" in (kwargs.get("logs") or {})
-        if self.lens and is_last and self.step < state.global_step:
+        if self.lens and is_last:
             self.lens.max_steps = state.global_step
             self.on_step_end(args, state, control, **kwargs)
 
@@ -106,13 +111,14 @@ class LensCallback(TrainerCallback):
         if self.lens and self.lens.last:
             for line in self.lens.most_significant_heads() or ["no head has a name"]:
                 print(f"attention heads  {line}")
+            for line in self.lens.skipped_snapshots():
+                print(f"attention heads  {line}")
             print(f"attention page   {self.lens.folder / 'page.html'}")
 
     def _snapshot(self, model: nn.Module, state: TrainerState) -> None:
         assert self.lens
         curves = functools.partial(trainer_curves, state.log_history)
         snapshot = self.lens.snapshot(model, state.global_step, curves)
-        self.step = state.global_step
         if snapshot and self.on_snapshot:
             self.on_snapshot(snapshot, state.global_step)
 

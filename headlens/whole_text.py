@@ -12,7 +12,6 @@ Shapes: N windows, T tokens, H heads, L layers, M = len(statistics.MEASURED).
 """
 
 import functools
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .capturing import Captured, LayerAttention, Visit
+from .config import refuse_path
 from .connected import Words
 from .prompts import token_texts
 from .snapshot_data import CONTEXTS, Contexts, stack_layers, to_codes
@@ -36,8 +36,7 @@ STRETCH = 16  # query tokens, of which the one that the head moves most can be s
 def windows_of(text: str, tokenizer: LensTokenizer, context_length: int) -> Tensor:
     """Returns evenly spaced windows of a text, (N, T), each with the prefix of the tokenizer.
     Raises ValueError for a text of less than 16 tokens, and for the path of a file."""
-    if len(text) < 256 and os.path.isfile(text):
-        raise ValueError(f"text={text!r} is the path of a file; give its text, Path.read_text()")
+    refuse_path("text", text)
     token_ids, prefix = tokenizer.encode(text), list(tokenizer.prefix)
     length = min(context_length - len(prefix), MAX_TOKENS, len(token_ids) // 2)
     if length < 8:

@@ -113,16 +113,22 @@ class InspectConfig(ScriptConfig):
 
 def conflicts(settings: InspectConfig) -> list[Problem]:
     """Returns the problems of settings that exclude each other."""
+    found = []
+    try:
+        LensConfig(prompts=settings.texts)
+    except ValueError:
+        reason, hint = "is the path of a file", 'use data.path=FILE, or text="$(cat FILE)"'
+        found = [Problem("text", settings.text, reason, hint)]
     if not settings.checkpoints:
         hint = "set checkpoint= or checkpoints="
         needed = [Problem("checkpoint", NO_VALUE, "is missing", hint)]
         one = Problem("compare", settings.compare, "an .npz file has one model", "use .html")
         has_two = settings.is_data and settings.compare
-        return needed * (not settings.checkpoint) + [one] * bool(has_two)
+        return found + needed * (not settings.checkpoint) + [one] * bool(has_two)
     reason, hint = "not possible with checkpoints=", "use it for a single checkpoint"
     keys = ("checkpoint", "compare", "ablation")
     given = {key: value for key in keys if (value := getattr(settings, key))}
-    found = [Problem(key, value, reason, hint) for key, value in given.items()]
+    found += [Problem(key, value, reason, hint) for key, value in given.items()]
     one = Problem("out", settings.out, "an .npz file has one step", "use .html")
     return found + [one] * settings.is_data
 
@@ -194,8 +200,10 @@ def prompts_of(trained: "Model", settings: InspectConfig, loaded: "LoadedData | 
     stored = dict(trained.state.settings.get("lens", {})) if trained.state else {}
     keys = ("prompts", "max_tokens", "repeat_length")
     known = {key: stored[key] for key in keys if key in stored}
-    config = LensConfig(**LensSettings.with_defaults(**known).model_dump())
-    config.prompts = settings.texts or config.prompts
+    values = LensSettings.with_defaults(**known).model_dump()
+    prompts = settings.texts or values.pop("prompts")  # passages of a text may look like paths
+    config = LensConfig(**values | {"prompts": None})
+    config.prompts = prompts
     for key in keys[1:]:
         if (value := getattr(settings, key)) is not None:
             setattr(config, key, value)

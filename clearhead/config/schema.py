@@ -282,6 +282,7 @@ class LensSettings(Settings, LensConfig):
     """Attention snapshots: LensConfig with limits."""
 
     every: Count | None
+    max_percent: Annotated[AboveZero, Field(le=100)] | None
     max_tokens: MaxTokens
     repeat_length: RepeatLength
     prompts: Annotated[

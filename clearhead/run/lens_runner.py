@@ -44,8 +44,11 @@ class LensRunner:
     def is_due(self, step: int, last_step: int) -> bool:
         if self.lens is None:
             return False
-        self.lens.max_steps = last_step
-        return self.lens.due(step)
+        lens = self.lens
+        lens.max_steps = last_step
+        if lens.config.max_percent is None or not lens.is_planned(step):
+            return lens.is_planned(step)
+        return bool(self.strategy.broadcast(lens.has_time(step)))  # clocks of ranks differ
 
     def snapshot(self, model: GPT, step: int) -> Snapshot | None:
         """Takes an attention snapshot: statistics and images. Returns None after an error.
@@ -79,6 +82,7 @@ class LensRunner:
         if self.lens.table and not names - {"positional"}:
             some = " except positional" * bool(names)
             lines.append(f"attention heads  no head has a name yet{some}")
+        lines += [f"attention heads  {text}" for text in self.lens.skipped_snapshots()]
         return lines + [f"removed heads    {t}" for t in self.lens.most_important_heads()]
 
 

@@ -63,6 +63,7 @@ name=2026 wandb.project=null lens.prompts=[a,1]
 trainer.max_minutes=0 trainer.max_minutes=five
 trainer.max_steps=0 trainer.warmup_steps=-1 trainer.batch_size=1e9 trainer.sample_tokens=1e9
 trainer.threads=0 trainer.threads=1025
+lens.max_percent=0 lens.max_percent=101
 lens.max_tokens=1 lens.max_tokens=1025 lens.repeat_length=1 parallel.timeout=0
 parallel.timeout=1800 seed=-1
 seed=99999999999999999999

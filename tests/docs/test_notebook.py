@@ -1,15 +1,17 @@
-"""docs/notebook.ipynb: all cells run, the resumed run continues, and the archive is complete."""
+"""docs/notebook.ipynb: all cells run, the resumed run continues, and the archive is complete.
+docs/copying.ipynb: all cells run."""
 
 import json
 import tarfile
 
 import nbformat
+import pytest
 from helpers import REPOSITORY
 from helpers.notebooks import execute, outputs, replace
 from helpers.runs import rows
 from helpers.tally import in_campaign
 
-NOTEBOOK = REPOSITORY / "docs" / "notebook.ipynb"
+NOTEBOOK, COPYING = (REPOSITORY / "docs" / f"{name}.ipynb" for name in ("notebook", "copying"))
 SHORT = "model.num_layers=1 lens.prompts=[The] lens.repeat_length=0 lens.ablation=off"
 
 
@@ -50,10 +52,26 @@ def test_it_runs(tmp_path):
     assert (tmp_path / "unpacked/notebook/checkpoints/last/model.safetensors").is_file()
 
 
-def test_it_is_stored_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+def test_a_llama_that_copies(tmp_path):
+    """docs/copying.ipynb in three steps: its own induction scores are those of the lens."""
+    notebook = nbformat.read(COPYING, as_version=4)
+    replace(notebook, "import os\n", "import os, sys\nsys.path.insert(0, '..')\n")
+    replace(notebook, "STEPS, BATCH = 500, 32", "STEPS, BATCH = 3, 2")
+    execute(notebook, tmp_path)
+    cells = outputs(notebook)
+    assert [cell[0][0] for cell in cells if cell] == ["text", "text", "text", "page", "text"]
+    ((_, table),) = cells[-1]
+    scores = [[float(value) for value in line.split()[2:]] for line in table.splitlines()[1:]]
+    assert len(scores) == 8
+    assert all(own > 0.01 for own, _ in scores)
+    assert [own for own, _ in scores] == pytest.approx([lens for _, lens in scores], abs=1e-3)
+
+
+@pytest.mark.parametrize("path", [NOTEBOOK, COPYING], ids=lambda path: path.stem)
+def test_it_is_stored_without_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    assert NOTEBOOK.stat().st_size < 60_000
+    assert path.stat().st_size < 60_000
     assert all(cell.metadata == {} for cell in notebook.cells)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)

@@ -6,12 +6,14 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 import torch
 from helpers import REPOSITORY
 from helpers.foreign import WORDS, byte_level_tokenizer, foreign_model
 
 import train
 from headlens import read_snapshot
+from headlens.trainer import LensCallback
 
 
 def blocks(page, language=r"\w*") -> list[str]:
@@ -71,6 +73,66 @@ def test_the_python_example_runs(tmp_path, monkeypatch):
     assert [layer.shape[:2] for layer in names["layers"]] == [(1, 4)] * 2
 
 
+# Packages of other trainers: folder of the snapshots, code that takes them and code that does not.
+RECIPES = {
+    "trl": ("sft/attention", "[LensCallback(text=validation_text)]", "[]"),
+    "lightning": ("attention", "[Snapshots()]", "[]"),
+    "accelerate": ("own", "lens.due(step)", "False"),
+}
+
+
+@pytest.mark.parametrize("package", RECIPES)
+def test_a_recipe_for_another_trainer_gives_the_same_weights(tmp_path, monkeypatch, package):
+    pytest.importorskip(package)
+    folder, with_lens, without = RECIPES[package]
+    tokenizer = byte_level_tokenizer(bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+    names = {"tokenizer": tokenizer, "validation_text": WORDS * 8, "LensCallback": LensCallback}
+    ids, weights = torch.tensor(tokenizer(WORDS * 8).input_ids).unfold(0, 24, 8), []
+    if package == "trl":
+        lora = pytest.importorskip("peft").LoraConfig(r=4, lora_dropout=0.1, task_type="CAUSAL_LM")
+        dataset = pytest.importorskip("datasets").Dataset.from_list([{"text": WORDS}] * 8)
+        tokenizer.pad_token = tokenizer.eos_token
+        names |= {"peft_config": lora, "dataset": dataset}
+    pages = blocks("headlens/docs/your-model.md", "python")
+    (code,) = (each for each in pages if re.search(rf"(import|from) {package}\b", each))
+    for place, given in (("with", code), ("without", code.replace(with_lens, without))):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        torch.manual_seed(0)
+        model = foreign_model("gpt2", vocab_size=len(tokenizer)).train()
+        own = {"model": model, "batches": torch.utils.data.DataLoader(ids, batch_size=4)}
+        own["optimizer"] = torch.optim.AdamW(model.parameters(), 1e-2)
+        if package == "lightning":
+            own["module"] = lightning_module(model)
+        exec(given, names | own)
+        weights.append(model.state_dict())
+    assert weights[0].keys() == weights[1].keys()
+    assert all(map(torch.equal, *(each.values() for each in weights)))
+    changed = foreign_model("gpt2", vocab_size=len(tokenizer)).state_dict().values()
+    assert package == "trl" or not all(map(torch.equal, weights[0].values(), changed))
+    files = sorted((tmp_path / "with" / folder).glob("*.npz"))
+    assert [read_snapshot(path).step for path in files] == [0, 3]
+    assert (tmp_path / "with" / folder / "page.html").is_file()
+    assert not (tmp_path / "without" / folder / "page.html").exists()
+
+
+def lightning_module(model):
+    import lightning  # pyrefly: ignore[missing-import]
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch):
+            return self.model(input_ids=batch, labels=batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    return Module()
+
+
 def test_the_lens_with_another_model(tmp_path, monkeypatch):
     """The programs of the page, with a tiny model of transformers. Of the loggers, only W&B is
     installed."""
@@ -96,6 +158,8 @@ def test_the_lens_with_another_model(tmp_path, monkeypatch):
     names |= {"trainer": trainer, "train_step": train_step}
     pages = ("headlens/docs/your-model.md", "headlens/README.md", "README.md")
     for code in itertools.chain(*(blocks(page, "python") for page in pages)):
+        if any(re.search(rf"(import|from) {package}\b", code) for package in RECIPES):
+            continue
         if "def attention(" in code:  # of a model that returns its weights
             exec(code, names | {"model": foreign_model("gpt2", "eager", vocab_size=320)})
             continue

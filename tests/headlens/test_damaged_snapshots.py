@@ -12,7 +12,7 @@ from helpers.pages import STEPS, removals
 from helpers.refusals import SPECIAL_FILES
 from helpers.stories import a_story
 
-from headlens import folder_page, last_snapshot, read_snapshot, snapshot_bytes
+from headlens import folder_page, last_snapshot, read_snapshot, show, snapshot_bytes
 from headlens.heads import ALL_NAMES, PLACES
 from headlens.history import BELOW, MAX_LINE, History, Row, read_history
 from headlens.live_snapshots import LiveSnapshots
@@ -139,6 +139,7 @@ def check_others_are_shown(folder, capsys):
         live.frame(steps[-1])
     assert last_snapshot(folder).step == steps[-2]
     folder_page(folder, "")
+    show(folder)
     read_runs([folder])
     assert capsys.readouterr().err.count("\n") == 1  # read several times, printed once
     assert not (folder / "unpickled").exists()

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -109,11 +110,59 @@ def test_snapshots_without_a_number_of_steps(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("every", -1), ("max_tokens", 1), ("repeat_length", 1), ("prompts", "a b")],
+    [
+        *[("every", -1), ("max_tokens", 1), ("repeat_length", 1), ("prompts", "a b")],
+        *[("max_percent", 0), ("max_percent", 101), ("max_percent", math.nan)],
+        *[("prompts", ["The fox", path]) for path in ("my.txtt", "data/my.txt", r"C:\data\my")],
+    ],
 )
 def test_settings_of_the_library_that_do_not_fit(key, value):
     with pytest.raises(ValueError, match=key):
         LensConfig(**{key: value})
+
+
+def test_prompts_without_white_space_that_are_no_paths():
+    prompts = ["...", "</s>", "3.14", "1/2+1/4=", "U.S.", "<s>a/b</s>", "彼は言った。", "fox"]
+    assert LensConfig(prompts=prompts).prompts == prompts
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test moves."""
+    now = {"seconds": 100.0}
+    monkeypatch.setattr(time, "perf_counter", lambda: now["seconds"])
+    return now
+
+
+def test_snapshots_take_at_most_the_given_share_of_the_time(tmp_path, clock):
+    """A step takes 1 s, a snapshot 2 s."""
+
+    def slow(model):
+        def capture_attention(token_ids, capture):
+            clock["seconds"] += 2
+            model.attend(token_ids, capture)
+
+        return GivenModel(capture_attention)
+
+    def run(percent, steps, first_step=0):
+        lens = lens_on("the bank", repeat_length=0, every=10, ablation="off", max_percent=percent)
+        found, before = [], clock["seconds"]
+        for step in range(first_step, steps + 1):
+            clock["seconds"] += step > first_step
+            if due(lens, step, steps):
+                taken(lens, slow(model_at(step)), step, steps, tmp_path)
+                found.append(step)
+        share, lines = 2 * len(found) / (clock["seconds"] - before), lens.skipped_snapshots()
+        return found, share, [int(number) for line in lines for number in line.split()[:3:2]]
+
+    planned = [*range(0, 201, 10)]
+    assert run(None, 200)[::2] == (planned, [])
+    found, share, numbers = run(5, 200)
+    assert {0, 200} < {*found} < {*planned}
+    assert 0.03 < share <= 0.05  # as many as there is time for
+    assert numbers == [21 - len(found), 21]
+    assert run(0.1, 200)[0] == [0, 200]
+    assert run(0.1, 200, first_step=5)[0] == [10, 200]  # of a run that is resumed
 
 
 @pytest.mark.filterwarnings("error")
@@ -130,7 +179,8 @@ def test_a_model_that_has_diverged_has_no_names_and_no_contexts():
 def test_arguments_of_the_library_that_do_not_fit(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("The bell rang. " * 40)
-    for error, text in ((TypeError, path), (ValueError, str(path)), (ValueError, "too short")):
+    wrong = [str(path), "too short", f"{path}t", "data/text"]
+    for error, text in ((TypeError, path), *((ValueError, text) for text in wrong)):
         with pytest.raises(error, match="text"):
             Lens(get_tokenizer("byte"), context_length=64, folder="unused", text=text)
 

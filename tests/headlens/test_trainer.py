@@ -1,13 +1,23 @@
 """LensCallback: snapshots of a training with transformers' Trainer, which does not change."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers.foreign import WORDS, byte_level_tokenizer, foreign_model
 from helpers.pages import read
 from helpers.runs import wandb_records
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from headlens import LensConfig, read_snapshot
+from headlens.history import read_history
 from headlens.trainer import LensCallback
 
 TOKENIZER = byte_level_tokenizer()
@@ -15,7 +25,9 @@ CONFIG = LensConfig(every=3, prompts=["The bell rang twice."], repeat_length=4)
 TEXT = WORDS * 8
 
 
-def trainer(folder, *callbacks, family="gpt2", **changes):
+def trainer(
+    folder, *callbacks, family="gpt2", model=None, collator=None, tokenizer=None, **changes
+):
     """Returns a Trainer of a tiny model for 7 steps."""
     ids = torch.tensor(TOKENIZER(TEXT).input_ids)
     rows = [{"input_ids": window, "labels": window} for window in ids.unfold(0, 24, 8)]
@@ -23,8 +35,8 @@ def trainer(folder, *callbacks, family="gpt2", **changes):
     options |= {"use_cpu": True, "disable_tqdm": True, "logging_steps": 2, "learning_rate": 0.01}
     options |= {"save_strategy": "no"} | changes
     arguments = TrainingArguments(str(folder), **options)
-    model = foreign_model(family, vocab_size=len(TOKENIZER))
-    return Trainer(model, arguments, None, rows, rows[:4], callbacks=[*callbacks])
+    model = foreign_model(family, vocab_size=len(TOKENIZER), **model or {})
+    return Trainer(model, arguments, collator, rows, rows[:4], tokenizer, callbacks=[*callbacks])
 
 
 def steps(folder):
@@ -35,16 +47,50 @@ def callback(**options):
     return LensCallback(TOKENIZER, CONFIG, text=TEXT, **options)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])  # gpt2 has dropout
-def test_snapshots_of_a_training_that_gives_the_same_weights_bit_for_bit(tmp_path, family):
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+ROPE = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
+SETUPS = {  # of ways to train: arguments of `trainer`
+    "dropout": {},
+    "grouped keys": {"family": "llama"},
+    # The frequencies depend on the longest text that the model has seen, here a prompt.
+    "dynamic rope": {
+        "family": "llama",
+        "model": {"rope_parameters": ROPE, "max_position_embeddings": 16},
+    },
+    "soft caps, eager": {"family": "gemma2"},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "bf16 autocast": {"bf16": True},
+    "compiled": {
+        "model": {"n_layer": 1},  # to be fast
+        "torch_compile": True,
+        "torch_compile_backend": "eager",
+    },
+    "best model": EVALUATED | {"load_best_model_at_end": True},
+    "noisy embeddings": {"neftune_noise_alpha": 5.0},
+    "padding-free": {"collator": DataCollatorWithFlattening()},
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_training_gives_the_same_weights_bit_for_bit(tmp_path, name):
+    weights, config = [], dataclasses.replace(CONFIG, repeat_length=20)  # longer than the windows
+    for callbacks in ([LensCallback(TOKENIZER, config, text=TEXT, context_length=64)], []):
+        run = trainer(tmp_path, *callbacks, **SETUPS[name])
+        run.train()
+        weights.append(run.model.state_dict())
+    assert weights[0].keys() == weights[1].keys()
+    assert all(map(torch.equal, *(each.values() for each in weights)))
+    assert steps(tmp_path) == [0, 3, 6, 7]
+
+
+def test_snapshots_of_a_training(tmp_path):
     found = []
     watched = callback(on_snapshot=lambda snapshot, step: found.append((step, snapshot)))
     runs = []
     for name, callbacks in (("with", [watched]), ("without", [])):
-        runs.append(trainer(tmp_path / name, *callbacks, family=family))
+        runs.append(trainer(tmp_path / name, *callbacks))
         runs[-1].train()
-    weights = [run.model.state_dict().values() for run in runs]
-    assert all(map(torch.equal, *weights))
     losses = [[row.get("loss") for row in run.state.log_history] for run in runs]
     assert losses[0] == losses[1]
     assert [step for step, _ in found] == steps(tmp_path / "with") == [0, 3, 6, 7]
@@ -69,17 +115,25 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
-def test_a_training_that_stops_early_has_a_last_snapshot_of_its_last_step(tmp_path):
+@pytest.mark.parametrize("last", [5, 6])  # 6 has a snapshot before it is known to be the last
+def test_a_training_that_stops_early_has_a_last_snapshot_of_its_last_step(tmp_path, last):
     """Of the model at this step, although the best one is loaded again."""
     saved = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     saved |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     seen = []
     taken = callback(on_snapshot=lambda snapshot, step: seen.append(weights_of(run.model)))
     saved |= {"greater_is_better": True}  # so that the first model is the best
-    run = trainer(tmp_path, taken, StopAt(5), **saved)
+    run = trainer(tmp_path, taken, StopAt(last), **saved)
     run.train()
     assert run.state.best_global_step == 1
-    assert steps(tmp_path) == [0, 3, 5]
+    assert steps(tmp_path) == [0, 3, last]
+    (page,) = read(tmp_path / "attention" / "page.html")
+    assert [frame["step"] for frame in page["frames"]] == [0, 3, last]
+    assert [row.step for row in read_history(tmp_path / "attention" / "statistics.jsonl")] == [
+        0,
+        3,
+        last,
+    ]
     assert (tmp_path / "attention" / "heads.csv").is_file()
     assert not torch.equal(seen[-1], weights_of(run.model))
 
@@ -157,6 +211,17 @@ def test_no_snapshots_of_other_processes_or_with_an_interval_of_0(tmp_path):
             taken.on_step_end(run.args, state, run.control, model=run.model)
         taken.on_log(run.args, state, run.control, model=run.model, logs={"train_runtime": 1.0})
         assert not (tmp_path / "attention").exists()
+
+
+def test_the_tokenizer_is_that_of_the_trainer(tmp_path):
+    own = LensCallback(config=CONFIG, text=TEXT)
+    trainer(tmp_path / "own", own, tokenizer=TOKENIZER, collator=default_data_collator).train()
+    (tokens,) = {
+        read_snapshot(path).prompts[0].text for path in tmp_path.glob("own/*/*_00000000.npz")
+    }
+    assert tokens == CONFIG.prompts[0]
+    with pytest.raises(ValueError, match="tokenizer"):
+        trainer(tmp_path / "none", own).train()
 
 
 def test_an_unknown_option_and_sharded_weights_are_refused_at_once(tmp_path, monkeypatch):
