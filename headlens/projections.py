@@ -95,7 +95,7 @@ def output_projections(model: nn.Module) -> Found:
         try:
             with unchanged(model, device), torch.autocast(device.type, enabled=False):
                 found = _Finder(model).found(functools.partial(capture, model, logits=False))
-        except (TypeError, ValueError):  # not supported
+        except Exception:  # not supported; the run that the caller wants says why
             found = []
         finally:
             _is_finding.reset(token)

@@ -54,9 +54,9 @@ def trained(kind):
     for _ in range(200):
         ids = torch.randint(23, (32, 8), generator=generator).repeat(1, 2)
         loss = F.cross_entropy(logits_of(model, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     return model.eval().requires_grad_(False)
 
 
