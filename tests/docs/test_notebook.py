@@ -1,6 +1,7 @@
 """docs/notebook.ipynb: all cells run, the resumed run continues, and the archive is complete.
 docs/copying.ipynb: all cells run."""
 
+import itertools
 import json
 import tarfile
 
@@ -59,7 +60,7 @@ def test_a_llama_that_copies(tmp_path):
     replace(notebook, "STEPS, BATCH = 500, 32", "STEPS, BATCH = 3, 2")
     execute(notebook, tmp_path)
     cells = outputs(notebook)
-    assert [cell[0][0] for cell in cells if cell] == ["text", "text", "text", "page", "text"]
+    assert [kind for kind, _ in itertools.chain(*cells)].count("page") == 1
     ((_, table),) = cells[-1]
     scores = [[float(value) for value in line.split()[2:]] for line in table.splitlines()[1:]]
     assert len(scores) == 8

@@ -1,6 +1,7 @@
 """The lens: steps of snapshots, files, and that training is unchanged, bit for bit."""
 
 import csv
+import dataclasses
 import functools
 import io
 import itertools
@@ -566,6 +567,35 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
     assert all("attention_layers/entropy/L01" in row for row in log)
     assert log[0]["attention_layers/entropy/L00"] == pytest.approx(1, abs=0.01)
     assert log[0]["attention/largest"] == ["attention/step_00000000.png"]
+
+
+def test_a_run_with_little_time_for_snapshots_has_the_same_weights(make_run, capsys):
+    """The first and the last snapshot are always taken; the summary says how many were skipped."""
+    losses, expected = result(watched_run(make_run, "name=all"))
+    run = watched_run(make_run, "name=few", "lens.max_percent=1e-9")
+    capsys.readouterr()
+    found_losses, found = result(run)
+    assert found_losses == losses
+    assert_same(found, expected)
+    assert names(run.directory / "attention", "*.npz") == ["step_00000000.npz", "step_00000004.npz"]
+    assert len(re.findall(r"\b3 of 5 snapshots\b", capsys.readouterr().out)) == 1
+
+
+@pytest.mark.parametrize("of_rank_0", [False, True])
+def test_rank_0_decides_for_all_ranks_whether_there_is_time(make_run, of_rank_0):
+    """Their clocks differ, and all ranks run the model for a snapshot."""
+    asked = []
+
+    class OnAnotherRank:
+        def broadcast(self, value):
+            asked.append(value)
+            return of_rank_0
+
+    run = watched_run(make_run, "lens.every=2", f"lens.max_percent={1e-9 if of_rank_0 else 100}")
+    lens = dataclasses.replace(run.lens, strategy=OnAnotherRank())
+    lens.lens.started, lens.lens.durations = -1e9, [1.0]
+    assert [lens.is_due(step, 100) for step in (1, 2)] == [False, of_rank_0]
+    assert asked == [not of_rank_0]
 
 
 def test_an_error_costs_its_snapshots_only_and_is_one_line(make_run, monkeypatch, capsys):
