@@ -79,6 +79,9 @@ def head_removal(
     counts = (targets >= 0).sum(1).double().cpu()  # (B,)
     heads = [(layer, head) for layer, of in enumerate(projections) for head in range(of.num_heads)]
     removed = [[head] for head in heads] + [list(group) for group in groups.values()]
+    if unknown := {head for group in removed for head in group} - {*heads}:
+        reason = f"layers 0 to {len(projections) - 1}, counted over those with attention"
+        raise ValueError(f"groups: the model does not have the heads {sorted(unknown)}; {reason}")
 
     def run(edit: Edit) -> tuple[Tensor, float | None]:
         """Returns the sum of the losses of each window, (B,), and the accuracy."""

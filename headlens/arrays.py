@@ -33,7 +33,8 @@ def from_arrays(
 
     weights: (L, H, T, T), rows are queries, of numpy, torch or what numpy can convert; or (H, T, T)
     of one layer; or a tuple of the layers, as `attentions` of transformers. A batch dimension of
-    size 1 may be in front of H. A list of these are the weights at several steps. tokens: the text
+    size 1 may be in front of H. A list of these are the weights at several steps; a list of single
+    layers are layers, unless there are steps. tokens: the text
     of each token; pieces of a tokenizer, such as "Ġbell" and "▁bell", are texts too. steps: their
     numbers, by default 0, 1, ... name: what the page calls the model. has_sink: whether rows may
     sum to less than 1, because the rest goes to a learned sink.
@@ -46,17 +47,22 @@ def from_arrays(
     texts = _texts(tokens)
     ids = {text: n for n, text in enumerate(dict.fromkeys(texts))}
     prompt = Prompt("1-text", "".join(texts), [ids[text] for text in texts], texts)
+    half = len(texts) // 2
+    if half > 1 and texts[1 : half + 1] == texts[half + 1 :]:  # [BOS] + R + R
+        prompt.period, prompt.num_symbols = half, len({*texts[1:]})
     many = weights if isinstance(weights, list) else [weights]
+    if steps is None and many[1:] and all(np.shape(of)[0] == 1 or np.ndim(of) == 3 for of in many):
+        many = [(*many,)]  # layers
     steps = range(len(many)) if steps is None else steps
-    if not many or len(steps) != len(many):
-        raise ValueError(f"steps: {len(steps)} numbers for weights at {len(many)} steps")
+    if not many or [*steps] != sorted({*steps}) or len(steps) != len(many):
+        raise ValueError(f"steps={[*steps]}: expected {len(many)} numbers in ascending order")
     found: list[SnapshotData] = []
     for step, of_step in zip(steps, many, strict=True):
         layers = _layers(of_step, len(texts), has_sink)
 
         def capture(_: Tensor, visit: Visit, layers: Tensor = layers) -> Captured:
             for n, of_layer in enumerate(layers):
-                visit(n, LayerAttention(of_layer[None]))
+                visit(n, LayerAttention(of_layer[None], number=n))
             return Captured()
 
         before = found[-1].row if found else None

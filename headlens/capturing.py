@@ -16,11 +16,12 @@ residual stream, V vocabulary.
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,9 +84,8 @@ def capture(
 
     logits: False saves the time of the output layer, where the model can do without.
 
-    attention_mask: 0 at padding, (B, T), for a model of transformers. input_ids may also be what a
-    tokenizer of transformers returns, a dict with both. Positions then count the tokens of a text.
-    Another module is called with the ids alone.
+    attention_mask: 0 at padding, (B, T). input_ids may also be what a
+    tokenizer of transformers returns, a dict with both. The model reads each text without padding.
 
     DistributedDataParallel and torch.compile are unwrapped, and the model runs without compilation.
     With FSDP, all ranks must call it; only our GPT gathers its parameters.
@@ -95,10 +95,12 @@ def capture(
     """
     model = unwrapped(model)
     ids, mask = _inputs(model, input_ids, attention_mask)
+    if mask is not None:
+        run = functools.partial(capture, model, attention=attention, logits=logits)
+        return _padded([run(row[own]) for row, own in zip(ids, mask, strict=True)], mask, visit)
     if not attention:
         _check_ids(ids, model)
     way, result, count = _way(model, attention), Captured(), 0
-    projections = [] if attention else output_projections(model)
 
     def receive(call: AttentionCall) -> None:
         nonlocal count
@@ -107,11 +109,6 @@ def capture(
         attended.module, attended.values = call.module, call.values
         if projections and call.values is not None:
             attended.value_norms = projections[count].value_norms(call.values)
-        if mask is not None:
-            padding = ~mask[:, None, :, None]
-            attended.weights = attended.weights.masked_fill(padding, 0)
-            if attended.scores is not None:
-                attended.scores = attended.scores.masked_fill(padding, float("-inf"))
         _check(attended.weights, ids, model)
         if visit:
             with torch.autocast(ids.device.type, enabled=False):
@@ -130,8 +127,7 @@ def capture(
     has_norms = attention or hasattr(model, "capture_attention")
     projections = [] if has_norms else output_projections(model)
     with unchanged(model, ids.device):
-        text = ids[:1] if mask is None else ids[:1, mask[0]]
-        text = ids if attention else text  # a function may know only these ids
+        text = ids if attention else ids[:1]  # a function may know only these ids
         result.proof = prove(
             model,
             way.key,
@@ -139,7 +135,7 @@ def capture(
             lambda check: way.first(text, checked(check)),
             functools.partial(way.own, text) if way.own else None,
         )
-        found, result.others = way.run(ids, mask, receive, logits)
+        found, result.others = way.run(ids, receive, logits)
     if not count:
         raise ValueError(f"{type(model).__name__}: {way.advice}")
     found = first_tensor(found)
@@ -167,6 +163,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 _LOCK = threading.RLock()
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 SMALL = 2**16  # numbers of a buffer that is restored if it changes in place
 
 
@@ -182,6 +179,8 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and its import takes seconds
             eager = torch.compiler.set_stance("force_eager")
         before = [(each, {**vars(each)}, {**each._buffers}) for each in model.modules()]
+        hooks = [vars(each)[name] for each, *_ in before for name in HOOKS]
+        registered = [{**each} for each in hooks]  # some models add theirs while they run
         buffers = [buffer for *_, own in before for buffer in own.values() if buffer is not None]
         small = [each for each in buffers if each.numel() <= SMALL and not each.is_inference()]
         copies = [(buffer, buffer._version, buffer.clone()) for buffer in small]
@@ -196,6 +195,9 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
                 vars(module).update(attributes)
                 module._buffers.clear()
                 module._buffers.update(own)
+            for now, own in zip(hooks, registered, strict=True):
+                now.clear()
+                now.update(own)
             for buffer, version, copy in copies:
                 if buffer._version != version:
                     with torch.no_grad():
@@ -206,7 +208,7 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 class _Way:
     """How a model is captured."""
 
-    run: Callable  # (ids, mask, receive, all_logits) -> (the output of the model, other layers)
+    run: Callable  # (ids, receive, all_logits) -> (the output of the model, other layers)
     first: Callable[[Tensor, Receive], Any]  # the run that is checked, (ids, receive) -> its output
     own: Callable[[Tensor], Any] | None  # ids -> its output as it is, if `run` changes how it runs
     key: Any = None
@@ -220,14 +222,14 @@ def _way(model: Any, attention: AttentionFunction | None) -> _Way:
             with contextlib.suppress(Exception):  # it may need more than token ids
                 return model(ids)
 
-        def generate(ids: Tensor, _: Any, receive: Receive, __: bool) -> tuple[Any, dict]:
+        def generate(ids: Tensor, receive: Receive, _: bool) -> tuple[Any, dict]:
             return _of_generator(attention(model, ids), receive), {}
 
-        first = lambda ids, receive: generate(ids, None, receive, True)[0]  # noqa: E731
+        first = lambda ids, receive: generate(ids, receive, True)[0]  # noqa: E731
         return _Way(generate, first, own, attention, YIELDS_NONE)
     if hasattr(model, "capture_attention"):  # with kernels that torch shows
 
-        def run(ids: Tensor, _: Any, receive: Receive, all_logits: bool) -> tuple[Any, dict]:
+        def run(ids: Tensor, receive: Receive, all_logits: bool) -> tuple[Any, dict]:
             options = {} if all_logits else {"logits_at": ids.new_zeros(len(ids))}
             callback = lambda _, *tensors: receive(AttentionCall(*tensors))  # noqa: E731
             return model.capture_attention(ids, callback, **options), {}
@@ -249,13 +251,11 @@ def _way(model: Any, attention: AttentionFunction | None) -> _Way:
 
         return _Way(run, compared, model)
 
-    def observed(
-        ids: Tensor, mask: Tensor | None, receive: Receive, all_logits: bool
-    ) -> tuple[Any, dict]:
+    def observed(ids: Tensor, receive: Receive, all_logits: bool) -> tuple[Any, dict]:
         has_head = hasattr(model, "base_model") and not all_logits
         part = model.base_model if has_head else model  # without its large output layer
         with visible_attention(model):
-            arguments = arguments_of(part, ids, mask, all_logits)
+            arguments = arguments_of(part, ids, all_logits)
             return observe(model, ids, lambda: part(**arguments), receive)
 
     def unobserved(ids: Tensor) -> Any:
@@ -266,7 +266,7 @@ def _way(model: Any, attention: AttentionFunction | None) -> _Way:
 
     def first(ids: Tensor, receive: Receive) -> Any:
         try:
-            return observed(ids, None, receive, True)[0]
+            return observed(ids, receive, True)[0]
         except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
             name, reason = type(model).__name__, f"{type(error).__name__}: {error}".splitlines()[0]
             raise TypeError(f"{name} does not run on token ids alone ({reason})") from error
@@ -277,22 +277,16 @@ def _way(model: Any, attention: AttentionFunction | None) -> _Way:
 VISIBLE = (None, "eager", "sdpa")  # attention implementations of transformers that torch shows
 
 
-def arguments_of(
-    model: nn.Module, ids: Tensor, mask: Tensor | None = None, all_logits: bool = True
-) -> dict[str, Any]:
-    """Returns the arguments with which a model runs. Positions of a padded text count its own
-    tokens. all_logits: False for those of the last token only, where the model can do that."""
+def arguments_of(model: nn.Module, ids: Tensor, all_logits: bool = True) -> dict[str, Any]:
+    """Returns the arguments with which a model runs. all_logits: False if the logits do not
+    matter."""
     known = inspect.signature(model.forward).parameters
     if not hasattr(model, "set_attn_implementation"):
         arguments = {next(iter(known)): ids}
         # nanoGPT and others return the logits of all tokens only with targets.
         return arguments | ({"targets": ids} if all_logits and "targets" in known else {})
-    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
-    # without a mask, some models warn of padding
-    inputs["attention_mask"] = torch.ones_like(ids) if mask is None else mask.to(ids.dtype)
-    if mask is not None and "position_ids" in known:
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    return inputs
+    mask = torch.ones_like(ids)  # without it, some models warn of padding
+    return {"input_ids": ids, "attention_mask": mask, "use_cache": False, "return_dict": True}
 
 
 @contextlib.contextmanager
@@ -338,6 +332,40 @@ def _inputs(model: nn.Module, input_ids: Any, mask: Any) -> tuple[Tensor, Tensor
     return ids, None if mask is None or mask.all() else mask
 
 
+def _padded(texts: Sequence[Captured], mask: Tensor, visit: Visit | None) -> Captured:
+    """Returns what was captured of each text alone, (1, ...), as a batch with padding, (B, ...)."""
+    result = Captured(others=texts[0].others, proof=texts[0].proof)
+
+    def placed(parts: Sequence[Tensor | None], dims: Sequence[int], fill: float) -> Tensor | None:
+        """Puts the tokens of each text, in these dimensions, where it is not padding."""
+        whole: Tensor | None = None
+        for part, own in zip(parts, mask, strict=True):
+            if part is None:
+                return None
+            places = own.nonzero()[:, 0].to(part.device)
+            for dim in dims:
+                shape = [*part.shape]
+                shape[dim] = len(own)
+                part = part.new_full(shape, fill).index_copy(dim, places, part)
+            whole = part if whole is None else torch.cat([whole, part])
+        return whole
+
+    for n, layers in enumerate(zip(*(text.layers for text in texts), strict=True)):
+        joined = LayerAttention(
+            cast(Tensor, placed([each.weights for each in layers], (2, 3), 0.0)),
+            placed([each.scores for each in layers], (2, 3), float("-inf")),
+            placed([each.value_norms for each in layers], (2,), 0.0),
+            layers[0].number,
+            layers[0].module,
+        )
+        if visit:
+            visit(n, joined)
+        else:
+            result.layers.append(joined)
+    result.logits = placed([text.logits for text in texts], (1,), 0.0)
+    return result
+
+
 def _check_ids(ids: Tensor, model: nn.Module) -> None:
     """Raises ValueError for token ids that a model does not have, and for positions without a
     learned embedding. On a GPU, they would be an error from which the process cannot recover."""
@@ -368,10 +396,10 @@ def _check(weights: Tensor, ids: Tensor, model: nn.Module) -> None:
 
 def _of_generator(layers: Yielded, receive: Receive) -> Tensor | None:
     """Passes the layers of a generator on. Returns its return value, the logits."""
-    while True:
+    for number in itertools.count():
         try:
             weights, values = next(layers)
         except StopIteration as end:
             return end.value
         norms = None if values is None else values.float().norm(dim=-1)
-        receive(AttentionCall(weights.float(), value_norms=norms))
+        receive(AttentionCall(weights.float(), value_norms=norms, number=number))

@@ -11,8 +11,9 @@ A name can hold in two places, and a head can have it in each of them:
 - on the text, if the significance there is at least `named_from` (see KINDS), and at least
   MIN_ERRORS times its standard error over windows;
 - on the prompts, if the significance is at least `named_from` on every prompt on which the
-  statistic is defined. So a head that attends to a certain word, which is the first token of one
-  prompt, is not a first-token head.
+  statistic is defined, and at least MIN_ERRORS times its standard error by chance there. So a head
+  that attends to a certain word, which is the first token of one prompt, is not a first-token head,
+  and on a few tokens, random attention has no name.
 
 For the name that a head has at the snapshot before, these limits are KEPT_FROM of that. So a head
 whose significance is near a limit does not lose its name and get it again at each snapshot.
@@ -184,19 +185,31 @@ def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndar
     return np.stack([(values[key] - c) / (1 - c) for key, c in zip(NAMES, chances, strict=True)])
 
 
+def _errors_by_chance(uniform: Mapping, queries: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Returns how far from 0 a significance is by chance, (names, L, H): its standard error if the
+    n weights are 1 with the probability c of uniform attention and else 0, sqrt(c / (1 - c) / n).
+    That of other weights with this mean is smaller."""
+    chances = [by_layer(uniform[key]) for key in NAMES]
+    pairs = zip(chances, (queries[key] for key in NAMES), strict=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.stack([np.sqrt(c / (1 - c) / n) for c, n in pairs])
+
+
 def names_of(
     row: Row,
     uniform: Mapping,
     of_prompts: Sequence[Mapping[str, np.ndarray]],
     uniform_of_prompts: Sequence[Mapping],
     before: np.ndarray | None = None,
+    queries_of_prompts: Sequence[Mapping[str, np.ndarray]] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the name of each head as its index in ALL_NAMES, and where it holds as an index in
     PLACES, (L, H) each.
 
     row: with errors if it has the statistics on a text. of_prompts: the statistics on each prompt.
     uniform, uniform_of_prompts: their values for uniform attention. before: the names at the
-    snapshot before, if there is one.
+    snapshot before, if there is one. queries_of_prompts: the number of queries of which the
+    statistics are the mean.
     """
     before = np.zeros_like(row.names) if before is None else before
     limits = LIMITS[:, None, None]
@@ -204,6 +217,8 @@ def names_of(
     numbers = 1 + np.arange(len(NAMES))[:, None, None]
     factors = np.where(before == numbers, 1 / KEPT_FROM, 1)
     found = [significances(*pair) for pair in zip(of_prompts, uniform_of_prompts, strict=True)]
+    for of, uniform_of, queries in zip(found, uniform_of_prompts, queries_of_prompts, strict=False):
+        of[factors * of < MIN_ERRORS * _errors_by_chance(uniform_of, queries)] = 0
     least = factors * np.fmin.reduce(found)  # (names, L, H), without NaN
     on_prompts = least >= limits
     on_text, strengths = np.zeros_like(on_prompts), np.where(on_prompts, least, -np.inf)

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 MINUS = (torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__)
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum)
+JOINED = ("weights", "scores", "values", "output", "sink")
 MASKED = -5e3  # smaller scores are masked: masks add -1e4 or less, scores are far from it
 
 
@@ -78,15 +79,15 @@ class _Functions(TorchFunctionMode):
     def __init__(self, shape: tuple[int, ...], receive: Receive):
         super().__init__()
         self.shape, self.receive = shape, receive
-        self.scores = self.shares = torch.empty(0)  # the input and output of the last softmax
+        self.shares = torch.empty(0)  # the output of the last softmax
+        self.scores: Tensor | None = None  # its input, if it is over the last dimension
         self.weights: list[Tensor] = []  # its output, and what was made of it
         self.moved = self.shares, self.shares  # the output and the first operand of a subtraction
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:  # of nn.MultiheadAttention: calls the others
-            with self:
-                return func(*args, **kwargs)
+            return self._inside(func, args, kwargs)
         output = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             self._fused(output, *args, **kwargs)
@@ -95,7 +96,9 @@ class _Functions(TorchFunctionMode):
             if given.dim() > 2 and given.shape[-2] == tokens <= given.shape[-1] <= tokens + 1:
                 if given is self.moved[0]:  # the maximum of each row is subtracted first
                     given = self.moved[1]
-                self.scores, self.shares, self.weights = given, output, [output]
+                dim = args[1] if args[1:] else kwargs.get("dim")
+                self.scores = given if dim in (-1, given.dim() - 1) else None
+                self.shares, self.weights = output, [output]
         elif func in MINUS and getattr(args[1], "shape", (0,))[-1:] == (1,):
             self.moved = output, args[0]
         elif self.weights:
@@ -104,6 +107,17 @@ class _Functions(TorchFunctionMode):
             if isinstance(output, Tensor) and any(self._is_weights(each) for each in args):
                 self.weights.append(output)  # in another type, without a sink, after dropout
         return output
+
+    def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function that would call this mode instead of its own code."""
+        functions: Any = F
+        original = functions.has_torch_function
+        functions.has_torch_function = lambda _: False
+        try:
+            with self:
+                return func(*args, **kwargs)
+        finally:
+            functions.has_torch_function = original
 
     def _is_weights(self, given: Any) -> bool:
         return any(given is each for each in self.weights)
@@ -143,23 +157,32 @@ class _Functions(TorchFunctionMode):
         if not self._is_weights(operands[0]) or operands[0].shape[-2:] != (tokens, tokens):
             return
         weights, values = operands[:2]
+        if self._is_weights(values):  # a product of weights
+            return
         if func is torch.einsum:
-            values, output = _as_matmul(args[0], values, output)
-        scores, shares = self._by_head(self.scores), self._by_head(self.shares)
-        sink = shares[..., -1] if shares.shape[-1] > tokens else None
+            found = _as_matmul(args[0], values, output)
+            if found is None:
+                return
+            values, output = found
+        sink = scores = None
+        if self.scores is not None:
+            scores, shares = self._by_head(self.scores), self._by_head(self.shares)
+            sink = shares[..., -1] if shares.shape[-1] > tokens else None
+            scores = scores[..., :tokens]
         self.weights = []
         weights, values = self._by_head(weights), self._by_head(values)
-        self._send(weights, scores[..., :tokens], values, output, sink)
+        self._send(weights, scores, values, output, sink)
 
     def _send(
         self,
         weights: Tensor,
-        scores: Tensor,
+        scores: Tensor | None,
         values: Tensor,
         output: Tensor,
         sink: Tensor | None = None,
     ) -> None:
-        scores = scores.float().masked_fill(scores < MASKED, float("-inf"))
+        if scores is not None:
+            scores = scores.float().masked_fill(scores < MASKED, float("-inf"))
         output = self._by_head(output)
         self.receive(AttentionCall(weights.float(), scores, None, values, output, sink))
 
@@ -186,13 +209,16 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
-def _as_matmul(equation: str, values: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+def _as_matmul(equation: str, values: Tensor, output: Tensor) -> tuple[Tensor, Tensor] | None:
     """Returns the second operand and the output of an einsum of weights and values with the
-    dimensions in the order of a matmul: "bhqk,bkhd->bqhd" as "bhqk,bhkd->bhqd"."""
-    given, result = equation.replace(" ", "").split("->")
+    dimensions in the order of a matmul: "bhqk,bkhd->bqhd" as "bhqk,bhkd->bhqd". None for an einsum
+    of other operands."""
+    given, _, result = equation.replace(" ", "").partition("->")
     weights, of_values = given.split(",")
     *batch, query, key = weights
-    (width,) = {*of_values} - {*weights}
+    width = "".join(label for label in of_values if label not in weights)
+    if len(width) != 1 or {*of_values} - {*batch} != {key, width} or {query, width} - {*result}:
+        return None
     shared = "".join(label for label in batch if label in of_values)
     values = torch.einsum(f"{of_values}->{shared}{key}{width}", values)
     return values, torch.einsum(f"{result}->{''.join(batch)}{query}{width}", output)
@@ -222,6 +248,7 @@ class _Layers:
                 for number, layer in enumerate(module):
                     self.places.setdefault(layer, []).append((module, number))
         self.calls: collections.Counter[nn.Module] = collections.Counter()  # of layers
+        self.attended: set[nn.Module] = set()  # modules that contain attention
 
     def enter(self, module: nn.Module, arguments: tuple, options: dict) -> None:
         given = next((x for x in (*arguments, *options.values()) if isinstance(x, Tensor)), None)
@@ -238,10 +265,12 @@ class _Layers:
         is_same = now is self.last or (now.given is not None and now.given is self.last.given)
         if single and is_same and self.heads:
             self.heads.append(call)
+            self.attended.update(of.module for of in self.stack)
             return
         if now is self.last and now.given is not None:
             name = type(now.module).__name__
-            raise ValueError(f"{name} computes two attention maps for the same heads")
+            advice = "put the attention of each layer into a module of its own, or pass attention="
+            raise ValueError(f"{name} computes two attention maps in one call; {advice}")
         self.send()
         self.last = now
         self.heads = [call]
@@ -253,8 +282,8 @@ class _Layers:
         """Passes a layer on."""
         calls, self.heads = self.heads, []
         if len(calls) > 1:
-            keys = ("weights", "scores", "values", "output")
-            joined = {key: torch.cat([getattr(of, key) for of in calls], 1) for key in keys}
+            parts = {key: [getattr(of, key) for of in calls] for key in JOINED}
+            joined = {key: torch.cat(of, 1) for key, of in parts.items() if of[0] is not None}
             calls = [AttentionCall(**joined, number=calls[0].number, module=calls[0].module)]
         for call in calls:
             self.receive(call)
@@ -263,8 +292,9 @@ class _Layers:
         """Returns the number of the layer that is running: its place in a list of modules. A layer
         that runs several times has several places, or else new numbers."""
         number = len(self.numbers)
+        self.attended.update(of.module for of in self.stack)
         layer = next((of.module for of in self.stack if of.module in self.places), None)
-        if layer is not None and layer is not self.stack[-1].module:
+        if layer is not None:
             places = self.places[layer]
             self.list, number = places[min(self.calls[layer], len(places) - 1)]
             self.calls[layer] += 1
@@ -281,7 +311,7 @@ class _Layers:
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         found = (getattr(config, key, None) for key in ("layer_types", "layers_block_type"))
         kinds = next((each for each in found if each and len(each) == len(self.list)), None)
-        missing = [n for n in range(len(self.list)) if n not in self.numbers]
+        missing = [n for n, each in enumerate(self.list) if each not in self.attended]
         if kinds:
             return {n: kinds[n].replace("_", " ") for n in missing}
         with_attention = (self.list[n] for n in self.numbers if n < len(self.list))

@@ -202,7 +202,7 @@ def _projection(calls: Sequence[_Call], attention: _Call, captured: Any) -> Proj
     direct = [call for call in direct if is_projection(call)]
     inside = attention.inside() if attention.parent else ()  # nothing was running
     found = direct or [call for call in inside if is_projection(call)]
-    if not found:
+    if not found or not (direct or contexts is None or _has_order(found[-1].given, contexts)):
         return None
     call = found[-1]  # one around others, such as LoRA's, ends last
     return Projection(
@@ -215,6 +215,12 @@ def _projection(calls: Sequence[_Call], attention: _Call, captured: Any) -> Proj
         options=(call.arguments[1:], call.options),
         is_transposed=_is_transposed(call),
     )
+
+
+def _has_order(given: Tensor, contexts: Tensor) -> bool:
+    """Returns whether the input of a projection can be the contexts behind a norm or a gate: it is
+    not their numbers in another order, as of heads that are not beside each other."""
+    return not _is_close(*(each.float().sort(-1).values for each in (given, contexts)))
 
 
 def _is_linear(call: _Call) -> bool:

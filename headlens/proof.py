@@ -106,6 +106,8 @@ class _Checks:
             raise ValueError(f"{name}: the weights are not those of the model: {self.faults[0]}")
         rows = "rows and a learned sink sum to 1" if self.has_sink else "rows sum to 1"
         within = f"within {self.largest:.0e}".replace("e-0", "e-") if self.largest else "exactly"
+        if not self.largest and self.has_products:  # it multiplies them itself
+            return Proof(f"maps verified: the model multiplies them by its values; {rows}", True)
         if has_output and self.has_products:
             return Proof(f"maps verified: they reproduce the model's output {within}; {rows}", True)
         if has_output:
@@ -150,17 +152,15 @@ def first_tensor(output: Any) -> Any:
 def _without_edits(model: nn.Module) -> Iterator[None]:
     """Runs the model without the hooks of this package, which switch heads off or record."""
     names = ("_forward_pre_hooks", "_forward_hooks")
-    before = [(module, name, vars(module)[name]) for module in model.modules() for name in names]
+    before = [vars(module)[name] for module in model.modules() for name in names]
+    removed: list[tuple[dict, int, Any]] = []
     package = __name__.partition(".")[0]
     try:
-        for module, name, hooks in before:
-            kept = {
-                n: h
-                for n, h in hooks.items()
-                if not str(getattr(h, "__module__", "")).startswith(package)
-            }
-            vars(module)[name] = type(hooks)(kept)
+        for hooks in before:
+            for number, hook in [*hooks.items()]:
+                if str(getattr(hook, "__module__", "")).startswith(package):
+                    removed.append((hooks, number, hooks.pop(number)))
         yield
     finally:
-        for module, name, hooks in before:
-            vars(module)[name] = hooks
+        for hooks, number, hook in removed:
+            hooks[number] = hook

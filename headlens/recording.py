@@ -97,13 +97,14 @@ class _Measured(Recorder):
             scores = scores[row, None, :, :num_tokens, :num_tokens]
         self.sums.append(self.statistics.sums(weights, scores)[0])
 
-    def means(self) -> tuple[np.ndarray, dict[str, Chance]]:
-        """Returns the statistics, (M, L, H), and those that are defined of uniform attention."""
+    def means(self) -> tuple[np.ndarray, dict[str, Chance], np.ndarray]:
+        """Returns the statistics, (M, L, H), those that are defined of uniform attention, and the
+        number of queries of which they are the mean, (M, L)."""
         sums = torch.stack(self.sums, dim=1).cpu().numpy()[None]
         counts, uniform = self.statistics.expected()
         chances = uniform_values(uniform, counts)
         chances = {k: c if _is_defined(k, self.prompt) else None for k, c in chances.items()}
-        return ratio_of_sums(sums, counts)[0], chances
+        return ratio_of_sums(sums, counts)[0], chances, counts[0]
 
     def visible(self) -> np.ndarray:
         """Returns whether the shown queries can see their keys, bool (L, t (t + 1) / 2)."""
@@ -131,7 +132,7 @@ def record(
     size = max(1, TOKENS_AT_ONCE // longest)
     models = [_run(capture, recorders[n : n + size]) for n in range(0, len(recorders), size)]
     codes = [stack_layers(r.codes).cpu().numpy() for r in recorders]
-    found, uniform_of_prompts = zip(*(r.means() for r in recorders), strict=True)
+    found, uniform_of_prompts, counts = zip(*(r.means() for r in recorders), strict=True)
     for prompt, uniform in zip(prompts, uniform_of_prompts, strict=True):
         prompt.uniform = uniform
     visible = [r.visible() for r in recorders]
@@ -161,7 +162,8 @@ def record(
     row = Row(step, values, losses, errors)
     row.offsets, row.layers = offsets, recorders[0].layers
     known = before.names if before and before.names.shape == row.names.shape else None
-    row.names, row.places = names_of(row, uniform, of_prompts, uniform_of_prompts, known)
+    queries = [by_statistic(of[..., None] + 0 * found[0], offsets) for of in counts]
+    row.names, row.places = names_of(row, uniform, of_prompts, uniform_of_prompts, known, queries)
     details: dict[str, Any] = {
         "statistics": [
             {key: json_values(value.ravel()) for key, value in of_prompt.items()}

@@ -54,21 +54,25 @@ class GivenModel(torch.nn.Module):
 
     def __init__(self, attend):
         super().__init__()
-        self.attend = attend
+        self.attend, self.known = attend, {}  # what it captured of a text, which it reads once
+
+    def read(self, token_ids):
+        """Returns {layer: its tensors} and the logits of a text."""
+        if token_ids not in self.known:
+            layers = {}
+            logits = self.attend(list(token_ids), lambda n, *tensors: layers.update({n: tensors}))
+            self.known[token_ids] = layers, logits
+        return self.known[token_ids]
 
     def capture_attention(self, input_ids, callback):
-        found = {}  # layer -> its tensors for each text
-
-        def of_text(layer, *tensors):
-            found.setdefault(layer, []).append(tensors)
-
         # The texts of tests do not end with the id 0, which pads the shorter texts of a batch.
         ends = [max([0, *row.nonzero().flatten().tolist()]) + 1 for row in input_ids]
-        texts = [row[:end].tolist() for row, end in zip(input_ids, ends, strict=True)]
-        logits = [self.attend(token_ids, of_text) for token_ids in texts]
+        rows = zip(input_ids.tolist(), ends, strict=True)
+        found, logits = zip(*(self.read((*row[:end],)) for row, end in rows), strict=True)
         size = input_ids.shape[1]
-        for layer, of_texts in found.items():
+        for layer in found[0]:
             sizes = ((size, size), (size, size), (size,))  # as in LayerAttention
+            of_texts = [of_text[layer] for of_text in found]
             weights, *others = map(stacked, zip(*of_texts, strict=True), sizes)
             padding = (weights.sum(-1) == 0)[..., None]
             callback(layer, weights + padding * torch.eye(size), *others)

@@ -12,6 +12,8 @@ from headlens.prompts import labels_of
 from headlens.rounding import formatted
 from headlens.statistics import STATISTICS
 
+MEASURED = {key: of for key, of in STATISTICS.items() if key != "learned_sink"}  # it has none
+
 TALL = {"width": 1280, "height": 1500}  # large enough for the grid and all charts
 
 
@@ -52,7 +54,7 @@ def test_enlarged_head_shows_its_tokens_weights_and_statistics(shown):
     weights = a_run().weights[120][0][1, 1]
     pages.assert_drawn(lens, np.sqrt(weights), "#map")
     true = a_run().rows[120].values
-    expected = {s.title: formatted(true[key][1, 1]) for key, s in STATISTICS.items()}
+    expected = {s.title: formatted(true[key][1, 1]) for key, s in MEASURED.items()}
     assert pages.statistics_of(lens) == expected
 
     lens.evaluate(pages.WATCH_TEXT)
@@ -128,7 +130,7 @@ def test_one_step_without_a_repeated_prompt(shown):
     expect(lens.locator("#message")).not_to_have_text("")
     assert pages.state(lens, "compare") == "off"
     shown_charts = lens.locator(".chart").evaluate_all("all => all.map((c) => c.dataset.statistic)")
-    assert set(STATISTICS) - set(shown_charts) >= {"induction", "duplicate_token"}
+    assert set(MEASURED) - set(shown_charts) >= {"induction", "duplicate_token"}
     assert {"entropy", "largest_logit"} <= set(shown_charts)
     canvas = lens.locator(".chart[data-statistic='entropy'] canvas").first
     box = canvas.bounding_box()
@@ -162,7 +164,7 @@ def test_sorting(shown):
 
 def test_charts_say_the_value_of_the_chosen_head_and_of_the_head_under_the_pointer(shown):
     lens, run = shown(fragment="#step=80", viewport=TALL), a_run()
-    said = {key: lens.locator(f".chart[data-statistic='{key}'] .value") for key in STATISTICS}
+    said = {key: lens.locator(f".chart[data-statistic='{key}'] .value") for key in MEASURED}
     pages.tile(lens, 1, 1).click()
     for key, values in run.rows[80].values.items():
         assert said[key].inner_text() == f"L1 H1 {formatted(values[1, 1])}"
