@@ -155,7 +155,7 @@ def test_the_lens_with_another_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wandb.init(mode="offline", dir=tmp_path)
     names = {"model": model, "tokenizer": tokenizer, "validation_text": WORDS * 8, "wandb": wandb}
-    names |= {"trainer": trainer, "train_step": train_step}
+    names |= {"trainer": trainer, "train_step": train_step, "texts": [WORDS * 4] * 4}
     pages = ("headlens/docs/your-model.md", "headlens/README.md", "README.md")
     for code in itertools.chain(*(blocks(page, "python") for page in pages)):
         if any(re.search(rf"(import|from) {package}\b", code) for package in RECIPES):

@@ -232,3 +232,9 @@ def test_results_of_a_run(make_run, monkeypatch, small, batch_size, is_measured)
     found = {(int(row["layer"]), int(row["head"])): float(row["loss_change"]) for row in table}
     assert found == changes
     assert read_snapshot(folder / "step_00000004.npz").ablation == result
+
+
+@pytest.mark.parametrize("head", [(7, 0), (0, 4), (0, -1)])
+def test_heads_that_a_model_does_not_have_are_refused(head):
+    with pytest.raises(ValueError, match="groups"):
+        head_removal(tiny_model(), random_ids(), {"some": [head]})

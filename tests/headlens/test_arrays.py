@@ -9,6 +9,7 @@ import torch
 from helpers import pages
 
 from headlens import from_arrays, show, write_page
+from headlens.heads import ALL_NAMES
 
 TOKENS = ["The", " bell", " rang", ",", " and", " the", " bell", " rang"]
 T = len(TOKENS)
@@ -49,9 +50,32 @@ def test_forms_of_one_step(form):
 def test_one_layer_and_steps():
     (one,) = from_arrays(GIVEN[0], TOKENS)
     assert np.abs(squares(one)[0] - GIVEN[0]).max() < 0.01
+    assert one.row.layers == [0]
+    (layers,) = from_arrays([*torch.tensor(GIVEN)[:, None]], TOKENS)  # as transformers' attentions
+    assert np.abs(squares(layers) - GIVEN).max() < 0.01
+    assert len(from_arrays([GIVEN[0], GIVEN[1]], TOKENS, steps=[0, 1])) == 2
     many = from_arrays([GIVEN, weights(1), weights(2)], TOKENS, steps=[5, 10, 40])
     assert [data.step for data in many] == [5, 10, 40]
     assert np.abs(squares(many[2]) - weights(2)).max() < 0.01
+
+
+def test_induction_on_random_tokens_that_repeat():
+    random = [f" {letter}" for letter in "abcdefghijkl"]
+    tokens, period = ["<s>", *random, *random], 12
+    places = np.arange(25)
+    induction = np.eye(25)[np.where(places > period, places - period + 1, 0)]
+    (data,) = from_arrays(induction[None], tokens)
+    assert data.row.values["induction"][0, 0] == pytest.approx(1, abs=0.01)
+    assert ALL_NAMES[data.row.names[0, 0]] == "induction"
+
+
+@pytest.mark.parametrize("num_tokens", [3, 5, 8, 12, 20])
+def test_random_weights_on_a_short_text_have_no_names(num_tokens):
+    random = np.random.default_rng(num_tokens)
+    scores = 2 * random.normal(size=(4, 16, num_tokens, num_tokens))
+    raw = np.exp(scores) * np.tri(num_tokens)
+    (data,) = from_arrays(raw / raw.sum(-1, keepdims=True), [f" {n}" for n in range(num_tokens)])
+    assert {ALL_NAMES[name] for name in data.row.names.flat} <= {"", "uniform"}
 
 
 def test_pieces_of_tokenizers_are_texts():

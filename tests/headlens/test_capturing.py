@@ -492,6 +492,58 @@ def test_any_module_whose_attention_torch_shows(kind):
     torch.testing.assert_close(captured.layers[0].weights, expected)
 
 
+class Encoder(nn.Module):
+    """Layers of torch, with a causal mask."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+        self.embedding, self.layers = nn.Embedding(97, 16), nn.TransformerEncoder(layer, 2)
+
+    def forward(self, ids):
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        return self.layers(self.embedding(ids), mask=mask, is_causal=True)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_multihead_attention_of_torch(is_training):
+    model = Encoder().train(is_training)
+    captured, x = capture(model, IDS), model.embedding(IDS)
+    assert [layer.number for layer in captured.layers] == [0, 1]
+    assert captured.proof.is_verified
+    mask = torch.ones(12, 12).triu(1).bool()
+    options = {"attn_mask": mask, "average_attn_weights": False}
+    expected = model.layers.layers[0].self_attn.eval()(x, x, x, **options)[1]
+    torch.testing.assert_close(captured.layers[0].weights, expected)
+
+
+def test_heads_over_keys_and_products_of_weights():
+    """Scores (keys, queries) are not known as scores; a product of weights is the map."""
+
+    class Squared(nn.Module):
+        def __init__(self, is_transposed):
+            super().__init__()
+            self.is_transposed, self.v = is_transposed, nn.Linear(16, 16)
+
+        def forward(self, x):
+            scores = x @ x.mT + torch.full((12, 12), float("-inf")).triu(1)
+            if self.is_transposed:
+                return scores.mT.softmax(-2).mT @ self.v(x)
+            weights = scores.softmax(-1)
+            return weights @ weights @ self.v(x)
+
+    for is_transposed in (False, True):
+        model = TinyModel(lambda is_transposed=is_transposed: Squared(is_transposed))
+        (layer,) = capture(model, IDS).layers
+        with torch.no_grad():
+            x = model.embedding(IDS)
+            expected = (x @ x.mT + torch.full((12, 12), float("-inf")).triu(1)).softmax(-1)
+        expected = expected if is_transposed else expected @ expected
+        torch.testing.assert_close(layer.weights[:, 0], expected)
+        assert (layer.scores is None) == is_transposed
+
+
 def test_one_module_per_head_and_two_maps_for_the_same_heads():
     model = TinyModel(OneHeadEach, OneHeadEach)
     captured = capture(model, IDS)
@@ -505,10 +557,11 @@ def test_one_module_per_head_and_two_maps_for_the_same_heads():
         capture(foreign_model("diffllama", **GROUPED), IDS)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral", "roberta"])
 def test_padding(family):
     """A padded text has the weights of the text alone, and rows of padding are 0."""
-    changes = {"pad_token_id": 1, "word_embed_proj_dim": 32} if family == "opt" else {}
+    changes = {"pad_token_id": 1, "word_embed_proj_dim": 32, "is_decoder": True}
+    changes = changes if family in ("opt", "roberta") else {}
     model = foreign_model(family, **changes)
     text, long = IDS[0, :7], IDS[1]
     alone = capture(model, text)

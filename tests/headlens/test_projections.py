@@ -137,3 +137,21 @@ def test_ours_and_what_is_not_supported():
     found = [each.module for each in output_projections(model)]
     assert found == [block.attn.out_proj for block in model.blocks]
     assert output_projections(nn.Linear(3, 3)) == []
+
+
+def test_heads_that_are_not_beside_each_other_have_no_projection():
+    """Their columns of the projection are not known."""
+
+    class Interleaved(nn.Module):
+        """Contexts as (D, H)."""
+
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(97, 16), nn.Linear(16, 16)
+
+        def forward(self, ids):
+            x = self.embedding(ids).unflatten(-1, (2, 8)).transpose(1, 2)
+            y = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+            return self.out(y.permute(0, 2, 3, 1).flatten(2))
+
+    assert output_projections(nn.Sequential(Interleaved())) == []
