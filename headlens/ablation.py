@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .capturing import Captured, Visit, capture, unchanged, unwrapped
-from .projections import Projection, device_of, output_projections
+from .capturing import Captured, Visit, capture, output_projections, unchanged, unwrapped
+from .projections import Projection, device_of
 
 Head = tuple[int, int]  # (layer, head), counted over the layers with attention
 Edit = Callable[[int, Tensor], Tensor]  # (layer, context, (B, H, T, D)) -> what replaces it

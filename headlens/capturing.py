@@ -14,11 +14,13 @@ residual stream, V vocabulary.
 """
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from .observing import AttentionCall, Receive, observe
-from .projections import device_of, output_projections
+from .projections import Projection, device_of, found_projections
 from .proof import Proof, first_tensor, prove
 
 
@@ -305,6 +307,35 @@ def visible_attention(model: Any) -> Iterator[None]:
         for config, kernel in before:
             if kernel not in VISIBLE:
                 config._attn_implementation = kernel
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[list, list[Projection]]]
+_KNOWN = weakref.WeakKeyDictionary()
+_is_finding = contextvars.ContextVar("is_finding", default=False)
+
+
+def output_projections(model: nn.Module) -> list[Projection]:
+    """Returns the output projection of each layer with attention, in the order in which they run.
+    Empty for a model that `capture` does not support, or if that of a layer is not found.
+
+    Runs the model once, and again when its modules, their device or their type are others.
+    """
+    device, like = device_of(model), next(model.parameters(), None)
+    state = [device, like is not None and like.dtype, *map(id, model.modules())]
+    if model not in _KNOWN or _KNOWN[model][0] != state:
+        if _is_finding.get():
+            return []
+        token = _is_finding.set(True)
+        try:
+            with unchanged(model, device), torch.autocast(device.type, enabled=False):
+                run = functools.partial(capture, model, logits=False)
+                found = found_projections(model, run)
+        except Exception:  # not supported; the run that the caller wants says why
+            found = []
+        finally:
+            _is_finding.reset(token)
+        _KNOWN[model] = state, found
+    return _KNOWN[model][1]
 
 
 def _inputs(model: nn.Module, input_ids: Any, mask: Any) -> tuple[Tensor, Tensor | None]:

@@ -30,8 +30,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from .ablation import Head, edited_contexts, removal
-from .capturing import LayerAttention, capture, unchanged, unwrapped
-from .projections import Projection, device_of, output_projections
+from .capturing import LayerAttention, capture, output_projections, unchanged, unwrapped
+from .projections import Projection, device_of
 
 AT_ONCE = 2**23  # numbers of parts, (n, T, C), in one call of the attention module: 32 MiB
 

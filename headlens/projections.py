@@ -1,4 +1,4 @@
-"""The output projections of the attention of a model, found by running it: output_projections.
+"""The output projections of the attention of a model, found by running it: found_projections.
 
 The module that is running when the attention weights are known is the attention module. Its output
 projection is the linear module that it calls last. So neither class nor attribute names are needed.
@@ -6,12 +6,9 @@ projection is the linear module that it calls last. So neither class nor attribu
 Shapes: B batch, T tokens, H query heads, D head_dim of the values, C width of the residual stream.
 """
 
-import contextvars
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -68,39 +65,16 @@ class Projection:
         return abs(self.factor) * squares.clamp(min=0).sqrt()
 
 
-_known: WeakKeyDictionary[nn.Module, tuple[list, Found]] = WeakKeyDictionary()
-_is_finding = contextvars.ContextVar("is_finding", default=False)
-
-
 def device_of(model: nn.Module) -> torch.device:
     """Returns the device of the weights of a model that are not offloaded."""
     devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
     return next(devices, torch.device("cpu"))
 
 
-def output_projections(model: nn.Module) -> Found:
-    """Returns the output projection of each layer with attention, in the order in which they run.
-    Empty for a model that `capture` does not support, or if that of a layer is not found.
-
-    Runs the model once, and again when its modules, their device or their type are others.
-    """
-    from .capturing import capture, unchanged  # which need this file
-
-    like, device = next(model.parameters(), EMPTY), device_of(model)
-    state = [device, like.dtype, *(id(module) for module in model.modules())]
-    if model not in _known or _known[model][0] != state:
-        if _is_finding.get():
-            return []
-        token = _is_finding.set(True)
-        try:
-            with unchanged(model, device), torch.autocast(device.type, enabled=False):
-                found = _Finder(model).found(functools.partial(capture, model, logits=False))
-        except Exception:  # not supported; the run that the caller wants says why
-            found = []
-        finally:
-            _is_finding.reset(token)
-        _known[model] = state, found
-    return _known[model][1]
+def found_projections(model: nn.Module, run: Callable) -> Found:
+    """Returns the output projection of each layer with attention, in the order in which they run;
+    empty if that of a layer is not found. run(ids, visit): captures the model."""
+    return _Finder(model).found(run)
 
 
 @dataclass(eq=False)
@@ -227,7 +201,7 @@ def _is_linear(call: _Call) -> bool:
     """Returns whether a module is linear, up to a bias."""
     rest, x = call.arguments[1:], call.given
     zero, twice = (call.module(x * n, *rest, **call.options) for n in (0, 2))
-    return isinstance(zero, Tensor) and _is_close(twice - zero, 2 * (call.output - zero))
+    return isinstance(zero, Tensor) and _is_close(twice + zero, 2 * call.output)
 
 
 def _is_transposed(call: _Call) -> bool | None:

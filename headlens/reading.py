@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from .ablation import Head, edited_contexts, mean_contexts, removal
-from .capturing import Captured, LayerAttention, Visit, capture, unwrapped
+from .capturing import Captured, LayerAttention, Visit, capture, output_projections, unwrapped
 from .history import json_values
 from .parts import ScoreParts, score_parts
-from .projections import Projection, output_projections
+from .projections import Projection
 from .prompts import MAX_SHOWN, Prompt, labels_of, make_prompt, signs_of, texts_of, token_texts
 from .recording import Recorder, predict, scaled
 from .snapshot_data import stack_layers

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .ablation import CaptureIds, Head, edited_contexts, mean_contexts, removal
-from .capturing import LayerAttention
+from .capturing import LayerAttention, output_projections
 from .heads import MAX_DRAWN, names_of
 from .history import Row, json_values
-from .projections import output_projections
 from .prompts import Prompt, token_texts
 from .snapshot_data import SnapshotData, from_codes, stack_layers, to_codes
 from .statistics import (

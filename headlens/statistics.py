@@ -171,6 +171,8 @@ def entropy(attention: Attention) -> Tensor:
     ends = range(ROWS, weights.shape[-1] + ROWS, ROWS)
     parts = [torch.special.xlogy(w := weights[..., n - ROWS : n, :n], w).sum(-1) for n in ends]
     nats = -torch.cat(parts, dim=-1)
+    if nats.shape[-1] == 1:
+        return torch.full_like(nats[..., 0], torch.nan)  # of one token
     nats = nats / sums + sums.log()  # of the row divided by its sum
     return _mean(nats / keys.log(), (keys > 1) & (sums != 0))
 

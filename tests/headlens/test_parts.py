@@ -11,7 +11,7 @@ from torch import nn
 
 from headlens import capture, score_parts
 from headlens.ablation import edited_contexts, removal
-from headlens.projections import output_projections
+from headlens.capturing import output_projections
 
 IDS = random_ids(B=1, T=9, vocab_size=23)[0].tolist()  # also tokens of the foreign models
 CELLS = [(8, 6), (8, 8), (5, 1), (0, 0)]  # (query, key)

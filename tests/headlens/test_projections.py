@@ -10,7 +10,7 @@ from helpers.models import random_ids, tiny_model
 from torch import nn
 
 from headlens import capture
-from headlens.projections import output_projections
+from headlens.capturing import output_projections
 
 IDS = random_ids(B=2, T=9, vocab_size=97)
 LATENT = {  # values narrower than keys, DeepSeek's

@@ -10,8 +10,8 @@ from torch import nn
 
 from headlens import capture
 from headlens.ablation import edited_contexts, mean_contexts, removal
+from headlens.capturing import output_projections
 from headlens.observing import fused_scores
-from headlens.projections import output_projections
 
 IDS = random_ids(T=12, vocab_size=97)  # (2, 12)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,8 +13,7 @@ from clearhead.models.pretrained import load_pretrained
 from clearhead.output.play import packed_model
 from headlens import read_snapshot
 from headlens.ablation import edited_contexts
-from headlens.capturing import capture
-from headlens.projections import output_projections
+from headlens.capturing import capture, output_projections
 from headlens.prompts import labels_of, make_prompt, signs_of, texts_of, token_texts
 from headlens.recording import record
 from headlens.tokens import lens_tokenizer

@@ -12,7 +12,7 @@ from helpers import REPOSITORY
 
 from headlens.ablation import edited_contexts, removal
 from headlens.assemble import join_modules
-from headlens.projections import output_projections
+from headlens.capturing import output_projections
 from model import GPT, ModelConfig
 
 SETUP = """
@@ -119,10 +119,11 @@ def all_pairs(model, means, ids, off, layer, head, query, key):
     of the query, source of the key): value}, in float64 and loop by loop."""
     model, means = copy.deepcopy(model).double(), means.double()
     contexts, mlps, scores = [], [], []
+    edited = switched_off(model, means, off)  # which may run the model
     for block in model.blocks:
         block.attn.out_proj.register_forward_hook(lambda _, x, __: contexts.append(x[0][0]))
         block.mlp.register_forward_hook(lambda _, __, out: mlps.append(out[0]))
-    with switched_off(model, means, off):
+    with edited:
         model.capture_attention(torch.tensor([ids]), lambda *given: scores.append(given[2][0]))
     attn, norm = model.blocks[layer].attn, model.blocks[layer].attn_norm
     width = attn.head_dim

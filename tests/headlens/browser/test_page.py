@@ -184,7 +184,7 @@ def test_charts_say_the_value_of_the_chosen_head_and_of_the_head_under_the_point
             assert numbers == [*map(str, place), str(step), formatted(values[place])]
     pages.go_to(lens, "")
     pages.tile(lens, 0, 2).hover()
-    values = {key: formatted(row[0, 2]) for key, row in run.rows[120].values.items()}
+    values = {key: formatted(run.rows[120].values[key][0, 2]) for key in MEASURED}
     texts = pages.tile(lens, 0, 2).get_attribute("title").split("\n")
     found = [text.partition(", chance")[0] for text in texts]
     assert found[0].startswith("L0 H2 ")  # the sentence about its name
