@@ -111,7 +111,8 @@ def capture(
         attended.module, attended.values = call.module, call.values
         if projections and call.values is not None:
             attended.value_norms = projections[count].value_norms(call.values)
-        _check(attended.weights, ids, model)
+        if not is_ours:  # each check waits for the device
+            _check(attended.weights, ids, model)
         if visit:
             with torch.autocast(ids.device.type, enabled=False):
                 visit(count, attended)
@@ -126,8 +127,8 @@ def capture(
 
         return both
 
-    has_norms = attention or hasattr(model, "capture_attention")
-    projections = [] if has_norms else output_projections(model)
+    is_ours = not attention and hasattr(model, "capture_attention")
+    projections = [] if attention or is_ours else output_projections(model)
     with unchanged(model, ids.device):
         text = ids if attention else ids[:1]  # a function may know only these ids
         result.proof = prove(

@@ -109,7 +109,7 @@ class _Functions(TorchFunctionMode):
         return output
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function that would call this mode instead of its own code."""
+        """Calls a Python function of torch so that this mode sees the functions that it calls."""
         functions: Any = F
         original = functions.has_torch_function
         functions.has_torch_function = lambda _: False
@@ -269,7 +269,7 @@ class _Layers:
             return
         if now is self.last and now.given is not None:
             name = type(now.module).__name__
-            advice = "put the attention of each layer into a module of its own, or pass attention="
+            advice = "put the attention of each layer into a separate module, or pass attention="
             raise ValueError(f"{name} computes two attention maps in one call; {advice}")
         self.send()
         self.last = now

@@ -87,7 +87,6 @@ class _Call:
     options: dict
     given: Tensor = EMPTY  # the first tensor of numbers among them
     output: Tensor = EMPTY  # the first one of its output
-    maps: list[Tensor] = field(default_factory=list)  # 4-D tensors of its output
     calls: list["_Call"] = field(default_factory=list)  # of modules, by this module
 
     def inside(self) -> Iterator["_Call"]:
@@ -123,10 +122,7 @@ class _Finder:
                 hook.remove()
         calls, found, attentions = [*self.root.inside()], [], []
         for running, of in self.layers:
-            if of.module:
-                called = [c for c in calls if c.module is of.module and c not in attentions]
-            else:  # without AttentionInterface, such as GPT-Neo: the one that returned the weights
-                called = [c for c in calls if any(_is_close(m, of.weights) for m in c.maps)]
+            called = [c for c in calls if c.module is of.module and c not in attentions]
             attentions.append(called[0] if called else running)
         for attention, (_, of) in zip(attentions, self.layers, strict=True):
             if not (projection := _projection(calls, attention, of)):
@@ -142,7 +138,6 @@ class _Finder:
         call = self.running.pop()
         outputs = output if isinstance(output, tuple) else (output,)
         call.output = _first(outputs)
-        call.maps = [t for t in outputs[1:] if isinstance(t, Tensor) and t.dim() == 4]
         self.running[-1].calls.append(call)
 
     def _visit(self, _: int, attention: Any) -> None:

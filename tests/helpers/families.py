@@ -359,7 +359,7 @@ def _state(model):
 
 
 def check(build):
-    """The maps of a build are those of its own pass, or it is refused. Nothing of it changes."""
+    """The maps of a build are those of its forward pass, or it is refused. Nothing changes."""
     found = judged(build)
     assert not found.changed
     assert "\n" not in found.refused
