@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from .capturing import Captured, LayerAttention, Visit
-from .prompts import Prompt, token_texts
+from .prompts import Prompt, spaced, token_texts
+from .proof import Proof
 from .recording import record
 from .snapshot_data import SnapshotData
 from .tokens import byte_of
 
 ROUNDING = 0.02  # of the sum of a row of bf16 weights
+GIVEN = Proof("maps not verified: they were given as arrays", is_verified=False)
 
 
 def from_arrays(
@@ -46,24 +48,24 @@ def from_arrays(
         raise TypeError("tokens: expected a list with the text of each token, ['The', ' bell']")
     texts = _texts(tokens)
     ids = {text: n for n, text in enumerate(dict.fromkeys(texts))}
-    prompt = Prompt("1-text", "".join(texts), [ids[text] for text in texts], texts)
+    prompt = Prompt("1-text", "".join(spaced(texts)), [ids[text] for text in texts], texts)
     half = len(texts) // 2
     if half > 1 and texts[1 : half + 1] == texts[half + 1 :]:  # [BOS] + R + R
         prompt.period, prompt.num_symbols = half, len({*texts[1:]})
-    many = weights if isinstance(weights, list) else [weights]
-    if steps is None and many[1:] and all(np.shape(of)[0] == 1 or np.ndim(of) == 3 for of in many):
-        many = [(*many,)]  # layers
+    many = [_tensor(of) for of in (weights if isinstance(weights, list) else [weights])]
+    if steps is None and many[1:] and all(of.dim() == 3 or of.shape[:1] == (1,) for of in many):
+        many = [_stacked(many, "layers")]
     steps = range(len(many)) if steps is None else steps
     if not many or [*steps] != sorted({*steps}) or len(steps) != len(many):
         raise ValueError(f"steps={[*steps]}: expected {len(many)} numbers in ascending order")
     found: list[SnapshotData] = []
-    for step, of_step in zip(steps, many, strict=True):
-        layers = _layers(of_step, len(texts), has_sink)
+    many = _stacked([_layers(of, len(texts), has_sink) for of in many], "steps")
+    for step, layers in zip(steps, many, strict=True):
 
         def capture(_: Tensor, visit: Visit, layers: Tensor = layers) -> Captured:
             for n, of_layer in enumerate(layers):
                 visit(n, LayerAttention(of_layer[None], number=n))
-            return Captured()
+            return Captured(proof=GIVEN)
 
         before = found[-1].row if found else None
         found.append(record(capture, [prompt], int(step), run_name=name, before=before))
@@ -80,11 +82,8 @@ def _texts(tokens: Sequence[str]) -> list[str]:
     return token_texts(range(len(raw)), raw.__getitem__)
 
 
-def _layers(weights: Any, num_tokens: int, has_sink: bool) -> Tensor:
+def _layers(weights: Tensor, num_tokens: int, has_sink: bool) -> Tensor:
     """Returns the weights of one step, fp32 (L, H, T, T). Raises ValueError if they are none."""
-    if isinstance(weights, tuple):
-        weights = torch.stack([_tensor(layer) for layer in weights])
-    weights = _tensor(weights)
     given = tuple(weights.shape)
     if weights.dim() == 3:
         weights = weights[None]
@@ -111,6 +110,20 @@ def _layers(weights: Any, num_tokens: int, has_sink: bool) -> Tensor:
 
 
 def _tensor(weights: Any) -> Tensor:
+    if isinstance(weights, tuple):
+        return _stacked([_tensor(layer) for layer in weights], "layers")
     if isinstance(weights, Tensor):
         return weights.detach().float().cpu()
-    return torch.from_numpy(np.array(weights, np.float32))
+    try:
+        return torch.from_numpy(np.array(weights, np.float32))
+    except (TypeError, ValueError):
+        kind = type(weights).__name__
+        raise TypeError(f"weights: expected an array of numbers, not {kind}") from None
+
+
+def _stacked(weights: list[Tensor], what: str) -> Tensor:
+    """Returns the weights of layers or steps as one tensor."""
+    shapes = [*dict.fromkeys(tuple(of.shape) for of in weights)]
+    if len(shapes) != 1:
+        raise ValueError(f"{what} of shapes {shapes}: expected {what} of one shape")
+    return torch.stack(weights)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .passages import BLANK_LINE, SENTENCE_END, UNSPACED
-from .prompts import LABEL, labels_of, texts_of
+from .prompts import LABEL, labels_of, spaced, texts_of
 
 AROUND = 90  # characters that a line has on each side of its tokens, at most
 SLACK = 20  # of these, in which the line looks for a space
@@ -34,7 +34,7 @@ class Lines:
         self.sentences: list[list[int]] = []  # starts
         self.texts: list[str] = []
         for tokens in windows:
-            texts = texts_of(tokens)
+            texts = texts_of(spaced(tokens))
             text = "".join(texts).replace("⏎", "\n")
             self.texts.append(text)
             self.starts.append([0, *itertools.accumulate(map(len, texts))])
@@ -75,7 +75,7 @@ class Words:
         known: dict[str, int] = {}
         words, places = [], []
         for window in windows:
-            texts, starts, is_alone = texts_of(window), [0] * len(window), True
+            texts, starts, is_alone = texts_of(spaced(window)), [0] * len(window), True
             for n, text in enumerate(texts):
                 begins = is_alone or text[:1].isspace()
                 is_alone = bool(ALONE.fullmatch(text))

@@ -50,10 +50,20 @@ class Prompt:
         """The tokens as labels: see labels_of."""
         return labels_of(self.tokens)
 
+    @functools.cached_property
+    def texts(self) -> list[str]:
+        """The shown tokens as running text: see texts_of."""
+        return texts_of(self._spaced)
+
+    @functools.cached_property
+    def _spaced(self) -> list[str]:
+        shown = self.tokens[: self.shown]
+        return spaced(shown) if any(map(str.isspace, self.text)) else shown
+
     @property
     def title(self) -> str:
         """The prompt in one line, for lists and captions."""
-        text = visible(" ".join(plain_text(self.tokens[: self.shown]).split()))
+        text = visible(" ".join(plain_text(self._spaced).split()))
         return "repeated sequence" if self.period else clipped(text, 200) or self.name
 
     @property
@@ -117,6 +127,17 @@ def texts_of(tokens: Sequence[str]) -> list[str]:
     of the tokens that share a character has it, the others have "". Control characters are visible,
     so that they cannot affect other text."""
     return [visible(text) for text, _ in _joined(tokens)]
+
+
+def spaced(tokens: Sequence[str]) -> list[str]:
+    """Returns tokens with a space in front of each word, if they are words without spaces, as of a
+    word-level tokenizer."""
+    are_words = any(
+        len(token) > 1 and token.isalpha() and token.lower() != token.upper() for token in tokens
+    )
+    if not are_words or any(character.isspace() for token in tokens for character in token):
+        return [*tokens]
+    return [*tokens[:1], *(" " * token[:1].isalnum() + token for token in tokens[1:])]
 
 
 def labels_of(tokens: Sequence[str]) -> list[str]:

@@ -32,7 +32,7 @@ MAIN_PART = 0.8  # a head that alone causes this part of the change of the loss 
 # Of the names that tell equally much, see Kind.telling, these come first.
 FIRST = {"lines": ("induction",), "text": ("segment_start", "induction", "separator")}
 AFTER_PUNCTUATION = ("looks at tokens after punctuation", "look at tokens after punctuation")
-NO_NAME = "No head has a name yet"
+NO_NAME = "No head has a name"
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 CURVES = ("validation loss", "training loss (smoothed)", "training loss")  # of a text
 
@@ -104,7 +104,8 @@ def unit_of(prompt: Prompt) -> str:
     if any(len(text) != 1 for text in texts):
         return "token"
     kinds = {(unicodedata.category(text), unicodedata.bidirectional(text)) for text in texts}
-    return "character" if ("Lo", "L") in kinds else "letter"  # a letter without case, such as 語
+    others = ("Lo", "L"), ("Nd", "EN")  # letters without case, such as 語; digits
+    return "character" if kinds & {*others} else "letter"
 
 
 def percent(part: float) -> str:
@@ -394,13 +395,14 @@ class _Story:
     # ---------------------------------------------------------------------------------- sentences
 
     def _line(self, step: int, right: float) -> str:
-        if not math.isfinite(right):  # attention without a model is of no step
-            return f"step {step:,}" if step or self.knows_losses else ""
+        when = [f"step {step:,}"] * (step > 0 or len(self.rows) > 1)
+        if not math.isfinite(right):
+            return "".join(when)
         known = f"; chance {percent(self.chance)}" if self.prompt.num_symbols else ""
         if self.is_text and step and not self.rows[0].step:
             known = f"; before training {percent(self.chance)}"
         gets = f"the right {self.unit} gets {percent(right)}"
-        return f"step {step:,} · {gets} (mean probability here{known})"
+        return " · ".join([*when, f"{gets} (mean probability here{known})"])
 
     def _is_guessing(self, right: float) -> bool:
         """Whether the right token is hardly more probable than by chance."""
@@ -425,7 +427,7 @@ class _Story:
             copies = f": look where this {unit} stood before, and say what came next."
             return _marked("It has learned to ", "copy", copies, "induction")
         if group and copying:
-            looks = f"look{ending}" if right > 0.5 else f"begin{ending} to look"
+            looks = f"begin{ending} to look" if right <= 0.5 else f"look{ending}"
             return _marked("", f"{heads} {looks}", " at what came next last time.", group.name)
         if is_last and not self.is_text and guesses and self.knows_losses:
             return _marked(

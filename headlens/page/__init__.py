@@ -35,7 +35,7 @@ from ..finding import (
 from ..heads import ALL_NAMES, KINDS, NAMES, significances
 from ..heatmap import VIRIDIS
 from ..history import Row, copying_step, evenly_spaced, json_values
-from ..prompts import LABEL_RULES, Prompt, labels_of, signs_of, texts_of, visible
+from ..prompts import LABEL_RULES, Prompt, labels_of, signs_of, spaced, texts_of, visible
 from ..rounding import DIGITS
 from ..snapshot_data import SnapshotData
 from ..statistics import STATISTICS
@@ -82,8 +82,8 @@ def run_data(
                 "text": prompt.text,
                 "title": prompt.title,
                 "tokens": prompt.tokens[: prompt.shown],
-                "texts": texts_of(prompt.tokens[: prompt.shown]),
-                "labels": labels_of(prompt.tokens[: prompt.shown]),
+                "texts": prompt.texts,
+                "labels": prompt.labels[: prompt.shown],
                 "signs": signs_of(prompt.tokens[: prompt.shown]),
                 "truncated": prompt.truncated,
                 "period": prompt.period,
@@ -160,7 +160,7 @@ def frame_data(snapshot: SnapshotData) -> dict:
 
 def _text(windows: Sequence[Sequence[str]]) -> str:
     """Returns the windows of a text, packed."""
-    texts, labels = [texts_of(window) for window in windows], [labels_of(w) for w in windows]
+    texts, labels = [texts_of(spaced(w)) for w in windows], [labels_of(w) for w in windows]
     signs = signs_of([token for window in windows for token in window])
     return _packed_json({"texts": texts, "labels": labels, "signs": signs})
 

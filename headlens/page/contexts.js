@@ -4,11 +4,9 @@
 
 import { formatWeight, plural } from "./text.js";
 import { $, bold, make } from "./dom.js";
-import { A, B, here, indexInB, selected, sideName, state, textName, valueAt } from "./state.js";
+import { B, indexInB, selected, sideName, textName, valueAt } from "./state.js";
+import { shownSide } from "./names.js";
 import { ATTENTION, WEIGHTS, colours, height, shade } from "./colours.js";
-
-/** Returns the side whose contexts are shown: that of the grid. */
-const sideOfContexts = () => (!B || state.show === "difference" ? here : state.show === "b" ? B : A);
 
 function lineOfCell({ texts, labels }, [, query, key, code, ...ends]) {
   const weight = formatWeight(WEIGHTS[code]);
@@ -70,7 +68,7 @@ let shownContexts = []; // what the shown lines depend on
 
 /** Shows the contexts of the enlarged head. */
 export function drawContexts() {
-  const of = selected() === null ? null : sideOfContexts();
+  const of = selected() === null ? null : shownSide();
   const index = of === B && B ? indexInB(selected()) : selected();
   const { windows, textSigns } = of?.run ?? {};
   const isCell = ([window, query, key]) => key >= 0 && key < query && query < windows[window]?.length;

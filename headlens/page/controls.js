@@ -3,7 +3,7 @@
 import { clip, format, plural, stepText } from "./text.js";
 import { $, bold, checkRadio, fillSelect, make, showMessage } from "./dom.js";
 import {
-  A, B, REMOVED, SIGNIFICANCE, chancesOf, gridShows, here, nearestFrame,
+  A, B, REMOVED, SIGNIFICANCE, chancesOf, gridShows, hasSteps, here, nearestFrame,
   other, otherRunSide, overText, run, sideName, state, statisticOf, update,
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
@@ -79,7 +79,7 @@ function sortBy(sort) {
 
 /** Updates all controls and notes from the state. */
 export function showControls() {
-  $("step-number").textContent = stepText(here.step);
+  $("step-number").textContent = hasSteps() ? stepText(here.step) : "";
   // The slider does not move when the number of digits changes.
   $("step-number").style.minWidth = `${stepText(run.frames.at(-1).step).length - 0.5}ch`;
   $("step").value = state.frame;
@@ -109,7 +109,7 @@ function showNotes() {
   if (prompt.truncated) what.push(" (prompt truncated)");
   if (prompt.period > 0) {
     const [last, end] = [prompt.period, 2 * prompt.period];
-    what.push(` · random tokens 1 to ${last}, repeated as ${last + 1} to ${end}: in an induction ` +
+    what.push(` · tokens 1 to ${last}, repeated as ${last + 1} to ${end}: in an induction ` +
       `head, token ${last + 1} attends to token 2, ${last + 2} to 3, and so on`);
   }
   const statistic = statisticOf(run, state.sort);

@@ -5,12 +5,12 @@ import { run, state, textName, update } from "./state.js";
 import { defineColours, fillTag, kindOf, shownName } from "./names.js";
 import { clearestView } from "./finding.js";
 
-let known = new Set(); // the names that heads of the run have at any step
+let known = new Set(); // the names that heads of the run have at the last step
 let hasOutlined = false; // whether a name does not hold on the text, at any step
 
-/** Notes which names the legend needs, at any step. */
+/** Notes which names the legend has room for at each step. */
 export function readNames() {
-  known = new Set(run.frames.flatMap(({ heads }) => heads.names).map((n) => run.names[n].key));
+  known = new Set(run.frames.at(-1).heads.names.map((n) => run.names[n].key));
   hasOutlined = run.frames.some(({ heads }) => heads.hollow.includes(true));
 }
 
@@ -39,7 +39,6 @@ const chooseName = (key) =>
  * step, also of another run. */
 export function drawLegend() {
   $("subject").replaceChildren(...sentence(run.frames[state.frame].heads.subject));
-  $("proof").textContent = run.proof;
   const names = Array.from({ length: run.count }, (_, index) => shownName(index));
   $("hollow").hidden = !hasOutlined;
   const isOutlined = names.some((name) => name?.hollow);
@@ -47,9 +46,10 @@ export function drawLegend() {
   for (const button of $("names").querySelectorAll("button")) {
     const { name } = button.dataset;
     const count = names.filter((one) => one?.key === name).length;
-    // The same names at all steps, so that nothing moves while the page plays.
-    button.hidden = !known.has(name) && !count;
-    button.disabled = !count && state.name !== name;
+    const isShown = count > 0 || state.name === name;
+    // Those of the last step keep their places, so that little moves while the page plays.
+    button.hidden = !known.has(name) && !isShown;
+    button.style.visibility = isShown ? "" : "hidden";
     button.lastChild.textContent = `${kindOf(name).title}${count === 1 ? "" : "s"} ${count}`;
     button.setAttribute("aria-pressed", state.name === name);
   }

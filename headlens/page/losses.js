@@ -56,23 +56,21 @@ export function buildTimeline() {
 function buildMarks() {
   $("marks").replaceChildren();
   const seen = new Map(); // number of marks at each step
-  const mark = (className, step, title) => {
+  const mark = (className, step, title, key) => {
     const node = make("i", { className, title });
     const shift = 5 * (seen.get(step) ?? 0);
     node.style.left = `calc(${THUMB + shift}px + (100% - ${AXIS + 2 * THUMB}px) * ${placeOf(step)})`;
     $("marks").append(node);
-    return node;
+    setColour(node, key);
   };
   for (const event of run.events) {
     const text = `${stepText(event.step)}: ${event.text}`;
-    setColour(mark(`kind-${event.key}`, event.step, text), event.key);
+    mark(`kind-${event.key}`, event.step, text, event.key);
     seen.set(event.step, (seen.get(event.step) ?? 0) + 1);
   }
   if (Number.isFinite(run.stage)) {
     const text = `${stepText(run.stage)}: the loss on copy 2 has fallen`;
-    const node = mark("stage", run.stage, text);
-    node.classList.toggle("late", placeOf(run.stage) > 0.6);
-    node.append(make("span", { textContent: `copy 2: loss has fallen, ${stepText(run.stage)}` }));
+    mark("stage", run.stage, text);
   }
 }
 
@@ -105,8 +103,9 @@ export function drawTimeline() {
     label.lastChild.textContent = isPart ? format(value) : formatLoss(value);
   }
   const news = newsText();
-  $("news").textContent = news ? `new: ${news}`
-    : run.events.length ? "marks: heads first get their names" : "";
+  const marks = [...(run.events.length ? ["marks: heads first get their names"] : []),
+    ...(Number.isFinite(run.stage) ? ["dashed: the loss on copy 2 has fallen"] : [])];
+  $("news").textContent = news ? `new: ${news}` : marks.join(" · ");
   const { clientWidth: width, clientHeight: tall } = $("losses").parentElement;
   if (!width || !tall) return; // hidden in a small window
   const context = prepareCanvas($("losses"), width, tall);

@@ -105,6 +105,7 @@ async function startHeads({ runs: found, training, live, token, model }) {
   const [first, second = null] = await Promise.all(runs.slice(0, 2).map(prepare));
   setRuns(first, second);
   window.lens.runs = runs;
+  $("proof").textContent = first.proof;
   buildGrid();
   buildDetail();
   buildCharts();
@@ -155,6 +156,7 @@ async function start() {
   const usual = tabs.find((name) => name !== "runs") ?? "runs";
   buildTabs(tabs, (name) => {
     $("error").hidden = name !== "heads" || !$("error").textContent;
+    $("proof").hidden = name !== "heads";
     if (name !== "heads") return;
     heads ??= startHeads(data).catch(fail);
     if (run) update();

@@ -24,7 +24,7 @@ export const statusOf = (of, index) => headsAt(of).findings[index];
 export const whereText = ({ where }) => (where ? `, ${where}` : "");
 
 /** Returns the side that the grid shows. */
-const shownSide = () => (!B || state.show === "difference" ? here : state.show === "b" ? B : A);
+export const shownSide = () => (!B || state.show === "difference" ? here : state.show === "b" ? B : A);
 
 /** Returns what this function returns for a head on the side that the grid shows, or null. */
 export function onShownSide(find, index) {

@@ -72,6 +72,9 @@ export const nearestFrame = (of, step) => nearestIndex(of.frames.map((frame) => 
 
 const sameTokens = (one, two) => one.tokens.join("\0") === two.tokens.join("\0");
 
+/** Returns whether steps say something: those of a model without a training are 0. */
+export const hasSteps = () => run.frames.length > 1 || run.frames[0].step > 0;
+
 /** Returns the side to compare with, or null. */
 export function otherSide() {
   const [kind, step] = state.compare.split(":");

@@ -210,8 +210,9 @@ function buildTime() {
   const most = Math.max(...points.map(([, loss]) => loss));
   story.heights = points.map(([step, loss]) =>
     [frameCount() > 1 ? placeOf(step) : 0, 100 - 94 * (loss / most || 0)]);
-  $("story-curve").lastElementChild.setAttribute("d", story.heights.length < 2 ? ""
+  $("story-curve").lastElementChild.setAttribute("d", story.heights.length < 2 ? "M0 94H1000"
     : `M${story.heights.map(([x, y]) => `${(1000 * x).toFixed(1)} ${y.toFixed(1)}`).join("L")}`);
+  $("story-curve").classList.toggle("flat", story.heights.length < 2);
   $("story-loss").setAttribute("y2", Math.max(40, ...story.heights.map(([, y]) => y)));
   $("story-now").lastElementChild.textContent = story.heights.length < 2 ? "" : story.curve.title;
   const births = frameCount() > 1 ? [...story.births].sort((a, b) => a.step - b.step) : [];

@@ -13,7 +13,7 @@
 import { clamp, format, stepText } from "./text.js";
 import { $, showMessage } from "./dom.js";
 import { decode } from "./data.js";
-import { headName, nearestIndex, otherSide, run, setRuns, state, update } from "./state.js";
+import { hasSteps, headName, nearestIndex, otherSide, run, setRuns, state, update } from "./state.js";
 import { pause } from "./player.js";
 
 const MOST_NEW = 100; // tokens of one continuation
@@ -332,21 +332,21 @@ function headlineOf(typed, reading, whole) {
   };
   const [now, full] = [best(reading), best(whole)];
   const right = (of) => (of.losses.length ? percentText(meanRight(of)) : "");
-  const gets = right(reading) && ` · the right ${unit} gets ${right(reading)} (mean probability in your text)`;
-  const step = stepText(reading.step);
+  const gets = right(reading) && `the right ${unit} gets ${right(reading)} (mean probability in your text)`;
+  const line = (...parts) => [hasSteps() && stepText(reading.step), ...parts].filter(Boolean).join(" · ");
   if (reading === whole) {
     const headline = now.p >= 0.1 ? `After your text it expects “${now.label}”: ${percentText(now.p)}.`
       : `Many ${unit}s can follow: “${now.label}” first, with ${percentText(now.p)}.`;
-    return { headline, marked: `“${now.label}”`, about: "", line: step + gets };
+    return { headline, marked: `“${now.label}”`, about: "", line: line(gets) };
   }
   const without = offText(typed);
   const about = cards.find(({ group }) => group.every((index) => off.has(index)))?.name ?? "";
+  const [p, before] = [best(reading, full.id).p, full.p].map(percentText);
+  const gives = `“${full.label}” ${p === before ? `stays at ${p}` : `gets ${p}, not ${before}`}`;
   const isSame = now.id === full.id;
-  const gives = `${percentText(best(reading, full.id).p)}, not ${percentText(full.p)}`;
-  const result = isSame ? `“${now.label}” gets ${gives}` : `it expects “${now.label}”, not “${full.label}”`;
-  const change = isSame ? "" : ` · “${full.label}” gets ${gives}`;
+  const result = isSame ? gives : `it expects “${now.label}”, not “${full.label}”`;
   return { headline: `Without ${without}, ${result}.`, marked: without, about,
-    line: step + change + gets + (gets && ` · with all heads ${right(whole)}`) };
+    line: line(!isSame && gives, gets, gets && `with all heads ${right(whole)}`) };
 }
 
 // --------------------------------------------------------------------------------------- what one does

@@ -58,14 +58,13 @@ function explanation({ score, mean, sources, pairs }, index, query, key) {
   const total = score - mean;
   const { labels } = run.prompts[0];
   const [ofQuery, ofKey] = [labels[query], labels[key]];
-  const percent = (value) => `${format((100 * value) / total, false, "percent")}\u00a0%`;
   const [[first, second, most]] = pairs;
   const cell = formatWeight(weight(run, state.frame, 0, index, query, key));
   const said = [bold(headName(index)), " attends from ", quotedToken(ofQuery), ` (${query}) to `,
     quotedToken(ofKey), ` (${key}) with weight ${cell}`];
   if (total > 0 && most / total >= CLEAR) {
     said.push(", mostly because of ", ...writer(sources[second], true), " there and ",
-      ...writer(sources[first], true), " at ", quotedToken(ofQuery), ` (${percent(most)} of the score).`);
+      ...writer(sources[first], true), " at ", quotedToken(ofQuery), ` (${format(most, true)} of ${format(total, true)}).`);
   } else if (query === 0) {
     return [make("p", {}, ...said, ": it is the first token, so there is no other one.")];
   } else said.push(total > 0 ? ". No single part explains it; the largest are below."
