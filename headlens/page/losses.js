@@ -104,7 +104,7 @@ export function drawTimeline() {
   }
   const news = newsText();
   const marks = [...(run.events.length ? ["marks: heads first get their names"] : []),
-    ...(Number.isFinite(run.stage) ? ["dashed: the loss on copy 2 has fallen"] : [])];
+    ...(Number.isFinite(run.stage) ? ["outlined: the loss on copy 2 has fallen"] : [])];
   $("news").textContent = news ? `new: ${news}` : marks.join(" · ");
   const { clientWidth: width, clientHeight: tall } = $("losses").parentElement;
   if (!width || !tall) return; // hidden in a small window

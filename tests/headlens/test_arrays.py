@@ -90,6 +90,24 @@ def test_pieces_of_tokenizers_are_texts():
     assert parts.prompts[0].tokens[:3] == [" ", "<0xC3>", "<0xA9>"]
 
 
+def test_words_without_spaces_are_apart_in_running_text():
+    """A word-level tokenizer drops the spaces. Labels are the words, and other scripts and pieces
+    of one word stay as they are."""
+    words = ["<s>", "The", "bell", "rang", ",", "she", "said", "."]
+    (data,) = from_arrays(GIVEN, words)
+    assert data.prompts[0].labels == words
+    assert "".join(data.prompts[0].texts) == "<s> The bell rang, she said."
+    assert data.prompts[0].title == "<s> The bell rang, she said."
+    for together in ("abcdefgh", TOKENS, ["語", "の"] * 4):
+        (data,) = from_arrays(GIVEN, [*together])
+        assert "".join(data.prompts[0].texts) == "".join(together)
+
+
+def test_arrays_are_not_verified():
+    (data,) = from_arrays(GIVEN, TOKENS)
+    assert "not verified" in data.proof
+
+
 NAN, SUNK = GIVEN.copy(), GIVEN.copy()
 NAN[1, 2, 5] = np.nan
 SUNK[:, 1] *= 0.6
@@ -111,6 +129,11 @@ SUNK[:, 1] *= 0.6
         ([], TOKENS, "steps"),
         (GIVEN, " ".join(TOKENS), "tokens"),
         (GIVEN, range(T), "tokens"),
+        (None, TOKENS, "expected"),
+        ((GIVEN[0], None), TOKENS, "expected"),
+        ([None, None], TOKENS, "expected"),
+        ((GIVEN[0], GIVEN[1, :2]), TOKENS, re.escape("[(3, 8, 8), (2, 8, 8)]")),
+        ([GIVEN, GIVEN[:, :2]], TOKENS, re.escape("[(2, 3, 8, 8), (2, 2, 8, 8)]")),
     ],
 )
 def test_what_is_no_attention_is_refused_with_one_line(given, tokens, expected):

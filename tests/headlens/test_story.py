@@ -171,6 +171,7 @@ def test_the_last_line_of_the_repeated_sequence_is_explained():
         (["The", " bell"], "token"),
         (["<0xE8>", "<0xAA>", "<0x9E>"], "token"),
         (["語", "の"], "character"),
+        (["4", "8"], "character"),
         (["ש", "ל"], "letter"),
     ],
 )

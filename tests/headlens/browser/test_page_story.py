@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -53,17 +54,12 @@ def test_statistics_are_means_over_prompts(shown):
 
 def test_letters_and_counts_of_names_follow_the_step(shown, story):
     for lens, run in ((shown(), a_run()), (story(), a_story())):
-        names = {ALL_NAMES[index] for step in STEPS for index in run.rows[step].names.ravel()}
-        ever = names - {"", "uniform"}
         for frame, step in enumerate(STEPS):
             lens.locator("#step").fill(str(frame))
             keys = [ALL_NAMES[index] for index in run.rows[step].names.ravel()]
             shown_keys = [key for key in keys if key not in ("", "uniform")]
             assert [bool(tag) for tag in tags(lens)] == [k not in ("", "uniform") for k in keys]
-            counts = legend(lens)  # the same names at all steps
-            assert counts.keys() == ever
-            assert counts == {key: shown_keys.count(key) for key in ever}
-            assert not lens.locator("#no-names").inner_text()
+            assert legend(lens) == Counter(shown_keys)  # no name without a head
             named = len(shown_keys) or "none"
             expect(lens.locator("#subject")).to_contain_text(f"At step {step}, {named} of 6 heads")
     assert tags(lens) == ["S", "", "P", "", "I", ""]
