@@ -104,36 +104,35 @@ def show(
     tokens: Sequence[str] | None = None,
     steps: Sequence[int] | None = None,
     *,
-    curves: Mapping[str, list] | None = None,
     height: int = 900,
 ) -> Any:
     """Returns a page of attention heads as an IPython.display.HTML.
 
     run: a run directory, or a folder with snapshots (step_*.npz); or attention weights of a text,
     with its tokens, as for `from_arrays`; or {name: weights} of two models to compare. steps: of a
-    list of weights. curves: as for `page.run_data`. height: in pixels. Raises ValueError without a
-    snapshot and as `from_arrays`, ImportError without IPython.
+    list of weights. height: in pixels. Raises ValueError without a snapshot and as `from_arrays`,
+    ImportError without IPython.
     """
     from IPython.display import HTML
 
     if tokens is None:
         if not isinstance(run, str | Path):
             raise TypeError("tokens: expected the text of each token of these weights")
-        page = _page_of_run(Path(run), curves)
+        page = _page_of_run(Path(run))
     else:
         models = run if isinstance(run, dict) else {"attention": run}
         if not 1 <= len(models) <= 2:
             raise ValueError(f"weights of {len(models)} models: the page compares two")
         found = {name: from_arrays(of, tokens, steps, name) for name, of in models.items()}
-        data = [run_data(snapshots, curves=curves) for snapshots in found.values()]
+        data = [run_data(snapshots) for snapshots in found.values()]
         page = page_html(data, " and ".join(found))
     style = f"width: 100%; height: {height}px; border: 0"
     frame = f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{escape(page)}">'
     return HTML(f"<div>{frame}</iframe></div>")
 
 
-def _page_of_run(folder: Path, curves: Mapping[str, list] | None) -> str:
+def _page_of_run(folder: Path) -> str:
     path = folder / "attention" if (folder / "attention").is_dir() else folder
     if not (last := last_snapshot(path)):
         raise ValueError(f"{folder} has no attention snapshot (step_*.npz)")
-    return folder_page(path, last.run, curves)
+    return folder_page(path, last.run)

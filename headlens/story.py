@@ -456,9 +456,8 @@ class _Story:
         return _marked(f"It has learned which {unit}s are likely.{without}")
 
     def _headline_without(self, group: Group, before: float, right: float) -> dict:
-        """Returns the sentence of the last step without the heads of a group, and from_earlier: the
-        same if another step was shown before. before, right: the probability of the right token
-        with and without them."""
+        """Returns the sentence of the last step without the heads of a group. before, right: the
+        probability of the right token with and without them."""
         floor = self.chance if self.prompt.num_symbols else 0.0
         lost = (before - right) / max(before - floor, floor, 1e-9)
         result = f", the right {self.unit} stays as likely here."
@@ -466,8 +465,7 @@ class _Story:
             result = ", it is no better than guessing."
         elif abs(lost) > 0.1 and percent(right) != percent(before):
             result = f", the right {self.unit} gets {percent(right)}, not {percent(before)}."
-        said = _marked("Without the ", group.which(), result, group.name)
-        return said | {"from_earlier": f"At the last step, w{said['headline'][1:]}"}
+        return _marked("Without the ", group.which(), result, group.name)
 
     def _place(self, head: int) -> str:
         return self.last.row.head_name(head).replace(" ", "\u00a0")

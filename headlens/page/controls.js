@@ -124,7 +124,7 @@ function showNotes() {
   if (B) {
     notes.push(`${sideName(A)}. ${sideName(B)}.`);
     if (!B.same) {
-      notes.push(`${howPromptsDiffer()}, so only the statistics are subtracted` +
+      notes.push("A and B have different tokens, so only the statistics are subtracted" +
         (state.show === "difference" ? "; the heatmaps show A." : "."));
     }
     if (otherRunSide()) {
@@ -151,18 +151,6 @@ function showNotes() {
     ...(otherRunSide() ? [", ", bold("blue: B")] : [" in the colour of its name, grey without a name"]),
     "; ", make("i", { textContent: `${size}: the selected head` }),
     `. Dashed: chance (equal weights on all visible key tokens). Point at a ${mark} to see which head it is.`);
-}
-
-/** Returns why the tokens of A and B are not the same. */
-function howPromptsDiffer() {
-  const [one, two] = [A, B].map((side) => side.run.prompts[side.prompt]);
-  if (one.text !== two.text) return "A and B have different prompts";
-  if (one.period) return "A and B have different random tokens";
-  const shared = Math.min(A.T, B.T);
-  if (one.tokens.slice(0, shared).join("\0") === two.tokens.slice(0, shared).join("\0")) {
-    return "A and B show different numbers of tokens";
-  }
-  return "A and B have different tokenizers";
 }
 
 let lastCompare = null;

@@ -25,9 +25,6 @@ const inflateJson = async (text) => JSON.parse(new TextDecoder().decode(await in
 
 /** Decodes the history of a run and computes the offset of each prompt in a frame. */
 export async function prepare(run) {
-  if (typeof DecompressionStream === "undefined") {
-    throw new Error("This browser has no DecompressionStream. Use a newer version.");
-  }
   run.count = run.layers * run.heads;
   run.size = run.normSize = 0;
   for (const prompt of run.prompts) {

@@ -1,13 +1,13 @@
 /* Builds and draws the page. No other module imports this module. */
 
-import { $, setPrinted } from "./dom.js";
+import { $ } from "./dom.js";
 import { decode, prefetch, prepare, readData, weight } from "./data.js";
 import {
-  draw, hovered, other, otherSide, redraw, run, selected, setRuns, state, timing, update,
+  draw, hovered, other, otherSide, redraw, run, selected, setRuns, state, update,
 } from "./state.js";
 import { dark, readTheme } from "./colours.js";
 import {
-  buildGrid, drawGrid, fitPaper, layOut, markHovered, measureBar, measureSide, showHovered, setTabStop,
+  buildGrid, drawGrid, layOut, markHovered, measureBar, measureSide, showHovered, setTabStop,
   showDetail,
 } from "./grid.js";
 import { prepareMaps } from "./cells.js";
@@ -35,7 +35,6 @@ import { embeddedEngine } from "./embedded.js";
 
 function drawAll() {
   if (shownTab() !== "heads") return; // nothing has a size
-  const begin = performance.now();
   if (drawStory()) return keepLink();
   const top = () => (hovered.query === null ? 0 : $("map").getBoundingClientRect().top);
   const before = top();
@@ -43,7 +42,6 @@ function drawAll() {
   showControls();
   layOut();
   drawGrid();
-  timing.grid = performance.now() - begin;
   drawLegend();
   drawFinding();
   drawRemoved();
@@ -55,7 +53,6 @@ function drawAll() {
   showHovered();
   scrollBy(0, top() - before); // the cell under the pointer does not move
   keepLink();
-  timing.redraw = performance.now() - begin;
 }
 
 function drawPointer() {
@@ -74,14 +71,6 @@ function listen() {
     readTheme();
     update();
   });
-  for (const [event, isPrinted] of [["beforeprint", true], ["afterprint", false]]) {
-    addEventListener(event, () => {
-      setPrinted(isPrinted);
-      if (state.view === "all") fitPaper(isPrinted);
-      readTheme(isPrinted);
-      redraw();
-    });
-  }
   new ResizeObserver(() => {
     if (state.view === "story" || !measureSide()) return;
     drawDetail();
@@ -134,7 +123,6 @@ async function startHeads({ runs: found, training, live, token, model }) {
   else if (selected() !== null) showDetail();
   if (selected() !== null) setTabStop(selected());
   listen();
-  timing.ready = performance.now();
   document.documentElement.dataset.ready = "1";
   prefetch(run).then(() => other && prefetch(other));
   if (live) followHeads(buildAgain, engine);
@@ -183,7 +171,6 @@ function buildAgain() {
 // For tests and for the browser console.
 window.lens = {
   state,
-  timing,
   weight(of, frame, prompt, layer, head, ...cell) {
     const side = of ? other : run;
     return weight(side, frame, prompt, layer * side.heads + head, ...cell);

@@ -79,14 +79,8 @@ export function pause() {
   update();
 }
 
-/** Shows a frame. Some heads can be switched off only at the last one, where that was measured. */
-export function showFrame(frame) {
-  const isLast = frame === run.frames.length - 1;
-  if (state.off && !isLast) {
-    showMessage("All heads are on again: the model ran without heads only at the last step.");
-  }
-  return update({ frame, off: isLast ? state.off : "" });
-}
+/** Shows a frame, with all heads on. */
+export const showFrame = (frame) => update({ frame, off: "" });
 
 export function goStep(by) {
   pause();

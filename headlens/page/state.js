@@ -22,7 +22,6 @@ export const DEFAULTS = {
 };
 export const state = { ...DEFAULTS };
 export const hovered = { index: null, at: null, query: null, key: null }; // at the pointer
-export const timing = { ready: 0, grid: 0, redraw: 0 };
 export let run; // the first run of the page
 export let other = null; // a second run to compare with
 export let A; // the shown step: {run, frame, prompt, tokens, T, bytes}
@@ -189,7 +188,7 @@ export function update(changes = {}) {
   });
 }
 
-/** Draws the page from the state. Returns the duration in milliseconds. */
+/** Draws the page from the state. */
 export function redraw() {
   here = side(run, state.frame, state.prompt);
   const there = otherSide();
@@ -197,7 +196,6 @@ export function redraw() {
   [A, B] = there?.run === run && there.step < here.step ? [there, here] : [here, there];
   if (B) B.same = sameTokens(A, B);
   draw.all();
-  return timing.redraw;
 }
 
 /** Sets the head under the pointer (or null) and, in a chart, the index of the step. */

@@ -3,7 +3,7 @@
  * is shown and what it is called; this file draws it. */
 
 import { clamp, clip, stepText } from "./text.js";
-import { $, fillSelect, isPrinted, make, prepareCanvas } from "./dom.js";
+import { $, fillSelect, make, prepareCanvas } from "./dom.js";
 import { hasStory, nearestFrame, placeOfHead, run, state, update } from "./state.js";
 import { weight } from "./data.js";
 import { setColour } from "./names.js";
@@ -35,7 +35,6 @@ let drawn = null; // what is drawn: {at, query: [0 to 1 per token], card: [per c
 let readQuery = null; // the query token that the sentence and the list are about
 let isMoving = false;
 let drawnTime = 0; // time of the last drawing
-let wasEarlier = false; // when heads were switched off, an earlier step was shown
 
 const frameCount = () => run.frames.length;
 const cardOff = () => story.cards.find(({ name }) => state.off && name === state.off) ?? null;
@@ -189,7 +188,6 @@ function makeCard(data, number) {
       const turnsOn = state.off === data.name;
       pointedCard = null;
       if (keptCard === number) keptCard = null; // it has no lines now; those of the others are shown
-      wasEarlier = state.frame !== frameCount() - 1;
       update({ off: turnsOn ? "" : data.name, frame: turnsOn ? state.frame : frameCount() - 1 });
     };
     node.append(turn);
@@ -279,8 +277,7 @@ export function drawStory() {
  * picture in a narrow window while the cards are scrolled. */
 function fitHead() {
   const head = $("story-head");
-  const withouts = story.cards.flatMap(({ without }) =>
-    (without ? [{ ...without, headline: without.from_earlier }] : []));
+  const withouts = story.cards.flatMap(({ without }) => without ?? []);
   const sentences = [...(run.isTyped ? [story.frames[state.frame]] : story.frames), ...withouts];
   const lines = story.layout === "lines" ? story.cards.map((card) => ` · ${card.lines}`) : [""];
   const longest = lines.reduce((a, b) => (a.length < b.length ? b : a));
@@ -352,8 +349,7 @@ function showTexts() {
   const off = cardOff();
   const isLast = off || state.frame === frameCount() - 1;
   const card = storyCards[activeCard()];
-  showHeadline(!off ? frame
-    : wasEarlier ? { ...off.without, headline: off.without.from_earlier } : off.without);
+  showHeadline(off ? off.without : frame);
   const hasLines = story.layout === "lines" && !isOff(card);
   const line = (off ? off.without : frame).line;
   $("story-line").textContent = [line, hasLines && card.data.lines].filter(Boolean).join(" · ");
@@ -552,7 +548,7 @@ function storyTarget() {
 }
 
 function startMoving() {
-  const jumps = still.matches || drawn === null || isPrinted;
+  const jumps = still.matches || drawn === null;
   if (jumps) {
     drawn = storyTarget();
     paintStory();

@@ -77,12 +77,13 @@ function explanation({ score, mean, sources, pairs }, index, query, key) {
       make("td", { className: "number" }, make("span", { className: "track" }, bar),
         format(value, true)));
   };
-  const rest = total - pairs.slice(0, SHOWN).reduce((sum, [, , value]) => sum + value, 0);
+  const shown = pairs.slice(0, SHOWN).filter(([, , value]) => value);
+  const rest = total - shown.reduce((sum, [, , value]) => sum + value, 0);
   const head = ["query, written by", "key, written by", "part of the score"].map((textContent) =>
     make("th", { scope: "col", textContent }));
   const last = (text, value) => make("tr", {}, make("th", { scope: "row", colSpan: 2, textContent: text }),
     make("td", { className: "number", textContent: format(value, true) }));
   return [make("p", {}, ...said), make("table", {}, make("thead", {}, make("tr", {}, ...head)),
-    make("tbody", {}, ...pairs.slice(0, SHOWN).map(cells), last("all other pairs", rest),
+    make("tbody", {}, ...shown.map(cells), last("all other pairs", rest),
       last("score, above the mean of the row", total)))];
 }
