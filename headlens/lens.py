@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import finding
 from .ablation import COLUMNS, Ablate
-from .capturing import AttentionFunction, capture, unwrapped
+from .capturing import capture, unwrapped
 from .config import DEFAULT_PROMPTS, LensConfig
 from .finding import counts_of_names, events, head_line, removal_lines
 from .heads import ALL_NAMES, KINDS, as_csv, clearest, head_table, heads_by_name, title_of_head
@@ -78,7 +78,7 @@ class Lens:
     and of which three passages are the default prompts; or windows of its token ids, (N, T).
     Without it heads are measured on the prompts alone. text_name: what pages call it. vocabulary:
     the ids of which the repeated sequence consists, [] for no repeated sequence; by default the
-    most frequent of the text, or all. attention: see capturing.py.
+    most frequent of the text, or all.
     has_page: False if the caller makes the page, see render.folder_page.
     """
 
@@ -94,14 +94,13 @@ class Lens:
         text: str | Tensor | None = None,
         text_name: str = "the text",
         vocabulary: Sequence[int] | None = None,
-        attention: AttentionFunction | None = None,
         has_page: bool = True,
     ):
         self.config = config or LensConfig()
         self.tokenizer = tokens = lens_tokenizer(tokenizer)
         self.max_steps, self.folder = max_steps, Path(folder)
         self.run_name = run_name or self.folder.resolve().parent.name
-        self.attention, self.has_page = attention, has_page
+        self.has_page = has_page
         if not isinstance(text, str | Tensor | None):
             raise TypeError(f"text: {type(text).__name__} is not a str; use Path.read_text()")
         limit = min(self.config.max_tokens, context_length)
@@ -236,7 +235,7 @@ class Lens:
 
     def _record(self, model: Any, step: int, before: Row | None = None) -> SnapshotData:
         """Returns the data of a step. before: as for `record`."""
-        run = functools.partial(capture, model, attention=self.attention)
+        run = functools.partial(capture, model)
         run_text = functools.partial(run, logits=False)
         on_text = TextRecorder(self.text).run(run_text) if self.text else None
         run_name, token_bytes = self.run_name, self.tokenizer.token_bytes
@@ -256,7 +255,7 @@ class Lens:
                 result = results[row["place"]]
                 known = COLUMNS if result["accuracy_without"] is not None else COLUMNS[:2]
                 row |= {key: result[key] for key in known}
-        is_known = "predictions" in data.details and not self.attention
+        is_known = "predictions" in data.details
         # With FSDP, every rank would have to run the model.
         is_sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
         if self.config.ablation == "off" or not groups or not is_known or is_sharded:

@@ -9,6 +9,7 @@ are in memory. The weights of all layers of GPT-2 small at 1,024 tokens are 576 
 Shapes: L layers, H heads, T tokens, V vocabulary.
 """
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -132,8 +133,8 @@ def record(
     models = [_run(capture, recorders[n : n + size]) for n in range(0, len(recorders), size)]
     codes = [stack_layers(r.codes).cpu().numpy() for r in recorders]
     found, uniform_of_prompts, counts = zip(*(r.means() for r in recorders), strict=True)
-    for prompt, uniform in zip(prompts, uniform_of_prompts, strict=True):
-        prompt.uniform = uniform
+    pairs = zip(prompts, uniform_of_prompts, strict=True)
+    prompts = [dataclasses.replace(prompt, uniform=of) for prompt, of in pairs]
     visible = [r.visible() for r in recorders]
     offsets = best_offsets(on_text.means if on_text else np.mean(found, axis=0))
     of_prompts = [
@@ -149,7 +150,7 @@ def record(
         # The bytes have no meaning if the weights of a diverged model are NaN.
         has_diverged = np.isnan(over_prompts["entropy"])
         over_prompts["positional"] = np.where(has_diverged, np.nan, positions)
-    values, uniform = over_prompts, uniform_of(prompts)
+    values, uniform = over_prompts, _uniform_of(prompts)
     errors = {}
     if on_text:
         values = by_statistic(on_text.means, offsets) | {"positional": values["positional"]}
@@ -161,7 +162,8 @@ def record(
     row = Row(step, values, losses, errors)
     row.offsets, row.layers = offsets, recorders[0].layers
     known = before.names if before and before.names.shape == row.names.shape else None
-    queries = [by_statistic(of[..., None] + 0 * found[0], offsets) for of in counts]
+    shape = found[0].shape
+    queries = [by_statistic(np.broadcast_to(of[..., None], shape), offsets) for of in counts]
     row.names, row.places = names_of(row, uniform, of_prompts, uniform_of_prompts, known, queries)
     details: dict[str, Any] = {
         "statistics": [
@@ -179,11 +181,11 @@ def record(
     contexts = on_text.contexts if on_text else None
     hidden = [] if all(of.all() for of in visible) else visible
     return SnapshotData(
-        run_name, list(prompts), row, details, codes, norms, uniform, contexts, visible=hidden
+        run_name, prompts, row, details, codes, norms, uniform, contexts, visible=hidden
     )
 
 
-def uniform_of(prompts: Sequence[Prompt]) -> dict[str, Chance]:
+def _uniform_of(prompts: Sequence[Prompt]) -> dict[str, Chance]:
     """Returns each statistic for uniform attention, mean over prompts; None if it is undefined."""
     found: dict[str, Chance] = {"positional": 0.0 if len(_compared(prompts)) > 1 else None}
     for key in STATISTICS.keys() - found.keys():
