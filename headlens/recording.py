@@ -10,6 +10,7 @@ Shapes: L layers, H heads, T tokens, V vocabulary.
 """
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .ablation import CaptureIds, Head, edited_contexts, mean_contexts, removal
-from .capturing import LayerAttention, output_projections
+from .capturing import LayerAttention, capture, output_projections
 from .heads import MAX_DRAWN, names_of
 from .history import Row, json_values
 from .prompts import Prompt, token_texts
@@ -141,17 +142,12 @@ def record(
         {k: v if _is_defined(k, p) else np.full_like(v, np.nan) for k, v in values.items()}
         for p, values in zip(prompts, (by_statistic(of, offsets) for of in found), strict=True)
     ]
-    over_prompts = {key: _mean([of[key] for of in of_prompts]) for key in STATISTICS}
-    if len(compared := _compared(prompts)) > 1:
-        num_tokens = min(prompts[n].shown for n in compared)
-        first = num_tokens * (num_tokens + 1) // 2
-        chances = [chances_of(visible[n][..., :first]) for n in compared]
-        positions = positional([from_codes(codes[n][..., :first]) for n in compared], chances)
+    values = {key: _mean([of[key] for of in of_prompts]) for key in STATISTICS}
+    uniform, errors = _uniform_of(prompts), {}
+    if len(_compared(prompts)) > 1:
         # The bytes have no meaning if the weights of a diverged model are NaN.
-        has_diverged = np.isnan(over_prompts["entropy"])
-        over_prompts["positional"] = np.where(has_diverged, np.nan, positions)
-    values, uniform = over_prompts, _uniform_of(prompts)
-    errors = {}
+        has_diverged = np.isnan(values["entropy"])
+        values["positional"] = np.where(has_diverged, np.nan, _positional(prompts, codes, visible))
     if on_text:
         values = by_statistic(on_text.means, offsets) | {"positional": values["positional"]}
         uniform = on_text.uniform | {"positional": uniform["positional"]}
@@ -237,6 +233,17 @@ def _mean(values: Sequence[np.ndarray]) -> np.ndarray:
         return np.nanmean(values, axis=0)
 
 
+def _positional(
+    prompts: Sequence[Prompt], codes: Sequence[np.ndarray], visible: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Returns how much of the attention on prompts depends on positions only. -> (L, H)."""
+    compared = _compared(prompts)
+    num_tokens = min(prompts[n].shown for n in compared)
+    first = num_tokens * (num_tokens + 1) // 2
+    chances = [chances_of(visible[n][..., :first]) for n in compared]
+    return positional([from_codes(codes[n][..., :first]) for n in compared], chances)
+
+
 def _compared(prompts: Sequence[Prompt]) -> list[int]:
     """Returns the indices of the prompts that `positional` compares."""
     return [number for number, p in enumerate(prompts) if len(p.token_ids) >= MIN_COMPARED]
@@ -252,7 +259,6 @@ def scaled(norms: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list]:
 
 
 def record_without(
-    capture: CaptureIds,
     model: nn.Module,
     prompts: Sequence[Prompt],
     groups: Mapping[str, Sequence[Head]],
@@ -268,13 +274,14 @@ def record_without(
                             mean of the statistic of its name, None where it is undefined; {} if
                             it has more than MAX_CELLS bytes
 
-    capture: runs this model. offsets: of each head, (L, H), see Row. A removed head has its mean
+    offsets: of each head, (L, H), see Row. A removed head has its mean
     context vector over all tokens of the prompts, see ablation.py. Costs a forward pass on the
     prompts, and one for each group.
     """
     if not (projections := output_projections(model)):
         return None
-    means = mean_contexts(model, [prompt.token_ids for prompt in prompts], capture)
+    run = functools.partial(capture, model)
+    means = mean_contexts(model, [prompt.token_ids for prompt in prompts])
     cells = len(groups) ** 2 * sum(p.shown * (p.shown + 1) // 2 for p in prompts)
     drawn = groups if cells <= MAX_CELLS else {}
 
@@ -282,7 +289,7 @@ def record_without(
         recorders = [_Measured(prompt) for prompt in prompts]
         with edited_contexts(projections, removal(group, means)):
             for recorder in recorders:
-                _run(capture, [recorder])
+                _run(run, [recorder])
         predictions = [r.predictions for r in recorders if r.predictions]
         found = _predictions(prompts, predictions, token_bytes)
         shown = {n: _attention_of(recorders, n, heads, offsets) for n, heads in drawn.items()}
