@@ -191,7 +191,7 @@ class _Functions(TorchFunctionMode):
         sink: Tensor | None = None,
     ) -> None:
         if scores is not None:
-            scores = scores.float().masked_fill(scores < MASKED, float("-inf"))
+            scores = F.threshold(scores.float(), MASKED, float("-inf"))
         output = self._by_head(output)
         self.receive(AttentionCall(weights.float(), values, output, scores, sink))
 
