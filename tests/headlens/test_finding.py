@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.loops import targets
 from helpers.pages import CHANGES, PROMPTS, a_run, prompt, removal, removals
-from helpers.stories import PLANTED, REPEATED, SOME, planted, story_run
+from helpers.stories import PLANTED, REPEATED, SOME, a_story, planted, story_run
 
 from headlens import STATISTICS
 from headlens.finding import (
@@ -116,7 +116,7 @@ def test_where_a_name_holds():
 
 
 def test_births_of_names():
-    run = a_run()
+    run = a_story()
     rows = list(run.rows.values())
     found = events(rows)
     assert found

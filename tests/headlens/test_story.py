@@ -244,7 +244,7 @@ def test_predictions_without_heads_are_those_of_a_forward_pass(kind, monkeypatch
     monkeypatch.setattr("headlens.recording.MAX_DRAWN", 1)  # of the heads of a name
     run = functools.partial(capture, model)
     offsets = np.full((len(projections), 4), 2)
-    found = record_without(run, model, PROMPTS, GROUPS, offsets, text_of)
+    found = record_without(model, PROMPTS, GROUPS, offsets, text_of)
     assert model.training
     assert list(found) == list(GROUPS)
     model.eval()
@@ -269,7 +269,7 @@ def test_predictions_without_heads_are_those_of_a_forward_pass(kind, monkeypatch
     # The repeated sequence alone defines it.
     assert found["induction"]["attention"]["induction"]["values"] == [None, None]
     monkeypatch.setattr("headlens.recording.MAX_CELLS", 100)  # a larger snapshot cannot be read
-    small = record_without(run, model, PROMPTS, GROUPS, offsets, text_of)
+    small = record_without(model, PROMPTS, GROUPS, offsets, text_of)
     assert small == {name: one | {"attention": {}} for name, one in found.items()}
 
 
@@ -278,7 +278,7 @@ def test_models_without_a_known_output_projection_have_no_switch():
         pass
 
     assert (
-        record_without(lambda *_: None, Other(), PROMPTS, GROUPS, np.zeros((1, 1)), text_of) is None
+        record_without(Other(), PROMPTS, GROUPS, np.zeros((1, 1)), text_of) is None
     )
 
 
