@@ -118,7 +118,11 @@ def show(
     if tokens is None:
         if not isinstance(run, str | Path):
             raise TypeError("tokens: expected the text of each token of these weights")
-        page = _page_of_run(Path(run))
+        folder = Path(run)
+        path = folder / "attention" if (folder / "attention").is_dir() else folder
+        if not (last := last_snapshot(path)):
+            raise ValueError(f"{folder} has no attention snapshot (step_*.npz)")
+        page = folder_page(path, last.run)
     else:
         models = run if isinstance(run, dict) else {"attention": run}
         if not 1 <= len(models) <= 2:
@@ -129,10 +133,3 @@ def show(
     style = f"width: 100%; height: {height}px; border: 0"
     frame = f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{escape(page)}">'
     return HTML(f"<div>{frame}</iframe></div>")
-
-
-def _page_of_run(folder: Path) -> str:
-    path = folder / "attention" if (folder / "attention").is_dir() else folder
-    if not (last := last_snapshot(path)):
-        raise ValueError(f"{folder} has no attention snapshot (step_*.npz)")
-    return folder_page(path, last.run)

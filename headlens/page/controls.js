@@ -153,14 +153,10 @@ function showNotes() {
     `. Dashed: chance (equal weights on all visible key tokens). Point at a ${mark} to see which head it is.`);
 }
 
-let lastCompare = null;
-
-/** Starts or stops a comparison: with the last choice, the other run or the first step. */
+/** Starts or stops a comparison: with the other run, or with the first step. */
 export function toggleCompare() {
-  const fallback = other ? "run" : `step:${run.frames.at(state.frame ? 0 : -1).step}`;
-  if (state.compare !== "off") lastCompare = state.compare;
-  if (lastCompare === `step:${here.step}`) lastCompare = null;
-  const possible = other || run.frames.length > 1;
-  if (!possible) showMessage("This page has one step of one run.");
-  else update({ compare: state.compare === "off" ? lastCompare ?? fallback : "off" });
+  const last = state.frame ? 0 : -1;
+  const compare = other ? "run" : `step:${run.frames.at(last).step}`;
+  if (!other && run.frames.length === 1) showMessage("This page has one step of one run.");
+  else update({ compare: state.compare === "off" ? compare : "off" });
 }

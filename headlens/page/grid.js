@@ -6,7 +6,7 @@ import {
   A, B, REMOVED, gridShows, headName, hoverHead, hovered, layerName, placeOfHead, run, selected, shownValue,
   state, statisticOf, uniformOf, update,
 } from "./state.js";
-import { fillTag, onShownSide, shownName, statusOf, whereText } from "./names.js";
+import { fillTag, onShownSide, shownName, statusOf } from "./names.js";
 import { sharpestQuery } from "./finding.js";
 import { paint } from "./maps.js";
 
@@ -111,7 +111,7 @@ export function drawGrid() {
     fillTag(tile.tag, name);
     const text = [`layer ${run.numbers[tile.layer]} head ${tile.head}`,
       ...(run.off?.has(tile.index) ? ["switched off"] : []),
-      ...(name ? [name.title + whereText(name)] : []),
+      ...(name ? [[name.title, name.where].filter(Boolean).join(", ")] : []),
       ...(key ? [`${title} ${value}`] : [])].join(", ");
     if (tile.text !== text) tile.button.setAttribute("aria-label", (tile.text = text));
     if (state.sort) tile.value.textContent = value;

@@ -60,36 +60,26 @@ export function buildHelp() {
     text("“Since step N”: it has its name at all snapshots from step N on. It keeps the name down to " +
       "three quarters of the limit, so that it does not lose it by noise."),
     ...(run.windows ? [heading(`Where a head does it in ${textName()}`),
-      text(`The page shows tokens of ${textName()} that the selected head connects. A head moves a ` +
-        "part of the key token to the query token: attention weight times the norm of the value " +
-        "vector after the output projection. The strongest five are the largest of these in all " +
-        "windows, of different pairs of tokens. They show a head at its best; the five query tokens " +
-        "at random, the same for all heads, show what it usually does. A head connects a query token " +
-        "with the key token that it moves most if the weight is at least 0.2: the table has the most " +
-        "frequent words of key tokens, and the words of query tokens from which it attends to them. " +
-        "Two words count once, for any number of their tokens. The first token of a window " +
-        "and the query token itself do not count: many heads rest their attention there. A mean " +
-        "weight is a mean over the query tokens that have a key token of this kind before them.")] : []),
+      text("The strongest five are the largest weights times the norm of the value vector after the " +
+        "output projection, in all windows, of different pairs of tokens: the head at its best. The " +
+        "five query tokens at random, the same for all heads, show what it usually does. A head " +
+        "connects a query token with the key token that it moves most, if the weight is at least 0.2. " +
+        "The first token of a window and the query token itself do not count.")] : []),
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +
       "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half."),
     heading("Removed heads"),
     text("The context vector of a removed head is replaced at every position by its mean over all " +
-      "windows (mean ablation). If the loss then increases, the model needs the head. In a run, " +
-      "the loss is measured on the validation data at the last step."),
+      "windows (mean ablation). If the loss then increases, the model needs the head."),
     heading("Parts of an attention score"),
-    text("“Why?” shows where the score of a query token and a key token comes from. The input of a " +
-      "layer is a sum of what the token, its position and the earlier heads and MLPs wrote, so the " +
-      "score is a sum over pairs: what wrote the query, what wrote the key. The parts are exact, " +
-      "with the scale of the layer norm as it is at these tokens. Only differences to the mean of " +
-      "the row count, because a softmax follows. Source: Elhage et al. 2021, A Mathematical " +
-      "Framework for Transformer Circuits."),
+    text("The input of a layer is a sum of what the token, its position and the earlier heads and MLPs " +
+      "wrote, so the score is a sum over pairs: what wrote the query, what wrote the key. The parts " +
+      "are exact, with the scale of the norm as it is at these tokens. Only differences to the mean " +
+      "of the row count, because a softmax follows (Elhage et al. 2021)."),
     heading("Value-weighted attention"),
     text("The output of a head is a sum of vectors, one for each key token: its weight times its " +
-      "value vector after the output projection. “weights × value norm” shows the lengths of these " +
-      "vectors. A token with a large weight but a short value vector adds little, as often the " +
-      "first token. The colour scale of each head ends at its largest product. Source: Kobayashi " +
-      "et al. 2020, Attention is Not Only a Weight: Analyzing Transformers with Vector Norms."),
+      "value vector after the output projection. “weights × value norm” shows their lengths: a token " +
+      "with a short value vector adds little, as often the first token (Kobayashi et al. 2020)."),
     heading("Colours"),
     text("The colour scale is that of the square root: a weight of 0.04 is a fifth as bright as a " +
       "weight of 1. A comparison shows B − A: orange where B has more weight, blue where B has " +

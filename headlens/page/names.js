@@ -20,9 +20,6 @@ export function nameAt(of, index) {
 /** Returns the sentences about the name of a head: since when it has it, and its other names. */
 export const statusOf = (of, index) => headsAt(of).findings[index];
 
-/** Returns the place where a name holds as the end of a text: ", on the text only". */
-export const whereText = ({ where }) => (where ? `, ${where}` : "");
-
 /** Returns the side that the grid shows. */
 export const shownSide = () => (!B || state.show === "difference" ? here : state.show === "b" ? B : A);
 

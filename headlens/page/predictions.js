@@ -29,16 +29,12 @@ function predictionRow(label, p, isTrue, was = "") {
     make("span", { className: "sign", ...sign }));
 }
 
-/** Returns the label of a predicted token. That of the next token of the prompt has the character of
- * which the token is a part. */
-const labelOf = (of, token, query, isTrue) =>
-  (isTrue ? A.labels[query + 1] : of.facts.predictions.labels[token]);
-
 function nextToken(of, query) {
   const { losses, tokens, probabilities, hits } = predictionsOf(of);
   const [label, loss, hit] = [A.labels[query + 1], losses[query] ?? null, hits[query]];
   const { predictions, whole } = of.facts;
-  const rows = tokens[query].map((token, n) => predictionRow(labelOf(of, token, query, n === hit),
+  const rows = tokens[query].map((token, n) => predictionRow(
+    n === hit ? label : predictions.labels[token], // that of the prompt has the whole character
     probabilities[query][n], n === hit, whole && wasText(whole, query, predictions.ids[token], chance)));
   if (label !== undefined && loss !== null && hit < 0) {
     rows.push(predictionRow(label, Math.exp(-loss), true));
