@@ -77,10 +77,8 @@ def test_statistics_by_plain_loops(family):
                 expected = by_loops(a, token_ids, tokens, period, see, has_sink)
                 known = {k for k, of in found.items() if np.isfinite(of[layer, head])}
                 assert expected.keys() == known - {"positional", "largest_logit"}
-                if period is not None:
-                    del expected[
-                        "offset"
-                    ]  # on a prompt, it is that with the best value on the text
+                if period is not None:  # on a prompt, it is that with the best value on the text
+                    del expected["offset"]
                 for key, value in expected.items():
                     assert found[key][layer, head] == pytest.approx(value, abs=6e-5), key
             for key, value in chances.items():
@@ -89,6 +87,14 @@ def test_statistics_by_plain_loops(family):
     check(data.row.values, data.uniform, window[0].tolist(), lens.text.tokens[0], None)
     for prompt, found in zip(data.prompts, data.of_prompts, strict=True):
         check(found, prompt.uniform, prompt.token_ids, prompt.tokens, prompt.period)
+
+
+def test_a_snapshot_keeps_its_chances_when_the_lens_inspects_a_model_with_another_mask():
+    data, lens, _ = inspected("mistral")
+    before = [dict(prompt.uniform) for prompt in data.prompts]
+    other, _ = lens.inspect(foreign_model("llama", vocab_size=320))
+    assert [prompt.uniform for prompt in data.prompts] == before
+    assert [prompt.uniform for prompt in other.prompts] != before
 
 
 @pytest.mark.parametrize("scale", [0.02, 0.1])
