@@ -277,9 +277,7 @@ def test_models_without_a_known_output_projection_have_no_switch():
     class Other(torch.nn.Module):
         pass
 
-    assert (
-        record_without(Other(), PROMPTS, GROUPS, np.zeros((1, 1)), text_of) is None
-    )
+    assert record_without(Other(), PROMPTS, GROUPS, np.zeros((1, 1)), text_of) is None
 
 
 class Letters:

@@ -1,27 +1,35 @@
 """The page in Chromium for a model with a window in its first layer and learned sinks."""
 
+import functools
 import re
 
 import pytest
 import torch
-from helpers.pages import PROMPTS, capturing, ready
+from helpers.pages import PROMPTS, ready
 
-from headlens import write_page
+from headlens import Captured, LayerAttention, write_page
 from headlens.recording import record
 
 
-def attend(token_ids, capture, has_sink):
-    size = len(token_ids)
+def capture(ids, visit, has_sink):
+    size = ids.shape[1]
     draw = torch.Generator().manual_seed(size)
     for layer in range(2):
         mask = torch.ones(size, size).tril() - torch.ones(size, size).tril(-2) * (layer == 0)
         scores = torch.randn(2, size, size, generator=draw).masked_fill(mask == 0, -torch.inf)
-        capture(layer, scores.softmax(-1) * (0.75 if has_sink else 1), scores)
+        weights = scores.softmax(-1) * (0.75 if has_sink else 1)
+        visit(
+            layer,
+            LayerAttention(
+                *(each.expand(len(ids), -1, -1, -1) for each in (weights, scores)), number=layer
+            ),
+        )
+    return Captured()
 
 
 @pytest.mark.parametrize("has_sink", [True, False])
 def test_chance_of_each_layer_and_the_share_of_the_sink(opened, tmp_path, has_sink):
-    run = capturing(lambda *given: attend(*given, has_sink))
+    run = functools.partial(capture, has_sink=has_sink)
     data = record(run, PROMPTS[:2], 0)
     write_page(tmp_path / "page.html", [data])
     chances = data.uniform["diagonal"]
