@@ -59,69 +59,81 @@ def head_removal(
     loss_change is the change of the mean loss, in nats; loss_change_error is its standard error
     over windows. accuracy_without is the accuracy without these heads.
 
-    Exact: one forward pass for each head and each group. estimate: one forward and one backward
-    pass in all give the change to first order, the gradient of the loss with respect to the context
-    vectors times (mean - context) (Nanda 2023, Attribution Patching; Michel et al. 2019, Are
-    Sixteen Heads Really Better than One, has it for zero instead of the mean). It can be wrong by
-    any amount where the loss is not linear, as in a model whose loss is nearly 0.
+    Exact: one forward pass for each head and each group. estimate: two forward passes and one
+    backward pass in all give the change to first order, the gradient of the loss with respect to
+    the context vectors times (mean - context) (Nanda 2023, Attribution Patching; Michel et al.
+    2019, Are Sixteen Heads Really Better than One, has it for zero instead of the mean). It can be
+    wrong by any amount where the loss is not linear, as in a model whose loss is nearly 0.
 
     Raises ValueError for a model whose output projections are not found.
     """
     model = unwrapped(model)
-    if not (projections := output_projections(model)):
-        name = type(model).__name__
-        raise ValueError(f"{name}: the inputs of the output projections of its heads are not found")
-    device, groups = device_of(model), groups or {}
+    projections, device, groups = known_projections(model), device_of(model), groups or {}
     ids = torch.as_tensor(windows, device=device)  # (B, T)
     targets = F.pad(ids[:, 1:], (0, 1), value=-1) if targets is None else targets.to(device)
     size = max(1, TOKENS_AT_ONCE // ids.shape[1])
     batches = [*zip(ids.split(size), targets.split(size), strict=True)]
     counts = (targets >= 0).sum(1).double().cpu()  # (B,)
-    heads = [(layer, head) for layer, of in enumerate(projections) for head in range(of.num_heads)]
-    removed = [[head] for head in heads] + [list(group) for group in groups.values()]
-    if unknown := {head for group in removed for head in group} - {*heads}:
-        reason = f"layers 0 to {len(projections) - 1}, counted over those with attention"
-        raise ValueError(f"groups: the model does not have the heads {sorted(unknown)}; {reason}")
+    alone = [(layer, head) for layer, of in enumerate(projections) for head in range(of.num_heads)]
+    removed = [[head] for head in alone] + [list(group) for group in groups.values()]
+    check_heads(itertools.chain(*removed), projections)
 
     def run(edit: Edit) -> tuple[Tensor, float | None]:
         """Returns the sum of the losses of each window, (B,), and the accuracy."""
         with edited_contexts(projections, edit):
-            found = [_losses(model, *batch) for batch in batches]
-        correct = sum(correct for _, correct in found) / float(counts.sum())
-        return torch.cat([losses for losses, _ in found]), round(correct, 4) if accuracy else None
+            losses, correct = zip(*(_losses(model, *batch) for batch in batches), strict=True)
+        share = round(sum(correct) / float(counts.sum()), 4)
+        return torch.cat(losses), share if accuracy and not estimate else None
 
     with unchanged(model, device), torch.autocast(device.type, enabled=False):
+        sums = [torch.zeros(())] * len(projections)
+        losses, whole = run(_adding_to(sums))
+        means = [each / ids.numel() for each in sums]
         if estimate:
-            losses, of_heads = _estimates(model, projections, batches)
-            changes = [
-                (torch.stack([of_heads[head] for head in group]).sum(0), None) for group in removed
-            ]
-            whole = None
+            slopes = torch.cat([_slopes(model, projections, means, *batch) for batch in batches])
+            indices = [[alone.index(head) for head in group] for group in removed]
+            changes = [(slopes[:, heads].sum(1), None) for heads in indices]
             report(1, 1)
         else:
-            sums, changes = _Sums(len(projections)), []
-            losses, whole = run(sums.add)
-            means = sums.means()
+            changes = []
             for number, group in enumerate(removed, start=1):
                 without, found = run(removal(group, means))
                 changes.append((without - losses, found))
                 report(number, len(removed))
-    results = [_result(change, counts, found) for change, found in changes]
+    rows: list[dict] = [{"layer": layer, "head": head} for layer, head in alone]
+    rows += [{"name": name, "heads": len(group)} for name, group in groups.items()]
+    for row, (change, found) in zip(rows, changes, strict=True):
+        row |= _result(change, counts, found)
     return {
         "method": "estimate" if estimate else "exact",
         "windows": len(ids),
         "targets": int(counts.sum()),
         "loss": float(losses.sum() / counts.sum()),
         "accuracy": whole,
-        "heads": [
-            {"layer": layer, "head": head} | result
-            for (layer, head), result in zip(heads, results, strict=False)
-        ],
-        "groups": [
-            {"name": name, "heads": len(group)} | result
-            for (name, group), result in zip(groups.items(), results[len(heads) :], strict=True)
-        ],
+        "heads": rows[: len(alone)],
+        "groups": rows[len(alone) :],
     }
+
+
+def known_projections(model: nn.Module) -> list[Projection]:
+    """Returns the output projections of a model. Raises ValueError if they are not found, and what
+    `capture` raises for a model that it does not support."""
+    if found := output_projections(model):
+        return found
+    capture(model, [0, 1])
+    reason = "the output projections of its attention are not found"
+    if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+        reason = "nn.MultiheadAttention does not call its out_proj, where heads are removed"
+    raise ValueError(f"{type(model).__name__}: {reason}")
+
+
+def check_heads(heads: Iterable[Head], projections: Sequence[Projection]) -> None:
+    """Raises ValueError for heads that a model does not have."""
+    counts = [of.num_heads for of in projections]
+    for layer, head in heads:
+        if not (0 <= layer < len(counts) and 0 <= head < counts[layer]):
+            reason = f"{len(counts)} layers with attention, of {max(counts)} heads"
+            raise ValueError(f"head {head} of layer {layer}: the model has {reason}")
 
 
 def _losses(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[Tensor, int]:
@@ -138,52 +150,38 @@ def _losses(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[Tensor, int
     return of_windows.cpu(), int((logits.argmax(-1) == targets).sum())
 
 
-def _estimates(
-    model: nn.Module, projections: Sequence[Projection], batches: Sequence[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, dict[Head, Tensor]]:
-    """Returns the sum of the losses of each window, (B,), and how it changes to first order without
-    each head, (B,)."""
-    sums, losses, gradients, now = _Sums(len(projections)), [], [], []
-    for batch in batches:
-        contexts: list[Tensor] = []
+def _slopes(
+    model: nn.Module,
+    projections: Sequence[Projection],
+    means: Sequence[Tensor],
+    ids: Tensor,
+    targets: Tensor,
+) -> Tensor:
+    """Returns how the sum of the losses of each window changes to first order without each head,
+    fp64 (B, L H) on the CPU."""
+    contexts: list[Tensor] = []
 
-        def with_gradient(layer: int, context: Tensor, contexts: list = contexts) -> Tensor:
-            if not context.requires_grad:  # no weight before it has a gradient
-                context = context.detach().requires_grad_()
-            contexts.append(context)
-            return sums.add(layer, context)
-
-        with torch.enable_grad(), edited_contexts(projections, with_gradient):
-            of_windows, _ = _losses(model, *batch)
-            found = torch.autograd.grad(of_windows.sum(), contexts)
-        losses.append(of_windows.detach())
-        # (B, H, D) and (B, H) of each layer, summed over positions
-        gradients.append([g.float().sum(2) for g in found])
-        pairs = zip(found, contexts, strict=True)
-        now.append([(g.float() * c.detach().float()).sum((2, 3)) for g, c in pairs])
-    changes = {}
-    for layer, mean in enumerate(sums.means()):
-        at_mean = torch.cat([of[layer] for of in gradients]) * mean  # (B, H, D)
-        change = (at_mean.sum(-1) - torch.cat([of[layer] for of in now])).double().cpu()
-        changes |= {(layer, head): column for head, column in enumerate(change.unbind(1))}
-    return torch.cat(losses), changes
-
-
-class _Sums:
-    """Adds the context vectors of all windows and positions."""
-
-    def __init__(self, num_layers: int):
-        self.sums: list[Any] = [0] * num_layers  # (H, D) each
-        self.tokens = [0] * num_layers
-
-    def add(self, layer: int, context: Tensor) -> Tensor:
-        """An edit, which changes nothing."""
-        self.sums[layer] = self.sums[layer] + context.detach().float().sum((0, 2))
-        self.tokens[layer] += context.shape[0] * context.shape[2]
+    def keep(_: int, context: Tensor) -> Tensor:
+        if not context.requires_grad:  # no weight before it has a gradient
+            context = context.detach().requires_grad_()
+        contexts.append(context)
         return context
 
-    def means(self) -> list[Tensor]:
-        return [of / tokens for of, tokens in zip(self.sums, self.tokens, strict=True)]
+    with torch.enable_grad(), edited_contexts(projections, keep):
+        gradients = torch.autograd.grad(_losses(model, ids, targets)[0].sum(), contexts)
+    moves = (mean[:, None] - c.detach().float() for mean, c in zip(means, contexts, strict=True))
+    slopes = [(g.float() * move).sum((2, 3)) for g, move in zip(gradients, moves, strict=True)]
+    return torch.cat(slopes, 1).double().cpu()
+
+
+def _adding_to(sums: list[Tensor]) -> Edit:
+    """Returns an edit that changes nothing. It adds the context vectors of each layer to sums."""
+
+    def edit(layer: int, context: Tensor) -> Tensor:
+        sums[layer] = sums[layer] + context.float().sum((0, 2))  # (H, D)
+        return context
+
+    return edit
 
 
 def removal(group: Sequence[Head], means: Sequence[Tensor]) -> Edit:
@@ -206,11 +204,12 @@ def mean_contexts(
     """Returns the mean context vector of each head over all tokens of prompts, (H, D) for each
     layer. prompts: their token ids. run: captures the model, by default with `capture`."""
     projections, run = output_projections(model), run or functools.partial(capture, model)
-    sums = _Sums(len(projections))
-    with edited_contexts(projections, sums.add):
+    sums, tokens = [torch.zeros(())] * len(projections), 0
+    with edited_contexts(projections, _adding_to(sums)):
         for token_ids in prompts:  # one by one: padding would be in the mean
             run(torch.tensor([token_ids]), lambda *_: None)
-    return sums.means()
+            tokens += len(token_ids)
+    return [each / tokens for each in sums]
 
 
 @contextlib.contextmanager
@@ -219,22 +218,19 @@ def edited_contexts(projections: Sequence[Projection], edit: Edit) -> Iterator[N
     layers: dict[nn.Module, list[int]] = {}  # some models have one module in several layers
     for layer, projection in enumerate(projections):
         layers.setdefault(projection.module, []).append(layer)
+    turns = {module: itertools.cycle(of) for module, of in layers.items()}
 
-    def register(module: nn.Module, of: list[int]) -> Any:
-        turns, num_heads = itertools.cycle(of), projections[of[0]].num_heads
+    def hook(module: nn.Module, given: tuple) -> tuple:
+        layer = next(turns[module])
+        context = given[0].unflatten(-1, (projections[layer].num_heads, -1))  # (B, T, H, D)
+        return (edit(layer, context.transpose(1, 2)).transpose(1, 2).flatten(2), *given[1:])
 
-        def hook(_: nn.Module, given: tuple) -> tuple:
-            context = given[0].unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, H, T, D)
-            return (edit(next(turns), context).transpose(1, 2).flatten(2), *given[1:])
-
-        return module.register_forward_pre_hook(hook)
-
-    hooks = [register(module, of) for module, of in layers.items()]
+    hooks = [module.register_forward_pre_hook(hook) for module in layers]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for each in hooks:
+            each.remove()
 
 
 def is_estimate(found: dict) -> bool:

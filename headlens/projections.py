@@ -163,6 +163,8 @@ def _projection(calls: Sequence[_Call], attention: _Call, captured: Any) -> Proj
         x, y = call.given, call.output
         if x.dim() != 3 or y.dim() != 3 or not call.arguments:
             return False
+        if any(isinstance(each, Tensor) for each in call.arguments[1:]):  # which it may add
+            return False
         of_heads = x.shape[-1] % num_heads == 0 if contexts is None else x.shape == contexts.shape
         is_input = _is_same(x, attention.given) or _is_same(x, y)  # of a gate; of dropout
         return of_heads and not is_input and _is_linear(call)
@@ -170,7 +172,8 @@ def _projection(calls: Sequence[_Call], attention: _Call, captured: Any) -> Proj
     direct = [] if contexts is None else [c for c in calls if _is_close(c.given, contexts)]
     direct = [call for call in direct if is_projection(call)]
     inside = attention.inside() if attention.parent else ()  # nothing was running
-    found = direct or [call for call in inside if is_projection(call)]
+    writes = [call for call in inside if call.output.shape == attention.output.shape]
+    found = direct or [call for call in writes if is_projection(call)]
     if not found or not (direct or contexts is None or _has_order(found[-1].given, contexts)):
         return None
     call = found[-1]  # one around others, such as LoRA's, ends last
@@ -216,26 +219,21 @@ def _is_transposed(call: _Call) -> bool | None:
 def _factor(attention: _Call, projection: _Call) -> float | None:
     """Returns the constant a of x + a output, or x + a output + b MLP with any b, where x is the
     input of a module that contains the attention and output that of the projection."""
-    wrote = projection.output
-    for within, outer in zip((attention, *attention.outside()), attention.outside(), strict=False):
-        if (x := _like(wrote, outer.given)) is None:
-            continue
-        later = outer.calls[outer.calls.index(within) + 1 :]
-        outputs = [y for call in outer.calls if (y := _like(wrote, call.output)) is not None]
-        for result in (*(call.given for call in later), outer.output):
-            y = _like(wrote, result)
-            if y is None or any(_is_same(y, output) for output in outputs):
-                continue  # the output of a module is no sum
-            for other in (None, *outputs):
-                if (factor := _share(y - x, wrote, other, y)) is not None:
+    wrote, within = projection.output, attention
+    for outer in attention.outside():
+        later = [call.given for call in outer.calls[outer.calls.index(within) + 1 :]]
+        outputs = [call.output for call in outer.calls]
+        x, outputs, sums = (
+            [each.view_as(wrote) for each in found if each.numel() == wrote.numel()]
+            for found in ([outer.given], outputs, [*later, outer.output])
+        )
+        for y in sums if x else ():
+            others = [other for other in outputs if not _is_same(other, y)]
+            for other in (None, *others):
+                if (factor := _share(y - x[0], wrote, other, y)) is not None:
                     return factor
+        within = outer
     return None
-
-
-def _like(wrote: Tensor, found: Tensor) -> Tensor | None:
-    """Returns a tensor in the shape of another, None if it has another size."""
-    is_like = found.shape[-1:] == wrote.shape[-1:]
-    return found.view_as(wrote) if is_like and found.numel() == wrote.numel() else None
 
 
 def _share(change: Tensor, wrote: Tensor, other: Tensor | None, like: Tensor) -> float | None:

@@ -207,16 +207,6 @@ def test_layers_of_a_hybrid_without_attention_are_one_source():
         assert written.min() > 1e-3
 
 
-def test_parts_in_several_calls_of_the_attention_module(monkeypatch):
-    """So that the memory is limited for long texts."""
-    model = foreign_model("llama")
-    expected = score_parts(model, IDS, 2, 1, 8, 6)
-    monkeypatch.setattr("headlens.parts.AT_ONCE", 5 * 9 * 32)
-    found = score_parts(model, IDS, 2, 1, 8, 6)
-    assert found.sources == expected.sources
-    np.testing.assert_allclose(found.values, expected.values, atol=1e-5)
-
-
 def test_in_bf16_the_sum_is_exact_and_the_score_is_that_of_the_model_up_to_rounding():
     for build in (tiny_model, lambda: foreign_model("llama"), lambda: foreign_model("gpt2")):
         model = build().bfloat16()

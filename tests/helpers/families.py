@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headlens import Captured, capture
+from headlens import Captured, capture, score_parts
+from headlens.ablation import edited_contexts, removal
+from headlens.capturing import output_projections
+from headlens.observing import observe
 from helpers import REPOSITORY
 
 L, H, G, D = 3, 4, 2, 8  # layers, heads, heads of keys and values, head_dim
@@ -390,6 +393,76 @@ def check(build):
             assert (weights[~seen] == 0).all()
             expected = layer.scores.softmax(-1) * weights.sum(-1, keepdim=True)
             torch.testing.assert_close(weights, expected, atol=1e-5, rtol=1e-3)
+    removes_heads(build)
+    has_parts(build)
+
+
+@functools.cache
+@torch.no_grad()
+def removes_heads(build):
+    """Returns whether heads of a build can be removed. If so, one head of each layer is replaced:
+    by zero in what its attention returns, which makes zero what the hook sees of this head and of
+    no other; and by a constant, with the hook and by hand, in weight and bias of the projection."""
+    model = model_of(build)
+    if not (projections := output_projections(model)):
+        return False
+    modules = list(dict.fromkeys(of.module for of in projections))
+    heads = [modules.index(of.module) % of.num_heads for of in projections]
+    sizes = [of.matrix(torch.float32)[0].shape[0] // of.num_heads for of in projections]
+    means = [
+        torch.linspace(-1, 1, of.num_heads * d).view(-1, d)
+        for of, d in zip(projections, sizes, strict=True)
+    ]
+
+    def run():
+        return model(IDS, attention_mask=torch.ones_like(IDS), use_cache=False).logits
+
+    found, turns = [], iter(heads)
+
+    def keep(_, context):
+        found.append((context == 0).all(3).all(2).all(0).nonzero().flatten().tolist())
+        return context
+
+    def remove(call):
+        call.output[:, next(turns)] = 0
+
+    with edited_contexts(projections, keep):
+        observe(model, IDS, run, remove)
+    assert found == [[head] for head in heads]
+    before = run()
+    with edited_contexts(projections, removal([*enumerate(heads)], means)):
+        by_hook = run()
+    for module in modules:
+        n = [of.module for of in projections].index(module)
+        inner = next(each for each in module.modules() if hasattr(each, "weight"))
+        weight = inner.weight if isinstance(inner, torch.nn.Linear) else inner.weight.T
+        columns = weight[:, heads[n] * sizes[n] : (heads[n] + 1) * sizes[n]]
+        bias = columns @ means[n][heads[n]]
+        inner.bias = torch.nn.Parameter(bias if inner.bias is None else inner.bias + bias)
+        columns.zero_()
+    torch.testing.assert_close(by_hook, run(), atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(by_hook, before, 1e-2, 1e-2)
+    return True
+
+
+@functools.cache
+def has_parts(build):
+    """Returns whether each layer of a build has parts of scores. Those of one head are a sum."""
+    model, layers = model_of(build), judged(build).captured.layers
+    for number, layer in enumerate(layers):
+        head = number % layer.weights.shape[1]
+        row = layer.scores[0, head, -1]
+        key, mean = int(row.argmax()), row[row.isfinite()].mean()
+        try:
+            parts = score_parts(model, IDS[0], number, head, len(row) - 1, key)
+        except ValueError as error:
+            assert "\n" not in str(error)
+            return False
+        sums = torch.tensor([parts.score, parts.values.sum()])
+        torch.testing.assert_close(
+            sums, torch.stack([row[key], row[key] - mean]), atol=1e-2, rtol=1e-3
+        )
+    return True
 
 
 PAGE = REPOSITORY / "headlens/docs/families.md"
