@@ -14,14 +14,12 @@ residual stream, V vocabulary.
 """
 
 import contextlib
-import contextvars
 import functools
 import inspect
-import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -61,16 +59,12 @@ class Captured:
 
 
 Visit = Callable[[int, LayerAttention], None]
-# (weights, values) of each layer; its return value is the logits of the model, or None
-Yielded = Generator[tuple[Tensor, Tensor | None], None, Tensor | None]
-AttentionFunction = Callable[[nn.Module, Tensor], Yielded]
 
 
 def capture(
     model: nn.Module,
     input_ids: Tensor | Sequence[int] | Mapping[str, Any],
     visit: Visit | None = None,
-    attention: AttentionFunction | None = None,
     logits: bool = True,
     attention_mask: Tensor | None = None,
 ) -> Captured:
@@ -79,10 +73,6 @@ def capture(
     visit(n, LayerAttention) is called for the layers with attention, n = 0, 1, ..., while the model
     runs, and nothing is kept: the weights of one layer are in memory at a time. The weights of all
     layers of GPT-2 small at 1,024 tokens are 576 MiB.
-
-    attention(model, input_ids) is needed for a module whose attention torch does not show, as of
-    another framework. It yields for each layer the weights, (B, H, T, T), and the values after the
-    output projection, W_O v, (B, H, T, C), or None. It may return the logits, (B, T, V).
 
     logits: False saves the time of the output layer, where the model can do without.
 
@@ -98,21 +88,18 @@ def capture(
     model = unwrapped(model)
     ids, mask = _inputs(model, input_ids, attention_mask)
     if mask is not None:
-        run = functools.partial(capture, model, attention=attention, logits=logits)
-        return _padded([run(row[own]) for row, own in zip(ids, mask, strict=True)], mask, visit)
-    if not attention:
-        _check_ids(ids, model)
-    way, result, count = _way(model, attention), Captured(), 0
+        rows = zip(ids, mask, strict=True)
+        return _padded([capture(model, row[own], logits=logits) for row, own in rows], mask, visit)
+    _check_ids(ids, model)
+    projections = [] if hasattr(model, "capture_attention") else output_projections(model)
+    result, count = Captured(), 0
 
     def receive(call: AttentionCall) -> None:
         nonlocal count
-        attended = LayerAttention(call.weights, call.scores, call.value_norms)
-        attended.number = call.number if call.number >= 0 else count
-        attended.module, attended.values = call.module, call.values
-        if projections and call.values is not None:
-            attended.value_norms = projections[count].value_norms(call.values)
-        if not is_ours:  # each check waits for the device
-            _check(attended.weights, ids, model)
+        norms = projections[count].value_norms(call.values) if projections else call.value_norms
+        attended = LayerAttention(
+            call.weights, call.scores, norms, call.number, call.module, call.values
+        )
         if visit:
             with torch.autocast(ids.device.type, enabled=False):
                 visit(count, attended)
@@ -120,38 +107,59 @@ def capture(
             result.layers.append(attended)
         count += 1
 
-    def checked(check: Receive) -> Receive:
-        def both(call: AttentionCall) -> None:
-            _check(call.weights, text, model)
-            check(call)
-
-        return both
-
-    is_ours = not attention and hasattr(model, "capture_attention")
-    projections = [] if attention or is_ours else output_projections(model)
     with unchanged(model, ids.device):
-        text = ids if attention else ids[:1]  # a function may know only these ids
-        result.proof = prove(
-            model,
-            way.key,
-            text.shape[1],
-            lambda check: way.first(text, checked(check)),
-            functools.partial(way.own, text) if way.own else None,
-        )
-        found, result.others = way.run(ids, receive, logits)
+        result.proof = _proof(model, ids[:1])
+        output, result.others = _run(model, ids, receive, logits)
     if not count:
-        raise ValueError(f"{type(model).__name__}: {way.advice}")
-    found = first_tensor(found)
-    if logits and found is not None and found.shape[:2] == ids.shape:
-        result.logits = found
+        raise ValueError(f"{type(model).__name__}: {UNSEEN}")
+    output = first_tensor(output)
+    if logits and output is not None and output.shape[:2] == ids.shape:
+        result.logits = output
     return result
 
 
-YIELDS_NONE = "attention= yields no weights: transformers returns them with eager attention only"
 UNSEEN = (
     "no attention weights: it has no softmax attention over all tokens, or computes it in a kernel"
-    " that torch does not show; pass attention=, a function that yields (weights, values)"
+    " that torch does not show"
 )
+
+
+def _run(
+    model: Any, ids: Tensor, receive: Receive, all_logits: bool = True
+) -> tuple[Any, dict[int, str]]:
+    """Runs a model with an attention that torch shows. Returns what `observe` returns."""
+    if not hasattr(model, "capture_attention"):
+        has_head = hasattr(model, "base_model") and not all_logits
+        part = model.base_model if has_head else model  # without its large output layer
+        with visible_attention(model):
+            arguments = arguments_of(part, ids, all_logits)
+            return observe(model, ids, lambda: part(**arguments), receive)
+    norms: list[Tensor] = []  # of the layer that is running
+
+    def with_norms(call: AttentionCall) -> None:
+        call.value_norms = norms.pop()
+        receive(call)
+
+    keep = lambda *given: norms.append(given[-1])  # noqa: E731
+    options = {} if all_logits else {"logits_at": ids.new_zeros(len(ids))}
+    run = functools.partial(model.capture_attention, ids, keep, **options)
+    return observe(model, ids, run, with_norms)
+
+
+def _proof(model: Any, ids: Tensor) -> Proof | None:
+    """Returns the proof of a model on a text, (1, T)."""
+    kernel = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    is_own = kernel in VISIBLE and not hasattr(model, "capture_attention")
+
+    def run(receive: Receive) -> Any:
+        try:
+            return _run(model, ids, receive)[0]
+        except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+            name, reason = type(model).__name__, f"{type(error).__name__}: {error}".splitlines()[0]
+            raise TypeError(f"{name} does not run on token ids alone ({reason})") from error
+
+    own = None if is_own else lambda: model(**arguments_of(model, ids))
+    return prove(model, kernel, ids.shape[1], run, own)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -207,76 +215,6 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
                         buffer.copy_(copy)
 
 
-@dataclass
-class _Way:
-    """How a model is captured."""
-
-    run: Callable  # (ids, receive, all_logits) -> (the output of the model, other layers)
-    first: Callable[[Tensor, Receive], Any]  # the run that is checked, (ids, receive) -> its output
-    own: Callable[[Tensor], Any] | None  # ids -> its output as it is, if `run` changes how it runs
-    key: Any = None
-    advice: str = UNSEEN  # if it has no weights
-
-
-def _way(model: Any, attention: AttentionFunction | None) -> _Way:
-    if attention:
-
-        def own(ids: Tensor) -> Any:
-            with contextlib.suppress(Exception):  # it may need more than token ids
-                return model(ids)
-
-        def generate(ids: Tensor, receive: Receive, _: bool) -> tuple[Any, dict]:
-            return _of_generator(attention(model, ids), receive), {}
-
-        first = lambda ids, receive: generate(ids, receive, True)[0]  # noqa: E731
-        return _Way(generate, first, own, attention, YIELDS_NONE)
-    if hasattr(model, "capture_attention"):  # with kernels that torch shows
-
-        def run(ids: Tensor, receive: Receive, all_logits: bool) -> tuple[Any, dict]:
-            options = {} if all_logits else {"logits_at": ids.new_zeros(len(ids))}
-            callback = lambda _, *tensors: receive(AttentionCall(*tensors))  # noqa: E731
-            return model.capture_attention(ids, callback, **options), {}
-
-        def compared(ids: Tensor, receive: Receive) -> Any:
-            """Passes the weights on with the values and the output of the same layer."""
-            given: list[Tensor] = []
-
-            def both(call: AttentionCall) -> None:
-                call.weights = given.pop(0)
-                receive(call)
-
-            keep = lambda _, weights, *__: given.append(weights)  # noqa: E731
-            call = functools.partial(model.capture_attention, ids, keep)
-            output, _ = observe(model, ids, call, both)
-            for weights in given:
-                receive(AttentionCall(weights))
-            return output
-
-        return _Way(run, compared, model)
-
-    def observed(ids: Tensor, receive: Receive, all_logits: bool) -> tuple[Any, dict]:
-        has_head = hasattr(model, "base_model") and not all_logits
-        part = model.base_model if has_head else model  # without its large output layer
-        with visible_attention(model):
-            arguments = arguments_of(part, ids, all_logits)
-            return observe(model, ids, lambda: part(**arguments), receive)
-
-    def unobserved(ids: Tensor) -> Any:
-        return model(**arguments_of(model, ids))
-
-    kernel = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    own = None if kernel in VISIBLE else unobserved
-
-    def first(ids: Tensor, receive: Receive) -> Any:
-        try:
-            return observed(ids, receive, True)[0]
-        except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-            name, reason = type(model).__name__, f"{type(error).__name__}: {error}".splitlines()[0]
-            raise TypeError(f"{name} does not run on token ids alone ({reason})") from error
-
-    return _Way(observed, first, own, kernel)
-
-
 VISIBLE = (None, "eager", "sdpa")  # attention implementations of transformers that torch shows
 
 
@@ -312,7 +250,6 @@ def visible_attention(model: Any) -> Iterator[None]:
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[list, list[Projection]]]
 _KNOWN = weakref.WeakKeyDictionary()
-_is_finding = contextvars.ContextVar("is_finding", default=False)
 
 
 def output_projections(model: nn.Module) -> list[Projection]:
@@ -324,17 +261,12 @@ def output_projections(model: nn.Module) -> list[Projection]:
     device, like = device_of(model), next(model.parameters(), None)
     state = [device, like is not None and like.dtype, *map(id, model.modules())]
     if model not in _KNOWN or _KNOWN[model][0] != state:
-        if _is_finding.get():
-            return []
-        token = _is_finding.set(True)
+        run = functools.partial(_run, model, all_logits=False)
         try:
             with unchanged(model, device), torch.autocast(device.type, enabled=False):
-                run = functools.partial(capture, model, logits=False)
                 found = found_projections(model, run)
         except Exception:  # not supported; the run that the caller wants says why
             found = []
-        finally:
-            _is_finding.reset(token)
         _KNOWN[model] = state, found
     return _KNOWN[model][1]
 
@@ -414,24 +346,3 @@ def _check_ids(ids: Tensor, model: nn.Module) -> None:
     if limit and 0 < limit < ids.shape[1] and not rotates:
         reason = f"{ids.shape[1]} tokens, but max_position_embeddings is {limit}"
         raise ValueError(f"{name}: {reason}; give fewer tokens (Lens: a smaller context_length)")
-
-
-def _check(weights: Tensor, ids: Tensor, model: nn.Module) -> None:
-    """Raises ValueError for weights of another shape, or of future tokens."""
-    name, (batch, tokens) = type(model).__name__, ids.shape
-    if weights.dim() != 4 or weights.shape[0] != batch or weights.shape[2:] != (tokens, tokens):
-        expected = f"({batch}, heads, {tokens}, {tokens})"
-        raise ValueError(f"{name}: weights of shape {tuple(weights.shape)}, not {expected}")
-    if (weights.triu(1) > 0).any():
-        raise ValueError(f"{name} attends to future tokens; the lens needs causal attention")
-
-
-def _of_generator(layers: Yielded, receive: Receive) -> Tensor | None:
-    """Passes the layers of a generator on. Returns its return value, the logits."""
-    for number in itertools.count():
-        try:
-            weights, values = next(layers)
-        except StopIteration as end:
-            return end.value
-        norms = None if values is None else values.float().norm(dim=-1)
-        receive(AttentionCall(weights.float(), value_norms=norms, number=number))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import finding
 from .ablation import COLUMNS, Ablate
-from .capturing import AttentionFunction, capture, unwrapped
+from .capturing import capture, unwrapped
 from .config import DEFAULT_PROMPTS, LensConfig
 from .finding import counts_of_names, events, head_line, removal_lines
 from .heads import ALL_NAMES, KINDS, as_csv, clearest, head_table, heads_by_name, title_of_head
@@ -78,7 +78,7 @@ class Lens:
     and of which three passages are the default prompts; or windows of its token ids, (N, T).
     Without it heads are measured on the prompts alone. text_name: what pages call it. vocabulary:
     the ids of which the repeated sequence consists, [] for no repeated sequence; by default the
-    most frequent of the text, or all. attention: see capturing.py.
+    most frequent of the text, or all.
     has_page: False if the caller makes the page, see render.folder_page.
     """
 
@@ -94,14 +94,13 @@ class Lens:
         text: str | Tensor | None = None,
         text_name: str = "the text",
         vocabulary: Sequence[int] | None = None,
-        attention: AttentionFunction | None = None,
         has_page: bool = True,
     ):
         self.config = config or LensConfig()
         self.tokenizer = tokens = lens_tokenizer(tokenizer)
         self.max_steps, self.folder = max_steps, Path(folder)
         self.run_name = run_name or self.folder.resolve().parent.name
-        self.attention, self.has_page = attention, has_page
+        self.has_page = has_page
         if not isinstance(text, str | Tensor | None):
             raise TypeError(f"text: {type(text).__name__} is not a str; use Path.read_text()")
         limit = min(self.config.max_tokens, context_length)
@@ -123,9 +122,8 @@ class Lens:
         self.history: History | None = None  # created at the first snapshot
         self.table: list[dict] = []  # all heads, the most significant first; set at the end
         self.last: SnapshotData | None = None  # of the last step
-        self.taken: tuple[int, bool] | None = (
-            None  # the newest snapshot: its step, whether the last
-        )
+        self.rows: Sequence[Row] = ()  # of the training until then
+        self.taken: tuple[int, bool] | None = None  # the newest step, whether it is the last one
         self.started = 0.0  # the first snapshot of this process, in seconds
         self.durations: list[float] = []  # of the snapshots of this process, in seconds
         self.skipped: set[int] = set()  # steps without a snapshot because of max_percent
@@ -231,12 +229,12 @@ class Lens:
         names heads keep if they are still nearly clear.
         """
         data = self._record(model, step, before)
-        self._finish(model, data, [data.row], ablate)
+        self._finish(model, data, [], ablate)
         return data, self.most_significant_heads() or [counts_of_names(self.table)]
 
     def _record(self, model: Any, step: int, before: Row | None = None) -> SnapshotData:
         """Returns the data of a step. before: as for `record`."""
-        run = functools.partial(capture, model, attention=self.attention)
+        run = functools.partial(capture, model)
         run_text = functools.partial(run, logits=False)
         on_text = TextRecorder(self.text).run(run_text) if self.text else None
         run_name, token_bytes = self.run_name, self.tokenizer.token_bytes
@@ -245,8 +243,10 @@ class Lens:
     def _finish(
         self, model: Any, data: SnapshotData, rows: Sequence[Row], ablate: Ablate | None
     ) -> None:
-        """Makes the table of heads, and adds what the model loses and predicts without them."""
-        self.table, self.last = head_table(rows, data.uniform), data
+        """Makes the table of heads, and adds what the model loses and predicts without them. rows:
+        of the training; [] without one."""
+        self.table, self.last = head_table(rows or [data.row], data.uniform), data
+        self.rows = rows
         groups = heads_by_name(self.table)
         found = ablate(groups) if ablate else None
         if found and math.isfinite(found["loss"]):  # else the model has diverged
@@ -256,29 +256,24 @@ class Lens:
                 result = results[row["place"]]
                 known = COLUMNS if result["accuracy_without"] is not None else COLUMNS[:2]
                 row |= {key: result[key] for key in known}
-        is_known = "predictions" in data.details and not self.attention
         # With FSDP, every rank would have to run the model.
         is_sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-        if self.config.ablation == "off" or not groups or not is_known or is_sharded:
+        if self.config.ablation == "off" or not groups or is_sharded:
             return
-        run, token_bytes = functools.partial(capture, model), self.tokenizer.token_bytes
-        found = record_without(
-            run, unwrapped(model), self.prompts, groups, data.row.offsets, token_bytes
-        )
-        if found:
-            data.details["without"] = found
+        if "predictions" in data.details:
+            more = groups, data.row.offsets, self.tokenizer.token_bytes
+            found = record_without(unwrapped(model), self.prompts, *more)
+            data.details |= {"without": found} if found else {}
 
     def most_significant_heads(self) -> list[str]:
         """Returns the number of heads with a name, and a line for the clearest head of each name,
         for example "L5 H1 previous token: mean weight 0.83 on the token before (since step 400)".
         Empty before the last snapshot and without a name.
         """
-        rows, stage = clearest(self.table), None
-        if self.history:
-            stage = copying_step(self.prompts, self.history.rows)
+        rows, stage = clearest(self.table), copying_step(self.prompts, self.rows)
         copies = f"the loss on the repeated sequence drops at step {stage}"
         lines = [copies] * (stage is not None) + [counts_of_names(self.table)] * bool(rows)
-        return lines + [head_line(row, self.history is not None) for row in rows]
+        return lines + [head_line(row, has_steps=bool(self.rows)) for row in rows]
 
     def skipped_snapshots(self) -> list[str]:
         """Returns a line if snapshots of this process were skipped because of config.max_percent,

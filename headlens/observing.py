@@ -15,8 +15,9 @@ Shapes: B batch, T tokens, H query heads, G heads of keys and values, D head_dim
 """
 
 import collections
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +38,11 @@ class AttentionCall:
     """What one layer computed."""
 
     weights: Tensor  # fp32 (B, H, T, T)
+    values: Tensor  # (B, G, T, D), where G divides H
+    output: Tensor  # (B, H, T, D): weights times values, as the model computed it
     scores: Tensor | None = None  # fp32 (B, H, T, T), -inf where masked
-    value_norms: Tensor | None = None  # fp32 (B, H, T)
-    values: Tensor | None = None  # (B, G, T, D), where G divides H
-    output: Tensor | None = None  # (B, H, T, D): weights times values, as the model computed it
     sink: Tensor | None = None  # (B, H, T): the share of a learned sink
+    value_norms: Tensor | None = None  # fp32 (B, H, T)
     module: nn.Module | None = None  # that is running
     number: int = -1  # of the layer
 
@@ -59,18 +60,26 @@ def observe(
     ValueError for a module that computes two maps for the same heads.
     """
     layers = _Layers(model, receive)
-    hooks = []
-    for module in model.modules():
-        hooks.append(module.register_forward_pre_hook(layers.enter, with_kwargs=True))
-        hooks.append(module.register_forward_hook(layers.leave, always_call=True))
-    try:
+    with hooked(model, layers.enter, layers.leave):
         with _Functions((*ids.shape,), layers.add):
             output = run()
         layers.send()
+    return output, layers.others()
+
+
+@contextlib.contextmanager
+def hooked(model: nn.Module, enter: Callable, leave: Callable) -> Iterator[None]:
+    """Calls enter(module, arguments, options) and leave(module, arguments, output) around the calls
+    of all modules."""
+    hooks = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
     finally:
         for hook in hooks:
             hook.remove()
-    return output, layers.others()
 
 
 class _Functions(TorchFunctionMode):
@@ -184,7 +193,7 @@ class _Functions(TorchFunctionMode):
         if scores is not None:
             scores = scores.float().masked_fill(scores < MASKED, float("-inf"))
         output = self._by_head(output)
-        self.receive(AttentionCall(weights.float(), scores, None, values, output, sink))
+        self.receive(AttentionCall(weights.float(), values, output, scores, sink))
 
     def _by_head(self, given: Tensor) -> Tensor:
         """(B, H, ..), (B H, ..), (B, G, H / G, ..) or (B, ..) -> (B, H, ..)."""
@@ -269,7 +278,7 @@ class _Layers:
             return
         if now is self.last and now.given is not None:
             name = type(now.module).__name__
-            advice = "put the attention of each layer into a separate module, or pass attention="
+            advice = "put the attention of each layer into a separate module"
             raise ValueError(f"{name} computes two attention maps in one call; {advice}")
         self.send()
         self.last = now

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .observing import AttentionCall, hooked
+
 EMPTY = torch.empty(0)
 IDS = [0, 1, 1, 0, 1]  # a run with these token ids, which every model has, tells what is linear
 Found = list["Projection"]
@@ -73,7 +75,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def found_projections(model: nn.Module, run: Callable) -> Found:
     """Returns the output projection of each layer with attention, in the order in which they run;
-    empty if that of a layer is not found. run(ids, visit): captures the model."""
+    empty if that of a layer is not found. run(ids, receive): runs the model, see `observe`."""
     return _Finder(model).found(run)
 
 
@@ -108,18 +110,11 @@ class _Finder:
     def __init__(self, model: nn.Module):
         self.model, self.root = model, _Call(model, None, (), {})
         self.running = [self.root]  # from the outermost to the innermost
-        self.layers: list[tuple[_Call, Any]] = []  # what is running, and what `visit` received
+        self.layers: list[tuple[_Call, AttentionCall]] = []  # what is running, and its attention
 
-    def found(self, capture: Callable) -> Found:
-        hooks = []
-        for module in self.model.modules():
-            hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            hooks.append(module.register_forward_hook(self._leave))
-        try:
-            capture(torch.tensor([IDS]), self._visit)
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def found(self, run: Callable) -> Found:
+        with hooked(self.model, self._enter, self._leave):
+            run(torch.tensor([IDS], device=device_of(self.model)), self._receive)
         calls, found, attentions = [*self.root.inside()], [], []
         for running, of in self.layers:
             called = [c for c in calls if c.module is of.module and c not in attentions]
@@ -140,8 +135,8 @@ class _Finder:
         call.output = _first(outputs)
         self.running[-1].calls.append(call)
 
-    def _visit(self, _: int, attention: Any) -> None:
-        self.layers.append((self.running[-1], attention))
+    def _receive(self, call: AttentionCall) -> None:
+        self.layers.append((self.running[-1], call))
 
 
 def _first(values: Sequence[Any]) -> Tensor:

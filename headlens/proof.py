@@ -46,22 +46,22 @@ def prove(
 ) -> Proof | None:
     """Returns the proof of a model, or None for a text of one token, which proves nothing.
 
-    key: by which way it is captured; another way needs another proof. run: captures a text of
-    `tokens` tokens, and returns the output of the model, (1, T, ...), or None. own: runs the model
-    on the same text as it is; None if the capture does not change how it runs.
+    key: its kernel of attention; another one needs another proof. run: captures a text of `tokens`
+    tokens, and returns the output of the model. own: runs the model on the same text as it is; None
+    if the capture does not change how it runs.
 
-    Raises ValueError if the weights are not what the model computes with.
+    Raises ValueError if the weights are not what the model computes with, or not causal.
     """
     known = _PROVED.get(model)
     if known and known[0] == key and tokens <= 2 * known[1]:
         return known[2]
     if tokens < 2:
         return None
-    checks = _Checks()
+    checks = _Checks(type(model).__name__)
     with _without_edits(model):
         output = first_tensor(run(checks.of_call))
         expected = first_tensor(own()) if own else output
-    proof = checks.result(type(model).__name__, output, expected)
+    proof = checks.result(output, expected)
     _PROVED[model] = key, tokens, proof
     return proof
 
@@ -69,53 +69,50 @@ def prove(
 class _Checks:
     """What the checks of a text have found."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name  # of the model
         self.faults: list[str] = []
         self.largest = 0.0  # relative difference
-        self.is_finite = self.has_products = True
-        self.has_sink = False
+        self.is_finite, self.has_sink = True, False
 
     def of_call(self, call: AttentionCall) -> None:
         """Checks the rows of a layer, and weights times values."""
         weights, layer = call.weights, call.number
+        future = weights.triu(1) > 0
+        if future.any():
+            token, what = int(future.nonzero()[0, 2]), "the lens needs causal attention"
+            raise ValueError(f"{self.name}: token {token} attends to future tokens; {what}")
         sums = weights.sum(-1) + (0 if call.sink is None else call.sink.float())
         self.has_sink |= call.sink is not None
         self.is_finite &= not sums.isnan().any()
-        rounding = _rounding(torch.float32 if call.output is None else call.output.dtype)
-        low, high = float(sums.min()), float(sums.max())
-        # A function may leave a rest for a sink.
-        is_less = call.output is not None and 1 - low > rounding
-        if is_less or high - 1 > rounding or weights.min() < 0:
+        rounding, low, high = _rounding(call.output.dtype), float(sums.min()), float(sums.max())
+        if 1 - low > rounding or high - 1 > rounding or weights.min() < 0:
             self.faults.append(f"weights of layer {layer} sum to {low:.4g} to {high:.4g}, not to 1")
-        if call.output is None or call.values is None:
-            self.has_products = False
-            return
         values = call.values.float()
         values = values.repeat_interleave(weights.shape[1] // values.shape[1], 1)  # (B, H, T, D)
         what = f"weights times values of layer {layer} differ from its attention output"
         self._same(_of_tokens(weights @ values), _of_tokens(call.output), what)
 
-    def result(self, name: str, output: Tensor | None, expected: Tensor | None) -> Proof:
+    def result(self, output: Tensor | None, expected: Tensor | None) -> Proof:
         """Compares the output of the model. Raises ValueError for the first fault."""
-        has_output = output is not None and expected is not None and output.shape == expected.shape
-        if output is not None and expected is not None and has_output and output is not expected:
+        is_compared = output is expected  # the capture does not change how the model runs
+        if not is_compared and getattr(output, "shape", 0) == getattr(expected, "shape", 1):
             what = "its attention is not what it computes: the output of the model differs"
             # With rounding, a router may choose other experts for a token.
             self._same(output, expected, what, is_typical=output.dtype.itemsize < 4)
+            is_compared = True
         if not self.is_finite:
             return Proof("maps not verified: numbers of the model are not finite", False)
         if self.faults:
-            raise ValueError(f"{name}: the weights are not those of the model: {self.faults[0]}")
+            reason = f"the weights are not those of the model: {self.faults[0]}"
+            raise ValueError(f"{self.name}: {reason}")
+        if not is_compared:
+            return Proof("maps not verified: the model returns no output to compare", False)
         rows = "rows and a learned sink sum to 1" if self.has_sink else "rows sum to 1"
-        within = f"within {self.largest:.0e}".replace("e-0", "e-") if self.largest else "exactly"
-        if not self.largest and self.has_products:  # it multiplies them itself
+        if not self.largest:  # it multiplies them itself
             return Proof(f"maps verified: the model multiplies them by its values; {rows}", True)
-        if has_output and self.has_products:
-            return Proof(f"maps verified: they reproduce the model's output {within}; {rows}", True)
-        if has_output:
-            rest = f"{rows}, and the output is the model's {within}"
-            return Proof(f"maps checked: {rest}; weights times values: not checked", False)
-        return Proof(f"maps checked: {rows}; the model's output: not checked", False)
+        within = f"within {self.largest:.0e}".replace("e-0", "e-")
+        return Proof(f"maps verified: they reproduce the model's output {within}; {rows}", True)
 
     def _same(self, found: Tensor, expected: Tensor, what: str, is_typical: bool = False) -> None:
         """Notes the largest difference of a token, relative to its norm, and if it is a fault.

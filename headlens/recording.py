@@ -9,6 +9,8 @@ are in memory. The weights of all layers of GPT-2 small at 1,024 tokens are 576 
 Shapes: L layers, H heads, T tokens, V vocabulary.
 """
 
+import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .ablation import CaptureIds, Head, edited_contexts, mean_contexts, removal
-from .capturing import LayerAttention, output_projections
+from .capturing import LayerAttention, capture, output_projections
 from .heads import MAX_DRAWN, names_of
 from .history import Row, json_values
 from .prompts import Prompt, token_texts
@@ -132,25 +134,20 @@ def record(
     models = [_run(capture, recorders[n : n + size]) for n in range(0, len(recorders), size)]
     codes = [stack_layers(r.codes).cpu().numpy() for r in recorders]
     found, uniform_of_prompts, counts = zip(*(r.means() for r in recorders), strict=True)
-    for prompt, uniform in zip(prompts, uniform_of_prompts, strict=True):
-        prompt.uniform = uniform
+    pairs = zip(prompts, uniform_of_prompts, strict=True)
+    prompts = [dataclasses.replace(prompt, uniform=of) for prompt, of in pairs]
     visible = [r.visible() for r in recorders]
     offsets = best_offsets(on_text.means if on_text else np.mean(found, axis=0))
     of_prompts = [
         {k: v if _is_defined(k, p) else np.full_like(v, np.nan) for k, v in values.items()}
         for p, values in zip(prompts, (by_statistic(of, offsets) for of in found), strict=True)
     ]
-    over_prompts = {key: _mean([of[key] for of in of_prompts]) for key in STATISTICS}
-    if len(compared := _compared(prompts)) > 1:
-        num_tokens = min(prompts[n].shown for n in compared)
-        first = num_tokens * (num_tokens + 1) // 2
-        chances = [chances_of(visible[n][..., :first]) for n in compared]
-        positions = positional([from_codes(codes[n][..., :first]) for n in compared], chances)
+    values = {key: _mean([of[key] for of in of_prompts]) for key in STATISTICS}
+    uniform, errors = _uniform_of(prompts), {}
+    if len(_compared(prompts)) > 1:
         # The bytes have no meaning if the weights of a diverged model are NaN.
-        has_diverged = np.isnan(over_prompts["entropy"])
-        over_prompts["positional"] = np.where(has_diverged, np.nan, positions)
-    values, uniform = over_prompts, uniform_of(prompts)
-    errors = {}
+        has_diverged = np.isnan(values["entropy"])
+        values["positional"] = np.where(has_diverged, np.nan, _positional(prompts, codes, visible))
     if on_text:
         values = by_statistic(on_text.means, offsets) | {"positional": values["positional"]}
         uniform = on_text.uniform | {"positional": uniform["positional"]}
@@ -161,7 +158,8 @@ def record(
     row = Row(step, values, losses, errors)
     row.offsets, row.layers = offsets, recorders[0].layers
     known = before.names if before and before.names.shape == row.names.shape else None
-    queries = [by_statistic(of[..., None] + 0 * found[0], offsets) for of in counts]
+    shape = found[0].shape
+    queries = [by_statistic(np.broadcast_to(of[..., None], shape), offsets) for of in counts]
     row.names, row.places = names_of(row, uniform, of_prompts, uniform_of_prompts, known, queries)
     details: dict[str, Any] = {
         "statistics": [
@@ -179,11 +177,11 @@ def record(
     contexts = on_text.contexts if on_text else None
     hidden = [] if all(of.all() for of in visible) else visible
     return SnapshotData(
-        run_name, list(prompts), row, details, codes, norms, uniform, contexts, visible=hidden
+        run_name, prompts, row, details, codes, norms, uniform, contexts, visible=hidden
     )
 
 
-def uniform_of(prompts: Sequence[Prompt]) -> dict[str, Chance]:
+def _uniform_of(prompts: Sequence[Prompt]) -> dict[str, Chance]:
     """Returns each statistic for uniform attention, mean over prompts; None if it is undefined."""
     found: dict[str, Chance] = {"positional": 0.0 if len(_compared(prompts)) > 1 else None}
     for key in STATISTICS.keys() - found.keys():
@@ -235,6 +233,17 @@ def _mean(values: Sequence[np.ndarray]) -> np.ndarray:
         return np.nanmean(values, axis=0)
 
 
+def _positional(
+    prompts: Sequence[Prompt], codes: Sequence[np.ndarray], visible: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Returns how much of the attention on prompts depends on positions only. -> (L, H)."""
+    compared = _compared(prompts)
+    num_tokens = min(prompts[n].shown for n in compared)
+    first = num_tokens * (num_tokens + 1) // 2
+    chances = [chances_of(visible[n][..., :first]) for n in compared]
+    return positional([from_codes(codes[n][..., :first]) for n in compared], chances)
+
+
 def _compared(prompts: Sequence[Prompt]) -> list[int]:
     """Returns the indices of the prompts that `positional` compares."""
     return [number for number, p in enumerate(prompts) if len(p.token_ids) >= MIN_COMPARED]
@@ -250,7 +259,6 @@ def scaled(norms: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list]:
 
 
 def record_without(
-    capture: CaptureIds,
     model: nn.Module,
     prompts: Sequence[Prompt],
     groups: Mapping[str, Sequence[Head]],
@@ -266,13 +274,14 @@ def record_without(
                             mean of the statistic of its name, None where it is undefined; {} if
                             it has more than MAX_CELLS bytes
 
-    capture: runs this model. offsets: of each head, (L, H), see Row. A removed head has its mean
+    offsets: of each head, (L, H), see Row. A removed head has its mean
     context vector over all tokens of the prompts, see ablation.py. Costs a forward pass on the
     prompts, and one for each group.
     """
     if not (projections := output_projections(model)):
         return None
-    means = mean_contexts(model, [prompt.token_ids for prompt in prompts], capture)
+    run = functools.partial(capture, model)
+    means = mean_contexts(model, [prompt.token_ids for prompt in prompts])
     cells = len(groups) ** 2 * sum(p.shown * (p.shown + 1) // 2 for p in prompts)
     drawn = groups if cells <= MAX_CELLS else {}
 
@@ -280,7 +289,7 @@ def record_without(
         recorders = [_Measured(prompt) for prompt in prompts]
         with edited_contexts(projections, removal(group, means)):
             for recorder in recorders:
-                _run(capture, [recorder])
+                _run(run, [recorder])
         predictions = [r.predictions for r in recorders if r.predictions]
         found = _predictions(prompts, predictions, token_bytes)
         shown = {n: _attention_of(recorders, n, heads, offsets) for n, heads in drawn.items()}

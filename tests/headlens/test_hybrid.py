@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from helpers.foreign import byte_level_tokenizer, foreign_model
-from helpers.pages import HYBRID, PROOF, a_hybrid, a_run, read, removal, removals
+from helpers.loops import uniform_attention
+from helpers.pages import HYBRID, PROOF, PlantedModel, a_hybrid, a_run, read, removal, removals
 from PIL import Image, ImageDraw
 
 from headlens import (
@@ -159,15 +159,9 @@ def test_runs_with_attention_in_other_layers_are_not_matched(tmp_path):
 
 @pytest.mark.parametrize("text", [None, TEXT])
 def test_layers_with_different_numbers_of_heads_are_refused_with_one_line(tmp_path, text):
-    def attention(model, ids):
-        for heads in (2, 3):
-            weights = torch.ones(len(ids), heads, *2 * ids.shape[1:]).tril()
-            yield weights / weights.sum(-1, keepdim=True), None
-        return torch.zeros(*ids.shape, 320)
-
-    lens = a_lens(tmp_path, text=text, attention=attention)
+    layers = lambda ids: [uniform_attention(len(ids)).expand(n, -1, -1) for n in (2, 3)]  # noqa: E731
     with pytest.raises(ValueError, match="heads") as refused:
-        lens.inspect(torch.nn.Identity())
+        a_lens(tmp_path, text=text).inspect(PlantedModel(layers))
     assert len(str(refused.value).splitlines()) == 1
 
 

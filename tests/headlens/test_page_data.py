@@ -9,7 +9,6 @@ from helpers.pages import PROMPTS, a_run, unpacked
 from headlens import run_data
 from headlens.finding import findings
 from headlens.heads import significances
-from headlens.recording import uniform_of
 
 
 def test_details_of_a_frame():
@@ -42,5 +41,5 @@ def test_significance_at_each_step():
     run = a_run()
     history = json.loads(unpacked(run.data["history"]))
     for step, found in zip(history["steps"], history["values"]["significance"], strict=True):
-        wanted = significances(run.rows[step].values, uniform_of(PROMPTS))
+        wanted = significances(run.rows[step].values, run.snapshots[-1].uniform)
         assert found == pytest.approx(np.nanmax(wanted, axis=0).ravel(), abs=5e-5)

@@ -21,7 +21,7 @@ from headlens.prompts import (
     texts_of,
     token_texts,
 )
-from headlens.recording import record, uniform_of
+from headlens.recording import record
 from headlens.snapshot_data import from_codes, to_codes, triangle_to_square
 
 BYTE = get_tokenizer("byte")
@@ -119,8 +119,8 @@ def test_uniform_values_are_those_of_uniform_attention():
         visit(0, LayerAttention(uniform_attention(ids.shape[1]).expand(len(ids), 1, -1, -1)))
         return Captured()
 
-    values = record(run, prompts, step=0).row.values
-    uniform = uniform_of(prompts)
+    data = record(run, prompts, step=0)
+    values, uniform = data.row.values, data.uniform
     undefined = {key for key, value in uniform.items() if value is None}
     assert undefined == {"largest_logit", "learned_sink"}
     for key in uniform.keys() - undefined:
@@ -128,8 +128,8 @@ def test_uniform_values_are_those_of_uniform_attention():
         assert values[key].item() == pytest.approx(
             uniform[key], abs=5e-3 if key == "positional" else 1e-6
         )
-    assert uniform_of(prompts[:1])["positional"] is None
-    assert uniform_of(prompts[:1])["induction"] is None
+    uniform = record(run, prompts[:1], step=0).uniform
+    assert uniform["positional"] is uniform["induction"] is None
 
 
 @pytest.mark.parametrize("at_once", [256, 130, 10])  # three, two or one at a time

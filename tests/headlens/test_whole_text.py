@@ -1,5 +1,6 @@
 """Heads on whole text: statistics by plain loops, planted heads, random models, contexts."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from helpers.loops import targets
 from helpers.models import tiny_model
+from helpers.pages import PlantedModel
 
 from clearhead.config import compose
 from clearhead.run.lens_runner import text_windows
@@ -42,8 +44,8 @@ def targets_in(window):
     return targets(window, [BYTE.decode([token]) for token in window])
 
 
-def measured(model, windows, attention=None):
-    run = lambda ids, visit: capture(model, ids, visit, attention)  # noqa: E731
+def measured(model, windows):
+    run = functools.partial(capture, model)
     prompts = Lens(BYTE, LensConfig(), context_length=64).prompts
     return record(run, prompts, 0, TextRecorder(text_of(windows)).run(run))
 
@@ -118,14 +120,9 @@ def planted(input_ids, kinds, share=0.6):
 PLANTED = [name for name in NAMES if name != "offset"] + [("offset", 3), ("offset", 8)]
 
 
-def attention(model, input_ids):
-    """The planted heads as the two layers of a model."""
-    for kinds in (PLANTED, PLANTED[::-1]):
-        yield planted(input_ids, kinds), None
-
-
 def test_planted_heads_are_found():
-    data = measured(torch.nn.Identity(), story(), attention=attention)
+    layers = lambda ids: [planted(torch.tensor([ids]), k)[0] for k in (PLANTED, PLANTED[::-1])]  # noqa: E731
+    data = measured(PlantedModel(layers), story())
     table = head_table([data.row], data.uniform)
     found = {(row["layer"], row["head"]): (row["name"], row["tokens_back"]) for row in table}
     for layer, kinds in enumerate((PLANTED, PLANTED[::-1])):

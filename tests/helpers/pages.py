@@ -48,6 +48,31 @@ VOCABULARY = 300  # ids; the text of the id 3 is "<3>"
 HISTORY = (0, 20, 40, 60, 80, 100, 120)  # with statistics
 
 
+class Attention(torch.nn.Module):
+    """Shows weights, (B, H, T, T), to the lens: those of a softmax, multiplied by values."""
+
+    def forward(self, weights, scores=None):
+        future = torch.ones(weights.shape[-2:]).triu(1).bool()
+        scores = weights.log().clamp(min=-200) if scores is None else scores
+        shares = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return shares @ torch.zeros(*weights.shape[:-1], 1)
+
+
+class PlantedModel(torch.nn.Module):
+    """A model with known attention: layers(token_ids) returns the weights of each layer, (H, T, T),
+    or (T, T) of one head, on a text."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers, self.attention = layers, Attention()
+
+    def forward(self, input_ids):
+        texts = [self.layers(row) for row in input_ids.tolist()]
+        for of_texts in zip(*texts, strict=True):
+            weights = torch.stack(of_texts)
+            self.attention(weights if weights.dim() == 4 else weights[:, None])
+
+
 class GivenModel(torch.nn.Module):
     """A model with known attention: attend(token_ids, capture) calls capture(layer, weights,
     scores, value_norms) with tensors of one text, (H, T, T), and may return logits."""
@@ -55,6 +80,7 @@ class GivenModel(torch.nn.Module):
     def __init__(self, attend):
         super().__init__()
         self.attend, self.known = attend, {}  # what it captured of a text, which it reads once
+        self.attention = Attention()
 
     def read(self, token_ids):
         """Returns {layer: its tensors} and the logits of a text."""
@@ -72,10 +98,10 @@ class GivenModel(torch.nn.Module):
         size = input_ids.shape[1]
         for layer in found[0]:
             sizes = ((size, size), (size, size), (size,))  # as in LayerAttention
-            of_texts = [of_text[layer] for of_text in found]
-            weights, *others = map(stacked, zip(*of_texts, strict=True), sizes)
-            padding = (weights.sum(-1) == 0)[..., None]
-            callback(layer, weights + padding * torch.eye(size), *others)
+            of_texts = [(*of_text[layer], None, None)[:3] for of_text in found]
+            weights, scores, norms = map(stacked, zip(*of_texts, strict=True), sizes)
+            callback(layer, weights, scores, norms)
+            self.attention(weights, scores)
         return stacked(logits, (size, None))
 
     def forward(self, input_ids):
@@ -107,8 +133,10 @@ def snapshot_of(name, prompt, row, codes):
     def attend(token_ids, capture):
         capture(0, uniform_attention(len(token_ids)))
 
-    uniform = record(capturing(attend), [prompt], 0).uniform
-    return SnapshotData(name, [prompt], row, {"statistics": values}, [codes], [], uniform)
+    found = record(capturing(attend), [prompt], 0)
+    return SnapshotData(
+        name, found.prompts, row, {"statistics": values}, [codes], [], found.uniform
+    )
 
 
 @dataclass

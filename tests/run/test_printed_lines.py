@@ -7,6 +7,7 @@ import shlex
 import pytest
 import torch
 from helpers import TINY
+from helpers.pages import Attention
 
 import train
 from clearhead.output.summary import results
@@ -81,6 +82,7 @@ def trained(run, max_steps):
                     weights[:, head] *= 1 - share
                     weights[:, head, torch.arange(size), keys] += share
             callback(layer, weights, *others)
+            Attention()(weights)
 
         return capture(input_ids, planted, logits_at)
 

@@ -28,20 +28,17 @@ def planted(token_ids, kind, share=0.9):
     return weights
 
 
-def lens_of(kind):
-    """Returns a lens for a model with one head, which attends to the targets of a kind."""
-
-    def attention(model, input_ids):
-        yield torch.stack([planted(row, kind) for row in input_ids.tolist()])[:, None], None
-
+def inspected(kind):
+    """Returns the data of a model with one head, which attends to the targets of a kind."""
     letters, settings = range(ord("a"), ord("z") + 1), LensConfig(prompts=[TEXT])
-    return Lens(BYTE, settings, context_length=64, vocabulary=letters, attention=attention)
+    lens = Lens(BYTE, settings, context_length=64, vocabulary=letters)
+    return lens.inspect(pages.PlantedModel(lambda token_ids: [planted(token_ids, kind)]))[0]
 
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_title_letter_colour_and_example_of_a_head(opened, tmp_path, kind):
     """The example has a row with the target on which the weight is most above uniform attention."""
-    data, _ = lens_of(kind).inspect(torch.nn.Identity())
+    data = inspected(kind)
     write_page(tmp_path / "page.html", [data])
     for theme, colour in zip(("light", "dark"), KINDS[kind].colours, strict=True):
         page = opened(tmp_path / "page.html", f"#theme={theme}&head=0.0")
@@ -78,7 +75,7 @@ def test_all_that_the_page_says_about_a_kind_is_in_its_fields(opened, tmp_path, 
     monkeypatch.setitem(KINDS, "separator", planted_kind)
     title = dataclasses.replace(STATISTICS["separator"], title="planted title")
     monkeypatch.setitem(STATISTICS, "separator", title)
-    data, _ = lens_of("separator").inspect(torch.nn.Identity())
+    data = inspected("separator")
     group = {"name": "separator", "heads": 1, "loss_change": 1.0, "loss_change_error": 0.1}
     single = {"layer": 0, "head": 0, "loss_change": 1.0, "loss_change_error": 0.1}
     no_accuracy = {"accuracy_without": None}

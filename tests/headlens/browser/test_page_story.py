@@ -7,12 +7,11 @@ import re
 import numpy as np
 import pytest
 from helpers import pages
-from helpers.pages import PROMPTS, STEPS, a_run
+from helpers.pages import STEPS, a_run
 from helpers.stories import PLANTED, REPEATED, SOME, a_story, planted, story_run
 from playwright.sync_api import expect
 
 from headlens.heads import ALL_NAMES, significances
-from headlens.recording import uniform_of
 from headlens.statistics import STATISTICS
 
 
@@ -35,7 +34,7 @@ def legend(lens):
 
 def test_statistics_are_means_over_prompts(shown):
     lens, values = shown(fragment="#head=0.2"), a_run().rows[120].values
-    uniform = uniform_of(PROMPTS)
+    uniform = a_run().snapshots[-1].uniform
     found = lens.locator("#values > div").locator("visible=true").all_inner_texts()
     found = dict(text.split("\n") for text in found)
     assert "learned sink" not in found  # the model has none
