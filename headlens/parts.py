@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from .ablation import Head, check_heads, edited_contexts, known_projections, removal
 from .capturing import LayerAttention, capture, unchanged, unwrapped
+from .observing import hooked
 from .projections import Projection, device_of
 
 
@@ -51,18 +52,12 @@ class ScoreParts:
     def largest(self, count: int = 20) -> list[list]:
         """Returns the pairs of the largest absolute values: [i, j, value], the largest first."""
         order = np.argsort(-np.abs(self.values), axis=None, kind="stable")[:count]
-        rows, columns = np.unravel_index(order, self.values.shape)
-        return [
-            [int(i), int(j), float(self.values[i, j])] for i, j in zip(rows, columns, strict=True)
-        ]
+        pairs = zip(*np.unravel_index(order, self.values.shape), strict=True)
+        return [[int(i), int(j), float(self.values[i, j])] for i, j in pairs]
 
 
 class _Refused(ValueError):
     """A reason why the scores of a model have no exact parts."""
-
-
-class _Stop(Exception):
-    """Ends a run of the model after the layer whose scores are asked for."""
 
 
 def score_parts(
@@ -98,11 +93,10 @@ def score_parts(
     if off and means is None:
         raise ValueError("off: heads that are switched off need means")
     run, device = _Run(model, projections, layer), device_of(model)
-    edit = removal(off, means or ())
     try:
         with torch.autocast(device.type, enabled=False):
-            with edited_contexts(projections, edit), run.recorded(), contextlib.suppress(_Stop):
-                capture(model, ids, run.visit, logits=False)
+            with edited_contexts(projections, removal(off, means or ())):
+                run.record(ids)
             with unchanged(model, device):
                 return run.parts(head, query, key)
     except _Refused as error:
@@ -124,30 +118,23 @@ class _Run:
         # the norms called since the last attention, their inputs and outputs, (1, T, C)
         self.norms: list[tuple[nn.Module, Tensor, Tensor]] = []
 
-    def visit(self, layer: int, attention: LayerAttention) -> None:
-        self.numbers.append(attention.number)
-        if layer == self.layer:
-            self.scores = None if attention.scores is None else attention.scores[0]
-            raise _Stop
+    def record(self, ids: Tensor) -> None:
+        """Runs the model on the ids of a text, (T,)."""
 
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Records a run of the model."""
+        def visit(layer: int, attention: LayerAttention) -> None:
+            self.numbers.append(attention.number)
+            if layer == self.layer and attention.scores is not None:
+                self.scores = attention.scores[0]
 
         def keep(_: int, context: Tensor) -> Tensor:
             self.contexts.append(context[0].float())
             return context
 
-        with edited_contexts(self.projections, keep), contextlib.ExitStack() as stack:
-            for module in self.model.modules():
-                stack.callback(module.register_forward_hook(self._left).remove)
-            for module in {of.attention for of in self.projections[: self.layer + 1]}:
-                hook = module.register_forward_pre_hook(self._attends, with_kwargs=True)
-                stack.callback(hook.remove)
-            yield
+        with edited_contexts(self.projections, keep), hooked(self.model, self._enter, self._leave):
+            capture(self.model, ids, visit, logits=False)
 
-    def _left(self, module: nn.Module, given: tuple, output: Any) -> None:
-        if not (given and isinstance(output, Tensor)):
+    def _leave(self, module: nn.Module, given: tuple, output: Any) -> None:
+        if len(self.inputs) > self.layer or not (given and isinstance(output, Tensor)):
             return
         if isinstance(module, nn.Embedding) and not self.inputs:
             self.embedded.append(output.reshape(-1, output.shape[-1]).float())
@@ -156,10 +143,10 @@ class _Run:
         if _is_norm(module):
             self.norms.append((module, given[0], output))
 
-    def _attends(self, module: nn.Module, arguments: tuple, options: dict) -> None:
+    def _enter(self, module: nn.Module, arguments: tuple, options: dict) -> None:
         """Records the input of the norm before an attention module."""
         layer = len(self.inputs)
-        if layer > self.layer:
+        if layer > self.layer or module is not self.projections[layer].attention:
             return
         given = [*arguments, *options.values()]
         found = [each for each in self.norms if any(each[2] is one for one in given)]
@@ -181,9 +168,8 @@ class _Run:
         if start.shape != first.shape:
             raise _Refused("the norm before the attention reads more than the residual stream")
         embedded = [each for each in self.embedded if each.shape == start.shape]
-        difference = sum(embedded) - start
-        rounding = 8 * torch.finfo(self.dtype).eps
-        if len(embedded) > 1 and difference.norm() <= rounding * start.norm():
+        rounding = 8 * torch.finfo(self.dtype).eps * start.norm()
+        if len(embedded) > 1 and (sum(embedded) - start).norm() <= rounding:
             yield {"kind": "token"}, embedded[0]
             yield {"kind": "position"}, start - embedded[0]
         else:  # an embedding may be scaled
@@ -193,10 +179,9 @@ class _Run:
         biases = torch.zeros_like(first)
         for layer in range(self.layer):
             projection, rest = self.projections[layer], self.inputs[layer + 1] - self.inputs[layer]
-            factor = cast(float, projection.factor)  # `_attends` refuses None
+            factor = cast(float, projection.factor)  # `_enter` refuses None
             weight, bias = (factor * t for t in projection.matrix(torch.float32))
-            columns = weight.chunk(projection.num_heads)
-            for head, of_head in enumerate(columns):
+            for head, of_head in enumerate(weight.chunk(projection.num_heads)):
                 part = self.contexts[layer][head] @ of_head
                 rest = rest - part
                 yield {"kind": "head", "layer": layer, "head": head}, part
@@ -208,27 +193,25 @@ class _Run:
         yield {"kind": "biases"}, biases
 
     def parts(self, head: int, query: int, key: int) -> ScoreParts:
-        """Returns the parts of a score, after `recorded`."""
+        """Returns the parts of a score, after `record`."""
         if self.scores is None:
             raise _Refused("they are not known")
         row = self.scores[head, query]
         seen = row.isfinite()  # the keys that the query attends to, (T,)
         if not seen[key]:
             raise ValueError(f"key {key}: query {query} has no score for it (sliding window, NaN)")
-        x = self.inputs[-1][None]
-        linear, bias = _frozen(_in_fp32(self.norm), x)
         sources, queries, keys = [], [], []
         with self._projecting(head, query) as project:
-            of_query, of_keys, scale = project(linear(x) + bias)  # (D,), (T, D)
-            # What zeros give is the part of the biases of queries and keys.
-            no_query, no_keys, _ = project(torch.zeros_like(x))
+            of_query, of_keys, scale = project(self.inputs[-1])  # (D,), (T, D)
+            # What zeros give is the part of the biases of norms, queries and keys.
+            no_query, no_keys, _ = project(torch.zeros_like(self.inputs[-1]))
             for source, part in self.sources():
-                is_last = source["kind"] == "biases"
-                part_query, part_keys, _ = project(linear(part) + is_last * bias)
+                without = source["kind"] != "biases"
+                of_part, keys_of_part, _ = project(part)
+                keys_of_part = keys_of_part - without * no_keys
                 sources.append(source)
-                queries.append(part_query if is_last else part_query - no_query)
-                part_keys = part_keys if is_last else part_keys - no_keys
-                keys.append(part_keys[key] - part_keys[seen].mean(0))
+                queries.append(of_part - without * no_query)
+                keys.append(keys_of_part[key] - keys_of_part[seen].mean(0))
         values = torch.stack(queries) @ torch.stack(keys).T * scale
         scores = of_keys @ of_query * scale
         score, mean = float(scores[key]), float(scores[seen].mean())
@@ -243,11 +226,11 @@ class _Run:
 
     @contextlib.contextmanager
     def _projecting(self, head: int, query: int) -> Iterator[Callable]:
-        """Yields a function of inputs of the attention module, (1, T, C). It returns the query of
-        the head at a position, (D,), its keys, (T, D), and the scale of the scores. Norms of
-        queries and keys have the scale that they have in the first call."""
-        attention, asked = _in_fp32(self.attention), _Asked()
-        frozen: list[tuple] = []  # these norms, in the order of their calls
+        """Yields a function of inputs of the norm before the attention, (T, C). It returns the
+        query of the head at a position, (D,), its keys, (T, D), and the scale of the scores. Norms,
+        also of queries and keys, have the scale that they have in the first call."""
+        norm, attention, asked = _in_fp32(self.norm), _in_fp32(self.attention), _Asked()
+        frozen: list[tuple] = []  # the norms, in the order of their calls
         turns = itertools.count()
 
         def freeze(norm: nn.Module, given: tuple, _: Tensor) -> Tensor:
@@ -256,9 +239,10 @@ class _Run:
             linear, bias = frozen[turn]
             return linear(given[0]) + bias
 
-        def project(hidden: Tensor) -> tuple[Tensor, Tensor, float]:
+        def project(x: Tensor) -> tuple[Tensor, Tensor, float]:
             nonlocal turns
             turns = itertools.count()
+            hidden = norm(x[None])
             arguments = [hidden if each is self.normed else each for each in self.arguments]
             options = {k: hidden if v is self.normed else v for k, v in self.options.items()}
             if hasattr(self.model, "capture_attention"):  # ours, with any kernel
@@ -280,7 +264,7 @@ class _Run:
         config = getattr(self.attention, "config", None)
         before = getattr(config, "_attn_implementation", None)
         with contextlib.ExitStack() as stack:
-            for module in filter(_is_norm, self.attention.modules()):
+            for module in (self.norm, *filter(_is_norm, self.attention.modules())):
                 stack.callback(module.register_forward_hook(freeze).remove)
             if config and before:  # of transformers
                 config._attn_implementation = "sdpa"

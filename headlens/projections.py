@@ -145,68 +145,59 @@ def _first(values: Sequence[Any]) -> Tensor:
     return tensors[0].detach().clone() if tensors else EMPTY
 
 
-def _projection(calls: Sequence[_Call], attention: _Call, captured: Any) -> Projection | None:
+def _projection(
+    calls: Sequence[_Call], attention: _Call, observed: AttentionCall
+) -> Projection | None:
     """Returns the output projection of an attention module: the linear module that receives weights
     times values. With a norm or a gate between, it is the one that the attention module calls last.
-    captured: what was captured of this layer."""
-    num_heads, values, contexts = captured.weights.shape[1], captured.values, None
-    if values is not None:  # those of our GPT are not captured
-        shared = values.float().repeat_interleave(num_heads // values.shape[1], 1)
-        contexts = (captured.weights @ shared).transpose(1, 2).flatten(2)
+    """
+    num_heads, contexts = observed.weights.shape[1], observed.output.transpose(1, 2).flatten(2)
 
     def is_projection(call: _Call) -> bool:
-        x, y = call.given, call.output
-        if x.dim() != 3 or y.dim() != 3 or not call.arguments:
+        x, (*rest,) = call.given, call.arguments[1:]
+        if x.shape != contexts.shape or not call.arguments or call.output.dim() != 3:
             return False
-        if any(isinstance(each, Tensor) for each in call.arguments[1:]):  # which it may add
+        adds = any(isinstance(each, Tensor) for each in rest)
+        is_input = _is_same(x, attention.given) or _is_same(x, call.output)  # of a gate; of dropout
+        if adds or is_input:
             return False
-        of_heads = x.shape[-1] % num_heads == 0 if contexts is None else x.shape == contexts.shape
-        is_input = _is_same(x, attention.given) or _is_same(x, y)  # of a gate; of dropout
-        return of_heads and not is_input and _is_linear(call)
+        zero, twice = (call.module(x * n, *rest, **call.options) for n in (0, 2))
+        return isinstance(zero, Tensor) and _is_close(twice + zero, 2 * call.output)
 
-    direct = [] if contexts is None else [c for c in calls if _is_close(c.given, contexts)]
-    direct = [call for call in direct if is_projection(call)]
-    inside = attention.inside() if attention.parent else ()  # nothing was running
-    writes = [call for call in inside if call.output.shape == attention.output.shape]
-    found = direct or [call for call in writes if is_projection(call)]
-    if not found or not (direct or contexts is None or _has_order(found[-1].given, contexts)):
-        return None
+    found = [call for call in calls if _is_close(call.given, contexts) and is_projection(call)]
+    if not (is_sum := bool(found)):
+        inside = attention.inside() if attention.parent else ()  # nothing was running
+        writes = [call for call in inside if call.output.shape == attention.output.shape]
+        found = [call for call in writes if is_projection(call)]
+        # Numbers of the contexts in another order: of heads that are not beside each other.
+        orders = [
+            each.float().sort(-1).values
+            for each in (*(call.given for call in found[-1:]), contexts)
+        ]
+        if not found or _is_close(*orders):
+            return None
     call = found[-1]  # one around others, such as LoRA's, ends last
     return Projection(
         module=call.module,
         attention=attention.module,
         num_heads=num_heads,
         factor=_factor(attention, call),
-        is_sum=bool(direct),
+        is_sum=is_sum,
         given=call.given,
         options=(call.arguments[1:], call.options),
         is_transposed=_is_transposed(call),
     )
 
 
-def _has_order(given: Tensor, contexts: Tensor) -> bool:
-    """Returns whether the input of a projection can be the contexts behind a norm or a gate: it is
-    not their numbers in another order, as of heads that are not beside each other."""
-    return not _is_close(*(each.float().sort(-1).values for each in (given, contexts)))
-
-
-def _is_linear(call: _Call) -> bool:
-    """Returns whether a module is linear, up to a bias."""
-    rest, x = call.arguments[1:], call.given
-    zero, twice = (call.module(x * n, *rest, **call.options) for n in (0, 2))
-    return isinstance(zero, Tensor) and _is_close(twice + zero, 2 * call.output)
-
-
 def _is_transposed(call: _Call) -> bool | None:
     """Returns whether a module is x W^T + b; False if it is x W + b, None if it is neither."""
-    names = {name for name, _ in call.module.named_parameters()}
+    x, names = call.given, {name for name, _ in call.module.named_parameters()}
     weight, bias = (getattr(call.module, name, None) for name in ("weight", "bias"))
-    if not isinstance(weight, Tensor) or not names <= {"weight", "bias"} or weight.is_meta:
+    if weight is None or not names <= {"weight", "bias"} or weight.is_meta:
         return None
     for is_transposed, matrix in ((True, weight.T), (False, weight)):
-        if matrix.dtype == call.given.dtype and matrix.shape[0] == call.given.shape[-1]:
-            found = call.given @ matrix
-            if _is_close(found if bias is None else found + bias, call.output):
+        if matrix.dtype == x.dtype and matrix.shape[0] == x.shape[-1]:
+            if _is_close(x @ matrix + (0 if bias is None else bias), call.output):
                 return is_transposed
     return None
 
