@@ -12,7 +12,6 @@ Shapes: B windows, H heads, T positions, D head_dim, N targets, L layers, V voca
 
 import contextlib
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .capturing import Captured, Visit, capture, output_projections, unchanged, unwrapped
+from .capturing import Visit, arguments_of, capture, output_projections, unchanged, unwrapped
 from .projections import Projection, device_of
+from .proof import first_tensor
 
 Head = tuple[int, int]  # (layer, head), counted over the layers with attention
 Edit = Callable[[int, Tensor], Tensor]  # (layer, context, (B, H, T, D)) -> what replaces it
-CaptureIds = Callable[[Tensor, Visit], Captured]
+CaptureIds = Callable[[Tensor, Visit], Any]
 Ablate = Callable[[dict[str, list[Head]]], dict | None]  # heads by name -> result of head_removal
 Report = Callable[[int, int], None]  # (passes done, passes in all)
 COLUMNS = ("loss_change", "loss_change_error", "accuracy_without")
@@ -131,18 +131,15 @@ def check_heads(heads: Iterable[Head], projections: Sequence[Projection]) -> Non
     """Raises ValueError for heads that a model does not have."""
     counts = [of.num_heads for of in projections]
     for layer, head in heads:
-        if not (0 <= layer < len(counts) and 0 <= head < counts[layer]):
-            reason = f"{len(counts)} layers with attention, of {max(counts)} heads"
-            raise ValueError(f"head {head} of layer {layer}: the model has {reason}")
+        if layer not in range(len(counts)) or head not in range(counts[layer]):
+            known = f"{len(counts)} layers with attention, of {max(counts)} heads"
+            raise ValueError(f"head {head} of layer {layer}: the model has {known}")
 
 
 def _losses(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """Returns the sum of the losses of each window, fp64 (B,) on the CPU, and the number of targets
     with the largest logit."""
-    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-    output: Any = model(ids, **{"use_cache": False} if takes_cache else {})
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", output[0])
-    counted = targets >= 0
+    counted, logits = targets >= 0, first_tensor(model(**arguments_of(model, ids)))
     logits, targets = logits[counted], targets[counted]  # (N, V), (N,)
     losses = F.cross_entropy(logits.float(), targets, reduction="none").double()
     windows = counted.nonzero()[:, 0]

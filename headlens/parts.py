@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from .ablation import Head, check_heads, edited_contexts, known_projections, removal
+from .ablation import check_heads, edited_contexts, known_projections
 from .capturing import LayerAttention, capture, unchanged, unwrapped
 from .observing import hooked
-from .projections import Projection, device_of
+from .projections import Projection, device_of, is_close
 
 
 @dataclass
@@ -67,15 +67,12 @@ def score_parts(
     head: int,
     query: int,
     key: int,
-    off: Sequence[Head] = (),
-    means: Sequence[Tensor] | None = None,
 ) -> ScoreParts:
     """Returns the exact parts of the attention score of one head, from a query to a key position.
 
     model: one whose attention modules call F.scaled_dot_product_attention, or do with the setting
-    "sdpa" of transformers; it does not change. ids: of one text, (T,). off: heads (layer, head)
-    that are switched off: their context vector is replaced at all positions by `means`, (H, D) for
-    each layer, as in ablation.py. What the mean writes is then their part.
+    "sdpa" of transformers; it does not change. ids: of one text, (T,). With a head that is switched
+    off by `edited_contexts`, its part is what the mean writes.
 
     The parts are computed in fp32, and compared with the score of the model. Raises ValueError for
     a position, layer or head that does not exist, for a key that the query does not attend to, and
@@ -86,17 +83,14 @@ def score_parts(
     projections, ids = known_projections(model), torch.as_tensor(ids)
     if ids.dim() != 1:
         raise ValueError(f"ids: the parts are those of one text, (T,), not {tuple(ids.shape)}")
-    check_heads([(layer, head), *off], projections)
+    check_heads([(layer, head)], projections)
     for name, position, count in (("query", query, len(ids)), ("key", key, query + 1)):
         if not 0 <= position < count:
             raise ValueError(f"{name} {position}: it must be 0 to {count - 1}")
-    if off and means is None:
-        raise ValueError("off: heads that are switched off need means")
     run, device = _Run(model, projections, layer), device_of(model)
     try:
         with torch.autocast(device.type, enabled=False):
-            with edited_contexts(projections, removal(off, means or ())):
-                run.record(ids)
+            run.record(ids)
             with unchanged(model, device):
                 return run.parts(head, query, key)
     except _Refused as error:
@@ -168,8 +162,7 @@ class _Run:
         if start.shape != first.shape:
             raise _Refused("the norm before the attention reads more than the residual stream")
         embedded = [each for each in self.embedded if each.shape == start.shape]
-        rounding = 8 * torch.finfo(self.dtype).eps * start.norm()
-        if len(embedded) > 1 and (sum(embedded) - start).norm() <= rounding:
+        if len(embedded) > 1 and is_close(torch.stack(embedded).sum(0).to(self.dtype), start):
             yield {"kind": "token"}, embedded[0]
             yield {"kind": "position"}, start - embedded[0]
         else:  # an embedding may be scaled

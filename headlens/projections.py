@@ -97,12 +97,6 @@ class _Call:
             yield from call.inside()
             yield call
 
-    def outside(self) -> Iterator["_Call"]:
-        """Yields the calls that contain this one, the innermost first."""
-        if self.parent:
-            yield self.parent
-            yield from self.parent.outside()
-
 
 class _Finder:
     """Records a run of a model."""
@@ -162,19 +156,19 @@ def _projection(
         if adds or is_input:
             return False
         zero, twice = (call.module(x * n, *rest, **call.options) for n in (0, 2))
-        return isinstance(zero, Tensor) and _is_close(twice + zero, 2 * call.output)
+        return isinstance(zero, Tensor) and is_close(twice + zero, 2 * call.output)
 
-    found = [call for call in calls if _is_close(call.given, contexts) and is_projection(call)]
+    found = [call for call in calls if is_close(call.given, contexts) and is_projection(call)]
     if not (is_sum := bool(found)):
-        inside = attention.inside() if attention.parent else ()  # nothing was running
-        writes = [call for call in inside if call.output.shape == attention.output.shape]
+        shape = attention.output.shape  # of nothing, if no module was running
+        writes = [call for call in attention.inside() if call.output.shape == shape]
         found = [call for call in writes if is_projection(call)]
         # Numbers of the contexts in another order: of heads that are not beside each other.
         orders = [
             each.float().sort(-1).values
             for each in (*(call.given for call in found[-1:]), contexts)
         ]
-        if not found or _is_close(*orders):
+        if not found or is_close(*orders):
             return None
     call = found[-1]  # one around others, such as LoRA's, ends last
     return Projection(
@@ -196,17 +190,17 @@ def _is_transposed(call: _Call) -> bool | None:
     if weight is None or not names <= {"weight", "bias"} or weight.is_meta:
         return None
     for is_transposed, matrix in ((True, weight.T), (False, weight)):
-        if matrix.dtype == x.dtype and matrix.shape[0] == x.shape[-1]:
-            if _is_close(x @ matrix + (0 if bias is None else bias), call.output):
-                return is_transposed
+        fits = matrix.dtype == x.dtype and matrix.shape[0] == x.shape[-1]
+        if fits and is_close(x @ matrix + (0 if bias is None else bias), call.output):
+            return is_transposed
     return None
 
 
 def _factor(attention: _Call, projection: _Call) -> float | None:
     """Returns the constant a of x + a output, or x + a output + b MLP with any b, where x is the
     input of a module that contains the attention and output that of the projection."""
-    wrote, within = projection.output, attention
-    for outer in attention.outside():
+    wrote, within, outer = projection.output, attention, attention.parent
+    while outer:
         later = [call.given for call in outer.calls[outer.calls.index(within) + 1 :]]
         outputs = [call.output for call in outer.calls]
         x, outputs, sums = (
@@ -218,19 +212,18 @@ def _factor(attention: _Call, projection: _Call) -> float | None:
             for other in (None, *others):
                 if (factor := _share(y - x[0], wrote, other, y)) is not None:
                     return factor
-        within = outer
+        within, outer = outer, outer.parent
     return None
 
 
 def _share(change: Tensor, wrote: Tensor, other: Tensor | None, like: Tensor) -> float | None:
     """Returns a, where a change is a wrote, or a wrote + b other; None if it is not."""
     size = like.float().norm(dim=-1, keepdim=True)  # some tokens are much larger than others
-    parts = [part for part in (wrote, other) if part is not None]
-    columns = torch.stack([(part.float() / size).flatten() for part in parts], -1).double()
-    target = (change.float() / size).flatten().double()
-    found = torch.linalg.lstsq(columns.cpu(), target.cpu()).solution
-    rest = (columns.cpu() @ found - target.cpu()).norm()
-    own = (columns[:, 0].cpu() * found[0]).norm()
+    parts = [part for part in (change, wrote, other) if part is not None]
+    target, *columns = ((part.float() / size).flatten().double().cpu() for part in parts)
+    matrix = torch.stack(columns, -1)
+    found = torch.linalg.lstsq(matrix, target).solution
+    rest, own = (matrix @ found - target).norm(), (columns[0] * found[0]).norm()
     eps = torch.finfo(like.dtype).eps
     if not rest < min(0.1 * float(own), 4 * eps * size.numel() ** 0.5):
         return None
@@ -242,7 +235,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _is_close(a: Tensor, b: Tensor) -> bool:
+def is_close(a: Tensor, b: Tensor) -> bool:
     """Returns whether two tensors differ only by rounding."""
     if a.shape != b.shape:
         return False
