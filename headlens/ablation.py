@@ -45,7 +45,7 @@ def head_removal(
 ) -> dict:
     """Removes each head alone, and all heads of each group together. Returns a dict for JSON.
 
-    model: any that `capture` supports without attention=; it does not change. windows: token ids
+    model: any whose output projections are found; it does not change. windows: token ids
     (B, T). groups: heads by name. targets (B, T): the token after each position, negative where it
     does not count; by default the next one of the window. accuracy: whether to measure it too.
     report: called after each pass. Keys of the result:
@@ -139,12 +139,11 @@ def check_heads(heads: Iterable[Head], projections: Sequence[Projection]) -> Non
 def _losses(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """Returns the sum of the losses of each window, fp64 (B,) on the CPU, and the number of targets
     with the largest logit."""
-    counted, logits = targets >= 0, first_tensor(model(**arguments_of(model, ids)))
-    logits, targets = logits[counted], targets[counted]  # (N, V), (N,)
-    losses = F.cross_entropy(logits.float(), targets, reduction="none").double()
-    windows = counted.nonzero()[:, 0]
-    of_windows = losses.new_zeros(len(ids)).index_add(0, windows, losses)
-    return of_windows.cpu(), int((logits.argmax(-1) == targets).sum())
+    targets = targets.where(targets >= 0, -100)  # are ignored
+    logits = first_tensor(model(**arguments_of(model, ids)))  # (B, T, V)
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    correct = int((logits.argmax(-1) == targets).sum())
+    return losses.double().view_as(targets).sum(1).cpu(), correct
 
 
 def _slopes(

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers.foreign import HYBRID, foreign_model
+from helpers.foreign import GROUPED, HYBRID, foreign_model
 from helpers.models import random_ids, tiny_model
 from torch import nn
 
@@ -172,6 +172,9 @@ SUMS = {
     "qwen2": lambda: foreign_model("qwen2"),
     "qwen3, norms of queries and keys": lambda: foreign_model("qwen3"),
     "mistral, sliding window": lambda: foreign_model("mistral"),
+    "llama4, one norm for queries and keys": lambda: foreign_model(
+        "llama4_text", **GROUPED, num_local_experts=2, num_experts_per_tok=1
+    ),
 }
 
 
