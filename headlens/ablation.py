@@ -89,21 +89,17 @@ def head_removal(
         sums = [torch.zeros(())] * len(projections)
         losses, whole = run(_adding_to(sums))
         means = [each / ids.numel() for each in sums]
-        if estimate:
-            slopes = torch.cat([_slopes(model, projections, means, *batch) for batch in batches])
-            indices = [[alone.index(head) for head in group] for group in removed]
-            changes = [(slopes[:, heads].sum(1), None) for heads in indices]
-            report(1, 1)
-        else:
-            changes = []
-            for number, group in enumerate(removed, start=1):
+        slopes = [_slopes(model, projections, means, *b) for b in batches if estimate]
+        rows: list[dict] = [{"layer": layer, "head": head} for layer, head in alone]
+        rows += [{"name": name, "heads": len(group)} for name, group in groups.items()]
+        for number, (row, group) in enumerate(zip(rows, removed, strict=True), start=1):
+            if estimate:
+                columns = [alone.index(head) for head in group]
+                without, found = losses + torch.cat(slopes)[:, columns].sum(1), None
+            else:
                 without, found = run(removal(group, means))
-                changes.append((without - losses, found))
-                report(number, len(removed))
-    rows: list[dict] = [{"layer": layer, "head": head} for layer, head in alone]
-    rows += [{"name": name, "heads": len(group)} for name, group in groups.items()]
-    for row, (change, found) in zip(rows, changes, strict=True):
-        row |= _result(change, counts, found)
+            row |= _result(without - losses, counts, found)
+            report(number, len(removed))
     return {
         "method": "estimate" if estimate else "exact",
         "windows": len(ids),
@@ -147,11 +143,7 @@ def _losses(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[Tensor, int
 
 
 def _slopes(
-    model: nn.Module,
-    projections: Sequence[Projection],
-    means: Sequence[Tensor],
-    ids: Tensor,
-    targets: Tensor,
+    model: nn.Module, projections: Sequence[Projection], means: Sequence[Tensor], *batch: Tensor
 ) -> Tensor:
     """Returns how the sum of the losses of each window changes to first order without each head,
     fp64 (B, L H) on the CPU."""
@@ -164,7 +156,7 @@ def _slopes(
         return context
 
     with torch.enable_grad(), edited_contexts(projections, keep):
-        gradients = torch.autograd.grad(_losses(model, ids, targets)[0].sum(), contexts)
+        gradients = torch.autograd.grad(_losses(model, *batch)[0].sum(), contexts)
     moves = (mean[:, None] - c.detach().float() for mean, c in zip(means, contexts, strict=True))
     slopes = [(g.float() * move).sum((2, 3)) for g, move in zip(gradients, moves, strict=True)]
     return torch.cat(slopes, 1).double().cpu()
@@ -221,12 +213,10 @@ def edited_contexts(projections: Sequence[Projection], edit: Edit) -> Iterator[N
         context = given[0].unflatten(-1, (projections[layer].num_heads, -1))  # (B, T, H, D)
         return (edit(layer, context.transpose(1, 2)).transpose(1, 2).flatten(2), *given[1:])
 
-    hooks = [module.register_forward_pre_hook(hook) for module in layers]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in layers:
+            stack.callback(module.register_forward_pre_hook(hook).remove)
         yield
-    finally:
-        for each in hooks:
-            each.remove()
 
 
 def is_estimate(found: dict) -> bool:

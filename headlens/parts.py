@@ -179,9 +179,9 @@ class _Run:
                 rest = rest - part
                 yield {"kind": "head", "layer": layer, "head": head}, part
             number, following = self.numbers[layer : layer + 2]
-            is_mlp = following == number + 1
-            between = {"kind": "mlp", "layer": layer}, {"kind": f"layers before L{following}"}
-            yield between[not is_mlp], rest - bias
+            others = {"kind": f"layers before L{following}"}
+            mlp = {"kind": "mlp", "layer": layer}
+            yield mlp if following == number + 1 else others, rest - bias
             biases = biases + bias
         yield {"kind": "biases"}, biases
 
