@@ -12,7 +12,6 @@ Shapes: B windows, H heads, T positions, D head_dim, N targets, L layers, V voca
 
 import contextlib
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .capturing import Captured, Visit, capture, output_projections, unchanged, unwrapped
+from .capturing import Visit, arguments_of, capture, output_projections, unchanged, unwrapped
 from .projections import Projection, device_of
+from .proof import first_tensor
 
 Head = tuple[int, int]  # (layer, head), counted over the layers with attention
 Edit = Callable[[int, Tensor], Tensor]  # (layer, context, (B, H, T, D)) -> what replaces it
-CaptureIds = Callable[[Tensor, Visit], Captured]
+CaptureIds = Callable[[Tensor, Visit], Any]
 Ablate = Callable[[dict[str, list[Head]]], dict | None]  # heads by name -> result of head_removal
 Report = Callable[[int, int], None]  # (passes done, passes in all)
 COLUMNS = ("loss_change", "loss_change_error", "accuracy_without")
@@ -45,7 +45,7 @@ def head_removal(
 ) -> dict:
     """Removes each head alone, and all heads of each group together. Returns a dict for JSON.
 
-    model: any that `capture` supports without attention=; it does not change. windows: token ids
+    model: any whose output projections are found; it does not change. windows: token ids
     (B, T). groups: heads by name. targets (B, T): the token after each position, negative where it
     does not count; by default the next one of the window. accuracy: whether to measure it too.
     report: called after each pass. Keys of the result:
@@ -59,131 +59,117 @@ def head_removal(
     loss_change is the change of the mean loss, in nats; loss_change_error is its standard error
     over windows. accuracy_without is the accuracy without these heads.
 
-    Exact: one forward pass for each head and each group. estimate: one forward and one backward
-    pass in all give the change to first order, the gradient of the loss with respect to the context
-    vectors times (mean - context) (Nanda 2023, Attribution Patching; Michel et al. 2019, Are
-    Sixteen Heads Really Better than One, has it for zero instead of the mean). It can be wrong by
-    any amount where the loss is not linear, as in a model whose loss is nearly 0.
+    Exact: one forward pass for each head and each group. estimate: two forward passes and one
+    backward pass in all give the change to first order, the gradient of the loss with respect to
+    the context vectors times (mean - context) (Nanda 2023, Attribution Patching; Michel et al.
+    2019, Are Sixteen Heads Really Better than One, has it for zero instead of the mean). It can be
+    wrong by any amount where the loss is not linear, as in a model whose loss is nearly 0.
 
     Raises ValueError for a model whose output projections are not found.
     """
     model = unwrapped(model)
-    if not (projections := output_projections(model)):
-        name = type(model).__name__
-        raise ValueError(f"{name}: the inputs of the output projections of its heads are not found")
-    device, groups = device_of(model), groups or {}
+    projections, device, groups = known_projections(model), device_of(model), groups or {}
     ids = torch.as_tensor(windows, device=device)  # (B, T)
     targets = F.pad(ids[:, 1:], (0, 1), value=-1) if targets is None else targets.to(device)
     size = max(1, TOKENS_AT_ONCE // ids.shape[1])
     batches = [*zip(ids.split(size), targets.split(size), strict=True)]
     counts = (targets >= 0).sum(1).double().cpu()  # (B,)
-    heads = [(layer, head) for layer, of in enumerate(projections) for head in range(of.num_heads)]
-    removed = [[head] for head in heads] + [list(group) for group in groups.values()]
-    if unknown := {head for group in removed for head in group} - {*heads}:
-        reason = f"layers 0 to {len(projections) - 1}, counted over those with attention"
-        raise ValueError(f"groups: the model does not have the heads {sorted(unknown)}; {reason}")
+    alone = [(layer, head) for layer, of in enumerate(projections) for head in range(of.num_heads)]
+    removed = [[head] for head in alone] + [list(group) for group in groups.values()]
+    check_heads(itertools.chain(*removed), projections)
 
     def run(edit: Edit) -> tuple[Tensor, float | None]:
         """Returns the sum of the losses of each window, (B,), and the accuracy."""
         with edited_contexts(projections, edit):
-            found = [_losses(model, *batch) for batch in batches]
-        correct = sum(correct for _, correct in found) / float(counts.sum())
-        return torch.cat([losses for losses, _ in found]), round(correct, 4) if accuracy else None
+            losses, correct = zip(*(_losses(model, *batch) for batch in batches), strict=True)
+        share = round(sum(correct) / float(counts.sum()), 4)
+        return torch.cat(losses), share if accuracy and not estimate else None
 
     with unchanged(model, device), torch.autocast(device.type, enabled=False):
-        if estimate:
-            losses, of_heads = _estimates(model, projections, batches)
-            changes = [
-                (torch.stack([of_heads[head] for head in group]).sum(0), None) for group in removed
-            ]
-            whole = None
-            report(1, 1)
-        else:
-            sums, changes = _Sums(len(projections)), []
-            losses, whole = run(sums.add)
-            means = sums.means()
-            for number, group in enumerate(removed, start=1):
+        sums = [torch.zeros(())] * len(projections)
+        losses, whole = run(_adding_to(sums))
+        means = [each / ids.numel() for each in sums]
+        slopes = [_slopes(model, projections, means, *b) for b in batches if estimate]
+        rows: list[dict] = [{"layer": layer, "head": head} for layer, head in alone]
+        rows += [{"name": name, "heads": len(group)} for name, group in groups.items()]
+        for number, (row, group) in enumerate(zip(rows, removed, strict=True), start=1):
+            if estimate:
+                columns = [alone.index(head) for head in group]
+                without, found = losses + torch.cat(slopes)[:, columns].sum(1), None
+            else:
                 without, found = run(removal(group, means))
-                changes.append((without - losses, found))
-                report(number, len(removed))
-    results = [_result(change, counts, found) for change, found in changes]
+            row |= _result(without - losses, counts, found)
+            report(number, len(removed))
     return {
         "method": "estimate" if estimate else "exact",
         "windows": len(ids),
         "targets": int(counts.sum()),
         "loss": float(losses.sum() / counts.sum()),
         "accuracy": whole,
-        "heads": [
-            {"layer": layer, "head": head} | result
-            for (layer, head), result in zip(heads, results, strict=False)
-        ],
-        "groups": [
-            {"name": name, "heads": len(group)} | result
-            for (name, group), result in zip(groups.items(), results[len(heads) :], strict=True)
-        ],
+        "heads": rows[: len(alone)],
+        "groups": rows[len(alone) :],
     }
+
+
+def known_projections(model: nn.Module) -> list[Projection]:
+    """Returns the output projections of a model. Raises ValueError if they are not found, and what
+    `capture` raises for a model that it does not support."""
+    if found := output_projections(model):
+        return found
+    capture(model, [0, 1])
+    reason = "the output projections of its attention are not found"
+    if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+        reason = "nn.MultiheadAttention does not call its out_proj, where heads are removed"
+    raise ValueError(f"{type(model).__name__}: {reason}")
+
+
+def check_heads(heads: Iterable[Head], projections: Sequence[Projection]) -> None:
+    """Raises ValueError for heads that a model does not have."""
+    counts = [of.num_heads for of in projections]
+    for layer, head in heads:
+        if layer not in range(len(counts)) or head not in range(counts[layer]):
+            known = f"{len(counts)} layers with attention, of {max(counts)} heads"
+            raise ValueError(f"head {head} of layer {layer}: the model has {known}")
 
 
 def _losses(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """Returns the sum of the losses of each window, fp64 (B,) on the CPU, and the number of targets
     with the largest logit."""
-    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-    output: Any = model(ids, **{"use_cache": False} if takes_cache else {})
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", output[0])
-    counted = targets >= 0
-    logits, targets = logits[counted], targets[counted]  # (N, V), (N,)
-    losses = F.cross_entropy(logits.float(), targets, reduction="none").double()
-    windows = counted.nonzero()[:, 0]
-    of_windows = losses.new_zeros(len(ids)).index_add(0, windows, losses)
-    return of_windows.cpu(), int((logits.argmax(-1) == targets).sum())
+    targets = targets.where(targets >= 0, -100)  # are ignored
+    logits = first_tensor(model(**arguments_of(model, ids)))  # (B, T, V)
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    correct = int((logits.argmax(-1) == targets).sum())
+    return losses.double().view_as(targets).sum(1).cpu(), correct
 
 
-def _estimates(
-    model: nn.Module, projections: Sequence[Projection], batches: Sequence[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, dict[Head, Tensor]]:
-    """Returns the sum of the losses of each window, (B,), and how it changes to first order without
-    each head, (B,)."""
-    sums, losses, gradients, now = _Sums(len(projections)), [], [], []
-    for batch in batches:
-        contexts: list[Tensor] = []
+def _slopes(
+    model: nn.Module, projections: Sequence[Projection], means: Sequence[Tensor], *batch: Tensor
+) -> Tensor:
+    """Returns how the sum of the losses of each window changes to first order without each head,
+    fp64 (B, L H) on the CPU."""
+    contexts: list[Tensor] = []
 
-        def with_gradient(layer: int, context: Tensor, contexts: list = contexts) -> Tensor:
-            if not context.requires_grad:  # no weight before it has a gradient
-                context = context.detach().requires_grad_()
-            contexts.append(context)
-            return sums.add(layer, context)
-
-        with torch.enable_grad(), edited_contexts(projections, with_gradient):
-            of_windows, _ = _losses(model, *batch)
-            found = torch.autograd.grad(of_windows.sum(), contexts)
-        losses.append(of_windows.detach())
-        # (B, H, D) and (B, H) of each layer, summed over positions
-        gradients.append([g.float().sum(2) for g in found])
-        pairs = zip(found, contexts, strict=True)
-        now.append([(g.float() * c.detach().float()).sum((2, 3)) for g, c in pairs])
-    changes = {}
-    for layer, mean in enumerate(sums.means()):
-        at_mean = torch.cat([of[layer] for of in gradients]) * mean  # (B, H, D)
-        change = (at_mean.sum(-1) - torch.cat([of[layer] for of in now])).double().cpu()
-        changes |= {(layer, head): column for head, column in enumerate(change.unbind(1))}
-    return torch.cat(losses), changes
-
-
-class _Sums:
-    """Adds the context vectors of all windows and positions."""
-
-    def __init__(self, num_layers: int):
-        self.sums: list[Any] = [0] * num_layers  # (H, D) each
-        self.tokens = [0] * num_layers
-
-    def add(self, layer: int, context: Tensor) -> Tensor:
-        """An edit, which changes nothing."""
-        self.sums[layer] = self.sums[layer] + context.detach().float().sum((0, 2))
-        self.tokens[layer] += context.shape[0] * context.shape[2]
+    def keep(_: int, context: Tensor) -> Tensor:
+        if not context.requires_grad:  # no weight before it has a gradient
+            context = context.detach().requires_grad_()
+        contexts.append(context)
         return context
 
-    def means(self) -> list[Tensor]:
-        return [of / tokens for of, tokens in zip(self.sums, self.tokens, strict=True)]
+    with torch.enable_grad(), edited_contexts(projections, keep):
+        gradients = torch.autograd.grad(_losses(model, *batch)[0].sum(), contexts)
+    moves = (mean[:, None] - c.detach().float() for mean, c in zip(means, contexts, strict=True))
+    slopes = [(g.float() * move).sum((2, 3)) for g, move in zip(gradients, moves, strict=True)]
+    return torch.cat(slopes, 1).double().cpu()
+
+
+def _adding_to(sums: list[Tensor]) -> Edit:
+    """Returns an edit that changes nothing. It adds the context vectors of each layer to sums."""
+
+    def edit(layer: int, context: Tensor) -> Tensor:
+        sums[layer] = sums[layer] + context.float().sum((0, 2))  # (H, D)
+        return context
+
+    return edit
 
 
 def removal(group: Sequence[Head], means: Sequence[Tensor]) -> Edit:
@@ -206,11 +192,12 @@ def mean_contexts(
     """Returns the mean context vector of each head over all tokens of prompts, (H, D) for each
     layer. prompts: their token ids. run: captures the model, by default with `capture`."""
     projections, run = output_projections(model), run or functools.partial(capture, model)
-    sums = _Sums(len(projections))
-    with edited_contexts(projections, sums.add):
+    sums, tokens = [torch.zeros(())] * len(projections), 0
+    with edited_contexts(projections, _adding_to(sums)):
         for token_ids in prompts:  # one by one: padding would be in the mean
             run(torch.tensor([token_ids]), lambda *_: None)
-    return sums.means()
+            tokens += len(token_ids)
+    return [each / tokens for each in sums]
 
 
 @contextlib.contextmanager
@@ -219,22 +206,17 @@ def edited_contexts(projections: Sequence[Projection], edit: Edit) -> Iterator[N
     layers: dict[nn.Module, list[int]] = {}  # some models have one module in several layers
     for layer, projection in enumerate(projections):
         layers.setdefault(projection.module, []).append(layer)
+    turns = {module: itertools.cycle(of) for module, of in layers.items()}
 
-    def register(module: nn.Module, of: list[int]) -> Any:
-        turns, num_heads = itertools.cycle(of), projections[of[0]].num_heads
+    def hook(module: nn.Module, given: tuple) -> tuple:
+        layer = next(turns[module])
+        context = given[0].unflatten(-1, (projections[layer].num_heads, -1))  # (B, T, H, D)
+        return (edit(layer, context.transpose(1, 2)).transpose(1, 2).flatten(2), *given[1:])
 
-        def hook(_: nn.Module, given: tuple) -> tuple:
-            context = given[0].unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, H, T, D)
-            return (edit(next(turns), context).transpose(1, 2).flatten(2), *given[1:])
-
-        return module.register_forward_pre_hook(hook)
-
-    hooks = [register(module, of) for module, of in layers.items()]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in layers:
+            stack.callback(module.register_forward_pre_hook(hook).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def is_estimate(found: dict) -> bool:

@@ -16,7 +16,6 @@ Shapes: T tokens, C width of the residual stream, H heads, D head_dim, S sources
 """
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,11 +28,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from .ablation import Head, edited_contexts, removal
-from .capturing import LayerAttention, capture, output_projections, unchanged, unwrapped
-from .projections import Projection, device_of
-
-AT_ONCE = 2**23  # numbers of parts, (n, T, C), in one call of the attention module: 32 MiB
+from .ablation import check_heads, edited_contexts, known_projections
+from .capturing import LayerAttention, capture, unchanged, unwrapped
+from .observing import hooked
+from .projections import Projection, device_of, is_close
 
 
 @dataclass
@@ -54,10 +52,12 @@ class ScoreParts:
     def largest(self, count: int = 20) -> list[list]:
         """Returns the pairs of the largest absolute values: [i, j, value], the largest first."""
         order = np.argsort(-np.abs(self.values), axis=None, kind="stable")[:count]
-        rows, columns = np.unravel_index(order, self.values.shape)
-        return [
-            [int(i), int(j), float(self.values[i, j])] for i, j in zip(rows, columns, strict=True)
-        ]
+        pairs = zip(*np.unravel_index(order, self.values.shape), strict=True)
+        return [[int(i), int(j), float(self.values[i, j])] for i, j in pairs]
+
+
+class _Refused(ValueError):
+    """A reason why the scores of a model have no exact parts."""
 
 
 def score_parts(
@@ -67,52 +67,35 @@ def score_parts(
     head: int,
     query: int,
     key: int,
-    off: Sequence[Head] = (),
-    means: Sequence[Tensor] | None = None,
 ) -> ScoreParts:
     """Returns the exact parts of the attention score of one head, from a query to a key position.
 
-    model: our GPT or a decoder of transformers; it does not change. ids: of one text, (T,). off:
-    heads (layer, head) that are switched off: their context vector is replaced at all positions by
-    `means`, (H, D) for each layer, as in ablation.py. What the mean writes is then their part.
+    model: one whose attention modules call F.scaled_dot_product_attention, or do with the setting
+    "sdpa" of transformers; it does not change. ids: of one text, (T,). With a head that is switched
+    off by `edited_contexts`, its part is what the mean writes.
 
-    The parts are computed in fp32, and compared with the score of the model. Raises TypeError for a
-    model whose attention modules are not known. Raises ValueError for a position, layer or head
-    that does not exist, for a key that the query does not attend to, and for a model whose scores
-    are not such a sum: without a norm directly before the attention, with a norm after it, or with
-    soft caps or position biases.
+    The parts are computed in fp32, and compared with the score of the model. Raises ValueError for
+    a position, layer or head that does not exist, for a key that the query does not attend to, and
+    for a model whose scores are not such a sum: without a norm directly before the attention, with
+    a norm after it, or with soft caps or position biases.
     """
     model = unwrapped(model)
-    name, projections = type(model).__name__, output_projections(model)
-    if not projections:
-        raise TypeError(f"{name}: the inputs of the output projections of its heads are not found")
-    ids = torch.as_tensor(ids)
+    projections, ids = known_projections(model), torch.as_tensor(ids)
     if ids.dim() != 1:
         raise ValueError(f"ids: the parts are those of one text, (T,), not {tuple(ids.shape)}")
-    if not 0 <= layer < len(projections):
-        raise ValueError(f"layer {layer}: {name} has the layers 0 to {len(projections) - 1}")
-    if not 0 <= query < len(ids):
-        raise ValueError(f"query {query}: the text has the positions 0 to {len(ids) - 1}")
-    if not 0 <= key <= query:
-        raise ValueError(f"key {key}: query {query} attends to the keys 0 to {query}")
-    run = _Run(model, projections, layer)
-    edited = contextlib.nullcontext()
-    if off:
-        if means is None:
-            raise ValueError("off: heads that are switched off need means")
-        if not all(0 <= n < len(projections) and 0 <= m < len(means[n]) for n, m in off):
-            raise ValueError(f"off: {name} does not have all of the heads {list(off)}")
-        edited = edited_contexts(projections, removal(off, means))
-    device = device_of(model)
-    with torch.autocast(device.type, enabled=False):
-        with edited, run.recorded(), contextlib.suppress(_Stop):
-            capture(model, ids, run.visit, logits=False)
-        with unchanged(model, device):
-            return run.parts(head, query, key)
-
-
-class _Stop(Exception):
-    """Ends a run of the model after the layer whose scores are asked for."""
+    check_heads([(layer, head)], projections)
+    for name, position, count in (("query", query, len(ids)), ("key", key, query + 1)):
+        if not 0 <= position < count:
+            raise ValueError(f"{name} {position}: it must be 0 to {count - 1}")
+    run, device = _Run(model, projections, layer), device_of(model)
+    try:
+        with torch.autocast(device.type, enabled=False):
+            run.record(ids)
+            with unchanged(model, device):
+                return run.parts(head, query, key)
+    except _Refused as error:
+        reason = f"its attention scores have no exact parts: {error}"
+        raise ValueError(f"{type(model).__name__}: {reason}") from error
 
 
 class _Run:
@@ -120,248 +103,209 @@ class _Run:
 
     def __init__(self, model: nn.Module, projections: Sequence[Projection], layer: int):
         self.model, self.projections, self.layer = model, projections, layer
-        self.name = type(model).__name__
         self.scores: Tensor | None = None  # of the layer, (H, T, T)
         self.numbers: list[int] = []  # of each layer, in the model
         self.start: Tensor | None = None  # input of the first layer of any kind, (T, C)
         self.embedded: list[Tensor] = []  # outputs of the embeddings, (T, C)
         self.inputs: list[Tensor] = []  # of the norm before the attention of each layer, (T, C)
-        self.contexts: list[Tensor] = []  # of all heads of each layer before, (T, H D)
-        # the modules called since the last attention, their inputs and outputs, (1, T, C)
-        self.called: list[tuple[nn.Module, Tensor, Tensor]] = []
+        self.contexts: list[Tensor] = []  # of the heads of each layer before, (H, T, D)
+        # the norms called since the last attention, their inputs and outputs, (1, T, C)
+        self.norms: list[tuple[nn.Module, Tensor, Tensor]] = []
 
-    def visit(self, layer: int, attention: LayerAttention) -> None:
-        self.numbers.append(attention.number)
-        if layer == self.layer:
-            self.scores = None if attention.scores is None else attention.scores[0]
-            raise _Stop
+    def record(self, ids: Tensor) -> None:
+        """Runs the model on the ids of a text, (T,)."""
 
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Records a run of the model."""
-        hooks = [module.register_forward_hook(self._left) for module in self.model.modules()]
-        for module in {of.attention for of in self.projections[: self.layer + 1]}:
-            hooks.append(module.register_forward_pre_hook(self._attends, with_kwargs=True))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        def visit(layer: int, attention: LayerAttention) -> None:
+            self.numbers.append(attention.number)
+            if layer == self.layer and attention.scores is not None:
+                self.scores = attention.scores[0]
 
-    def _left(self, module: nn.Module, given: tuple, output: Any) -> None:
-        output = output[0] if isinstance(output, tuple) else output
+        def keep(_: int, context: Tensor) -> Tensor:
+            self.contexts.append(context[0].float())
+            return context
+
+        with edited_contexts(self.projections, keep), hooked(self.model, self._enter, self._leave):
+            capture(self.model, ids, visit, logits=False)
+
+    def _leave(self, module: nn.Module, given: tuple, output: Any) -> None:
         if len(self.inputs) > self.layer or not (given and isinstance(output, Tensor)):
             return
-        if any(module is of.module for of in self.projections):
-            self.contexts.append(given[0][0].float())
-        elif isinstance(module, nn.Embedding) and not self.inputs:
+        if isinstance(module, nn.Embedding) and not self.inputs:
             self.embedded.append(output.reshape(-1, output.shape[-1]).float())
-        else:
-            if self.start is None and self.embedded and given[0].shape[-1:] == output.shape[-1:]:
-                self.start = given[0][0].float()
-            self.called.append((module, given[0], output))
+        elif self.start is None and self.embedded and given[0].shape[-1:] == output.shape[-1:]:
+            self.start = given[0][0].float()
+        if _is_norm(module):
+            self.norms.append((module, given[0], output))
 
-    def _attends(self, module: nn.Module, arguments: tuple, options: dict) -> None:
+    def _enter(self, module: nn.Module, arguments: tuple, options: dict) -> None:
         """Records the input of the norm before an attention module."""
         layer = len(self.inputs)
-        if layer > self.layer:
-            return  # the model runs twice
-        hidden = options["hidden_states"] if "hidden_states" in options else arguments[0]
-        norms = [
-            (of, given)
-            for of, given, output in self.called
-            if output is hidden and "norm" in type(of).__name__.lower()
-        ]
-        if not norms:
-            raise self._refused("no norm is directly before the attention")
-        self.norm, given = norms[-1]
-        self.dtype = given.dtype
-        x = given[0].float()
+        if layer > self.layer or module is not self.projections[layer].attention:
+            return
+        given = [*arguments, *options.values()]
+        found = [each for each in self.norms if any(each[2] is one for one in given)]
+        if not found:
+            reason = 'a module with "norm" in the name of its class'
+            raise _Refused(f"the input of an attention module is not the output of {reason}")
         if layer and self.projections[layer - 1].factor is None:
-            raise self._refused("what an attention writes is not its output times a constant")
-        self.inputs.append(x)
+            raise _Refused("what an attention writes is not its output times a constant")
+        self.norm, x, self.normed = found[-1]
+        self.dtype = x.dtype
+        self.inputs.append(x[0].float())
         self.attention, self.arguments, self.options = module, arguments, options
-        self.called.clear()
+        self.norms.clear()
 
-    def _refused(self, reason: str) -> ValueError:
-        return ValueError(f"{self.name}: its attention scores have no exact parts: {reason}")
-
-    def _is_rounding(self, difference: Tensor, x: Tensor) -> bool:
-        """Returns whether two sums of the size of x differ only by the rounding of the model."""
-        return bool(difference.norm() <= 8 * torch.finfo(self.dtype).eps * x.norm())
-
-    def written(self) -> Iterator[tuple[dict, Tensor]]:
+    def sources(self) -> Iterator[tuple[dict, Tensor]]:
         """Yields the sources and what they wrote, (T, C); the sum is the input of the norm."""
-        token, *positions = self.embedded
-        first, rest = self.inputs[0], self.start
-        if rest is None or not self.numbers[0]:
-            rest = first
-        if positions and self._is_rounding(token + sum(positions) - rest, rest):
-            yield {"kind": "token"}, token
-            yield {"kind": "position"}, rest - token
+        first = self.inputs[0]
+        start = first if self.start is None or not self.numbers[0] else self.start
+        if start.shape != first.shape:
+            raise _Refused("the norm before the attention reads more than the residual stream")
+        embedded = [each for each in self.embedded if each.shape == start.shape]
+        if len(embedded) > 1 and is_close(torch.stack(embedded).sum(0).to(self.dtype), start):
+            yield {"kind": "token"}, embedded[0]
+            yield {"kind": "position"}, start - embedded[0]
         else:  # an embedding may be scaled
-            yield {"kind": "token"}, rest
+            yield {"kind": "token"}, start
         if self.numbers[0]:
-            yield {"kind": f"layers before L{self.numbers[0]}"}, first - rest
-        biases = torch.zeros_like(rest)
+            yield {"kind": f"layers before L{self.numbers[0]}"}, first - start
+        biases = torch.zeros_like(first)
         for layer in range(self.layer):
             projection, rest = self.projections[layer], self.inputs[layer + 1] - self.inputs[layer]
-            factor = cast(float, projection.factor)  # `_attends` refuses None
+            factor = cast(float, projection.factor)  # `_enter` refuses None
             weight, bias = (factor * t for t in projection.matrix(torch.float32))
-            contexts = self.contexts[layer].chunk(projection.num_heads, -1)
-            columns = weight.chunk(projection.num_heads)
-            for head, (context, of_head) in enumerate(zip(contexts, columns, strict=True)):
-                part = context @ of_head
+            for head, of_head in enumerate(weight.chunk(projection.num_heads)):
+                part = self.contexts[layer][head] @ of_head
                 rest = rest - part
                 yield {"kind": "head", "layer": layer, "head": head}, part
             number, following = self.numbers[layer : layer + 2]
-            is_mlp = following == number + 1
-            between = {"kind": "mlp", "layer": layer}, {"kind": f"layers before L{following}"}
-            yield between[not is_mlp], rest - bias
+            others = {"kind": f"layers before L{following}"}
+            mlp = {"kind": "mlp", "layer": layer}
+            yield mlp if following == number + 1 else others, rest - bias
             biases = biases + bias
         yield {"kind": "biases"}, biases
 
     def parts(self, head: int, query: int, key: int) -> ScoreParts:
-        """Returns the parts of a score, after `recorded`."""
+        """Returns the parts of a score, after `record`."""
         if self.scores is None:
-            raise self._refused("they are not known")
-        if not 0 <= head < len(self.scores):
-            raise ValueError(f"head {head}: a layer has the heads 0 to {len(self.scores) - 1}")
+            raise _Refused("they are not known")
         row = self.scores[head, query]
         seen = row.isfinite()  # the keys that the query attends to, (T,)
         if not seen[key]:
             raise ValueError(f"key {key}: query {query} has no score for it (sliding window, NaN)")
-        x = self.inputs[-1]
-        linear, bias = self._frozen(functools.partial(_fp32, self.norm), x)
-        sources: list[dict] = []
-        queries, relative = [], []  # of the sources, (S, D)
+        sources, queries, keys = [], [], []
         with self._projecting(head, query) as project:
-            whole, keys, scale = project((linear(x) + bias)[None])  # (1, D), (1, T, D)
-            of_zero, keys_of_zero, _ = project(torch.zeros_like(x)[None])
-            for batch in _batches(self.written(), max(1, AT_ONCE // x.numel())):
-                sources += [source for source, _ in batch]
-                hidden = torch.stack([linear(part) for _, part in batch])  # (n, T, C)
-                if sources[-1]["kind"] == "biases":
-                    hidden[-1] += bias
-                of_parts, keys_of_parts, _ = project(hidden)
-                queries.append(of_parts)
-                relative.append(_relative(keys_of_parts, key, seen))
-        # What zeros give is the part of the biases of queries and keys.
-        queries, relative = torch.cat(queries), torch.cat(relative)
-        queries[:-1] -= of_zero
-        relative[:-1] -= _relative(keys_of_zero, key, seen)
-        values = queries @ relative.T * scale
-        scores = (keys[0, seen] @ whole[0]) * scale
-        score, mean = float(keys[0, key] @ whole[0] * scale), float(scores.mean())
+            of_query, of_keys, scale = project(self.inputs[-1])  # (D,), (T, D)
+            # What zeros give is the part of the biases of norms, queries and keys.
+            no_query, no_keys, _ = project(torch.zeros_like(self.inputs[-1]))
+            for source, part in self.sources():
+                without = source["kind"] != "biases"
+                of_part, keys_of_part, _ = project(part)
+                keys_of_part = keys_of_part - without * no_keys
+                sources.append(source)
+                queries.append(of_part - without * no_query)
+                keys.append(keys_of_part[key] - keys_of_part[seen].mean(0))
+        values = torch.stack(queries) @ torch.stack(keys).T * scale
+        scores = of_keys @ of_query * scale
+        score, mean = float(scores[key]), float(scores[seen].mean())
         largest = 1 + float(row[seen].abs().max())
         rounding = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
-        if (scores - row[seen]).abs().max() > rounding * largest:
-            raise self._refused("they are not q . k times a constant (soft cap, position biases)")
+        if (scores - row)[seen].abs().max() > rounding * largest:
+            raise _Refused("they are not q . k times a constant (soft cap, position biases)")
         largest = max(largest, float(values.abs().max()))
         if abs(float(values.sum()) - (score - mean)) > 1e-3 * largest:
-            raise self._refused("queries or keys are not linear in their input")
+            raise _Refused("queries or keys are not linear in their input")
         return ScoreParts(score, mean, sources, values.cpu().double().numpy())
-
-    def _frozen(
-        self, norm: Callable[[Tensor], Tensor], x: Tensor
-    ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """Returns a norm with its scale fixed at that of each vector of x, (..., C), as a linear
-        function, and its bias, (..., 1, C)."""
-        bias = norm(torch.zeros_like(x[..., :1, :]))
-        ones = torch.ones_like(bias)
-        removes_mean = bool((norm(ones) - bias).abs().max() < 1e-4)
-        balanced = ones.clone()
-        balanced[..., -1] = 1 - x.shape[-1]  # mean 0
-        gain = (norm(balanced) - bias) / balanced  # times a constant
-
-        def without_scale(part: Tensor) -> Tensor:
-            return gain * (part - part.mean(-1, keepdim=True) if removes_mean else part)
-
-        normed, unscaled = norm(x) - bias, without_scale(x)
-        scale = (normed * unscaled).sum(-1, keepdim=True) / unscaled.square().sum(-1, keepdim=True)
-        if not torch.allclose(unscaled * scale, normed, 1e-3, 1e-3):
-            raise self._refused("a norm is not linear with a fixed scale")
-        return lambda part: without_scale(part) * scale, bias
 
     @contextlib.contextmanager
     def _projecting(self, head: int, query: int) -> Iterator[Callable]:
-        """Yields a function of inputs of the attention module, (n, T, C). It returns the queries of
-        the head at a position, (n, D), its keys, (n, T, D), and the scale of the scores. Norms of
-        queries and keys have the scale that they have in the first call."""
-        received: list[tuple[Tensor, Tensor, float]] = []
-        frozen: dict[nn.Module, tuple] = {}
-        arguments, options = list(self.arguments), dict(self.options)
+        """Yields a function of inputs of the norm before the attention, (T, C). It returns the
+        query of the head at a position, (D,), its keys, (T, D), and the scale of the scores. Norms,
+        also of queries and keys, have the scale that they have in the first call."""
+        norm, attention, asked = _in_fp32(self.norm), _in_fp32(self.attention), _Asked()
+        frozen: list[tuple] = []  # the norms, in the order of their calls
+        turns = itertools.count()
 
-        def receive(queries: Tensor, keys: Tensor, scale: float | None) -> None:
-            group = head * keys.shape[1] // queries.shape[1]  # of heads that share keys
-            scale = scale or queries.shape[-1] ** -0.5
-            received.append((queries[:, head, query], keys[:, group], scale))
-
-        def kernel(queries: Tensor, keys: Tensor, values: Tensor, _: float) -> Tensor:
-            receive(queries, keys, None)
-            return values
-
-        def freeze(norm: nn.Module, given: tuple, output: Tensor) -> Tensor:
-            if norm not in frozen:
-                frozen[norm] = self._frozen(norm.forward, given[0])
-            linear, bias = frozen[norm]
+        def freeze(norm: nn.Module, given: tuple, _: Tensor) -> Tensor:
+            if (turn := next(turns)) == len(frozen):
+                frozen.append(_frozen(norm.forward, given[0]))
+            linear, bias = frozen[turn]
             return linear(given[0]) + bias
 
-        def project(hidden: Tensor) -> tuple[Tensor, Tensor, float]:
-            if "hidden_states" in options:
-                options["hidden_states"] = hidden
-            else:
-                arguments[0] = hidden
+        def project(x: Tensor) -> tuple[Tensor, Tensor, float]:
+            nonlocal turns
+            turns = itertools.count()
+            hidden = norm(x[None])
+            arguments = [hidden if each is self.normed else each for each in self.arguments]
+            options = {k: hidden if v is self.normed else v for k, v in self.options.items()}
+            if hasattr(self.model, "capture_attention"):  # ours, with any kernel
+                arguments[1:] = [lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v)]
             try:
-                _fp32(self.attention, *arguments, **options)
-            except ValueError as error:  # of sdpa, such as no soft caps
-                raise self._refused(str(error)) from error
-            if not received:
-                raise self._refused("its queries and keys are not known")
-            return received.pop()
+                with asked:
+                    attention(*arguments, **options)
+            except _Refused:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".split(". ")[0].split("\n")[0]
+                raise _Refused(f"its attention does not run alone with sdpa ({reason})") from error
+            if not asked.received:
+                raise _Refused("its attention does not call F.scaled_dot_product_attention")
+            queries, keys, scale = asked.received.pop()
+            group = head * keys.shape[1] // queries.shape[1]  # of heads that share keys
+            return queries[0, head, query], keys[0, group], scale or queries.shape[-1] ** -0.5
 
         config = getattr(self.attention, "config", None)
         before = getattr(config, "_attn_implementation", None)
-        if hasattr(self.model, "capture_attention"):
-            arguments[1:] = [kernel]
         with contextlib.ExitStack() as stack:
-            for module in self.attention.modules():
-                if "norm" in type(module).__name__.lower() and not list(module.children()):
-                    stack.callback(module.register_forward_hook(freeze).remove)
-            if config and before:  # of transformers: sdpa shows queries and keys
+            for module in (self.norm, *filter(_is_norm, self.attention.modules())):
+                stack.callback(module.register_forward_hook(freeze).remove)
+            if config and before:  # of transformers
                 config._attn_implementation = "sdpa"
                 stack.callback(setattr, config, "_attn_implementation", before)
-            stack.enter_context(_Asked(receive))
             yield project
 
 
 class _Asked(TorchFunctionMode):
-    """Passes queries and keys of F.scaled_dot_product_attention on, and does not compute it."""
+    """Keeps queries, keys and scale of F.scaled_dot_product_attention, and does not compute it."""
 
-    def __init__(self, receive: Callable):
+    def __init__(self) -> None:
         super().__init__()
-        self.receive = receive
+        self.received: list[tuple[Tensor, Tensor, float | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, key, value = args[:3]
-        self.receive(query, key, (kwargs or {}).get("scale"))
+        self.received.append((query, key, (kwargs or {}).get("scale")))
         return value.new_zeros(*query.shape[:-1], value.shape[-1])
 
 
-def _relative(keys: Tensor, key: int, seen: Tensor) -> Tensor:
-    """(n, T, D) -> the key at a position minus the mean of those that the query attends to."""
-    return keys[:, key] - keys[:, seen].mean(1)
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not [*module.children()]
 
 
-def _fp32(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-    """Calls a module with its parameters in fp32. The module does not change."""
+def _frozen(norm: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Callable, Tensor]:
+    """Returns a norm with its scale fixed at that of each vector of x, (..., C), as a linear
+    function, and its bias, (..., 1, C)."""
+    bias = norm(torch.zeros_like(x[..., :1, :]))
+    ones = torch.ones_like(bias)
+    removes_mean = bool((norm(ones) - bias).abs().max() < 1e-4)
+    balanced = ones.clone()
+    balanced[..., -1] = 1 - x.shape[-1]  # mean 0
+    gain = (norm(balanced) - bias) / balanced  # times a constant
+
+    def without_scale(part: Tensor) -> Tensor:
+        return gain * (part - part.mean(-1, keepdim=True) if removes_mean else part)
+
+    normed, unscaled = norm(x) - bias, without_scale(x)
+    scale = (normed * unscaled).sum(-1, keepdim=True) / unscaled.square().sum(-1, keepdim=True)
+    if not torch.allclose(unscaled * scale, normed, 1e-3, 1e-3):
+        raise _Refused("a norm is not linear with a fixed scale")
+    return lambda part: without_scale(part) * scale, bias
+
+
+def _in_fp32(module: nn.Module) -> Callable:
+    """Returns a module as a function, with its parameters in fp32. The module does not change."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     state = {name: t.float() for name, t in tensors.items() if t.is_floating_point()}
-    return functional_call(module, state, arguments, options)
-
-
-def _batches(items: Iterator, size: int) -> Iterator[list]:
-    while batch := list(itertools.islice(items, size)):
-        yield batch
+    return lambda *arguments, **options: functional_call(module, state, arguments, options)

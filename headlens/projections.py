@@ -97,12 +97,6 @@ class _Call:
             yield from call.inside()
             yield call
 
-    def outside(self) -> Iterator["_Call"]:
-        """Yields the calls that contain this one, the innermost first."""
-        if self.parent:
-            yield self.parent
-            yield from self.parent.outside()
-
 
 class _Finder:
     """Records a run of a model."""
@@ -145,103 +139,91 @@ def _first(values: Sequence[Any]) -> Tensor:
     return tensors[0].detach().clone() if tensors else EMPTY
 
 
-def _projection(calls: Sequence[_Call], attention: _Call, captured: Any) -> Projection | None:
+def _projection(
+    calls: Sequence[_Call], attention: _Call, observed: AttentionCall
+) -> Projection | None:
     """Returns the output projection of an attention module: the linear module that receives weights
     times values. With a norm or a gate between, it is the one that the attention module calls last.
-    captured: what was captured of this layer."""
-    num_heads, values, contexts = captured.weights.shape[1], captured.values, None
-    if values is not None:  # those of our GPT are not captured
-        shared = values.float().repeat_interleave(num_heads // values.shape[1], 1)
-        contexts = (captured.weights @ shared).transpose(1, 2).flatten(2)
+    """
+    num_heads, contexts = observed.weights.shape[1], observed.output.transpose(1, 2).flatten(2)
 
     def is_projection(call: _Call) -> bool:
-        x, y = call.given, call.output
-        if x.dim() != 3 or y.dim() != 3 or not call.arguments:
+        x, (*rest,) = call.given, call.arguments[1:]
+        if x.shape != contexts.shape or not call.arguments or call.output.dim() != 3:
             return False
-        of_heads = x.shape[-1] % num_heads == 0 if contexts is None else x.shape == contexts.shape
-        is_input = _is_same(x, attention.given) or _is_same(x, y)  # of a gate; of dropout
-        return of_heads and not is_input and _is_linear(call)
+        adds = any(isinstance(each, Tensor) for each in rest)
+        is_input = _is_same(x, attention.given) or _is_same(x, call.output)  # of a gate; of dropout
+        if adds or is_input:
+            return False
+        zero, twice = (call.module(x * n, *rest, **call.options) for n in (0, 2))
+        return isinstance(zero, Tensor) and is_close(twice + zero, 2 * call.output)
 
-    direct = [] if contexts is None else [c for c in calls if _is_close(c.given, contexts)]
-    direct = [call for call in direct if is_projection(call)]
-    inside = attention.inside() if attention.parent else ()  # nothing was running
-    found = direct or [call for call in inside if is_projection(call)]
-    if not found or not (direct or contexts is None or _has_order(found[-1].given, contexts)):
-        return None
+    found = [call for call in calls if is_close(call.given, contexts) and is_projection(call)]
+    if not (is_sum := bool(found)):
+        shape = attention.output.shape  # of nothing, if no module was running
+        writes = [call for call in attention.inside() if call.output.shape == shape]
+        found = [call for call in writes if is_projection(call)]
+        # Numbers of the contexts in another order: of heads that are not beside each other.
+        orders = [
+            each.float().sort(-1).values
+            for each in (*(call.given for call in found[-1:]), contexts)
+        ]
+        if not found or is_close(*orders):
+            return None
     call = found[-1]  # one around others, such as LoRA's, ends last
     return Projection(
         module=call.module,
         attention=attention.module,
         num_heads=num_heads,
         factor=_factor(attention, call),
-        is_sum=bool(direct),
+        is_sum=is_sum,
         given=call.given,
         options=(call.arguments[1:], call.options),
         is_transposed=_is_transposed(call),
     )
 
 
-def _has_order(given: Tensor, contexts: Tensor) -> bool:
-    """Returns whether the input of a projection can be the contexts behind a norm or a gate: it is
-    not their numbers in another order, as of heads that are not beside each other."""
-    return not _is_close(*(each.float().sort(-1).values for each in (given, contexts)))
-
-
-def _is_linear(call: _Call) -> bool:
-    """Returns whether a module is linear, up to a bias."""
-    rest, x = call.arguments[1:], call.given
-    zero, twice = (call.module(x * n, *rest, **call.options) for n in (0, 2))
-    return isinstance(zero, Tensor) and _is_close(twice + zero, 2 * call.output)
-
-
 def _is_transposed(call: _Call) -> bool | None:
     """Returns whether a module is x W^T + b; False if it is x W + b, None if it is neither."""
-    names = {name for name, _ in call.module.named_parameters()}
+    x, names = call.given, {name for name, _ in call.module.named_parameters()}
     weight, bias = (getattr(call.module, name, None) for name in ("weight", "bias"))
-    if not isinstance(weight, Tensor) or not names <= {"weight", "bias"} or weight.is_meta:
+    if weight is None or not names <= {"weight", "bias"} or weight.is_meta:
         return None
     for is_transposed, matrix in ((True, weight.T), (False, weight)):
-        if matrix.dtype == call.given.dtype and matrix.shape[0] == call.given.shape[-1]:
-            found = call.given @ matrix
-            if _is_close(found if bias is None else found + bias, call.output):
-                return is_transposed
+        fits = matrix.dtype == x.dtype and matrix.shape[0] == x.shape[-1]
+        if fits and is_close(x @ matrix + (0 if bias is None else bias), call.output):
+            return is_transposed
     return None
 
 
 def _factor(attention: _Call, projection: _Call) -> float | None:
     """Returns the constant a of x + a output, or x + a output + b MLP with any b, where x is the
     input of a module that contains the attention and output that of the projection."""
-    wrote = projection.output
-    for within, outer in zip((attention, *attention.outside()), attention.outside(), strict=False):
-        if (x := _like(wrote, outer.given)) is None:
-            continue
-        later = outer.calls[outer.calls.index(within) + 1 :]
-        outputs = [y for call in outer.calls if (y := _like(wrote, call.output)) is not None]
-        for result in (*(call.given for call in later), outer.output):
-            y = _like(wrote, result)
-            if y is None or any(_is_same(y, output) for output in outputs):
-                continue  # the output of a module is no sum
-            for other in (None, *outputs):
-                if (factor := _share(y - x, wrote, other, y)) is not None:
+    wrote, within, outer = projection.output, attention, attention.parent
+    while outer:
+        later = [call.given for call in outer.calls[outer.calls.index(within) + 1 :]]
+        outputs = [call.output for call in outer.calls]
+        x, outputs, sums = (
+            [each.view_as(wrote) for each in found if each.numel() == wrote.numel()]
+            for found in ([outer.given], outputs, [*later, outer.output])
+        )
+        for y in sums if x else ():
+            others = [other for other in outputs if not _is_same(other, y)]
+            for other in (None, *others):
+                if (factor := _share(y - x[0], wrote, other, y)) is not None:
                     return factor
+        within, outer = outer, outer.parent
     return None
-
-
-def _like(wrote: Tensor, found: Tensor) -> Tensor | None:
-    """Returns a tensor in the shape of another, None if it has another size."""
-    is_like = found.shape[-1:] == wrote.shape[-1:]
-    return found.view_as(wrote) if is_like and found.numel() == wrote.numel() else None
 
 
 def _share(change: Tensor, wrote: Tensor, other: Tensor | None, like: Tensor) -> float | None:
     """Returns a, where a change is a wrote, or a wrote + b other; None if it is not."""
     size = like.float().norm(dim=-1, keepdim=True)  # some tokens are much larger than others
-    parts = [part for part in (wrote, other) if part is not None]
-    columns = torch.stack([(part.float() / size).flatten() for part in parts], -1).double()
-    target = (change.float() / size).flatten().double()
-    found = torch.linalg.lstsq(columns.cpu(), target.cpu()).solution
-    rest = (columns.cpu() @ found - target.cpu()).norm()
-    own = (columns[:, 0].cpu() * found[0]).norm()
+    parts = [part for part in (change, wrote, other) if part is not None]
+    target, *columns = ((part.float() / size).flatten().double().cpu() for part in parts)
+    matrix = torch.stack(columns, -1)
+    found = torch.linalg.lstsq(matrix, target).solution
+    rest, own = (matrix @ found - target).norm(), (columns[0] * found[0]).norm()
     eps = torch.finfo(like.dtype).eps
     if not rest < min(0.1 * float(own), 4 * eps * size.numel() ** 0.5):
         return None
@@ -253,7 +235,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _is_close(a: Tensor, b: Tensor) -> bool:
+def is_close(a: Tensor, b: Tensor) -> bool:
     """Returns whether two tensors differ only by rounding."""
     if a.shape != b.shape:
         return False

@@ -137,8 +137,8 @@ class Reader:
         """Returns the parts of an attention score. Raises as `read`, and as score_parts."""
         ids = self._prompt(None, ids).token_ids
         self.check()
-        heads, means = (self._heads(off), self._means) if off else ((), None)
-        return score_parts(self.model, ids, layer, head, query, key, heads, means)
+        with self._without(off):
+            return score_parts(self.model, ids, layer, head, query, key)
 
     def _prompt(self, text: str | None, ids: Sequence[int] | None) -> Prompt:
         if (text is None) == (ids is None):

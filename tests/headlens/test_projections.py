@@ -32,10 +32,12 @@ OTHERS = {
     "olmo2": {},
     "cohere": {},
     "opt": {},
+    "bloom": {"n_layer": 3, "n_head": 4},  # adds the residual inside of its attention
 }
 # A norm behind the attention, or a norm or a gate between it and its projection.
 NOT_A_SUM = ("gemma2", "gemma3_text", "glm4", "olmo2", "bitnet", "qwen3_next")
 NAMES = {"gpt2": "attn.c_proj", "gpt_neox": "attention.dense", "opt": "self_attn.out_proj"}
+NAMES |= {"bloom": "self_attention.dense"}
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS, "gpt_neo"])

@@ -4,11 +4,15 @@ import contextlib
 import functools
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headlens import Captured, capture
+from headlens import Captured, capture, score_parts
+from headlens.ablation import edited_contexts, removal
+from headlens.capturing import output_projections
+from headlens.observing import observe
 from helpers import REPOSITORY
 
 L, H, G, D = 3, 4, 2, 8  # layers, heads, heads of keys and values, head_dim
@@ -180,6 +184,7 @@ BUILDS = {name: {} for name in PLAIN.split()} | {
     "qwen3_5": {"text_config": MIXED},
     "llama4": {},
     "mllama": {},
+    "moshi": {},
     "git": {},
     "fuyu": {},
     "emu3": {},
@@ -390,22 +395,98 @@ def check(build):
             assert (weights[~seen] == 0).all()
             expected = layer.scores.softmax(-1) * weights.sum(-1, keepdim=True)
             torch.testing.assert_close(weights, expected, atol=1e-5, rtol=1e-3)
+    removes_heads(build)
+    has_parts(build)
 
 
+@functools.cache
+@torch.no_grad()
+def removes_heads(build):
+    """Returns whether heads of a build can be removed. If so, one head of each layer is replaced:
+    by zero in what its attention returns, which makes zero what the hook sees of this head and of
+    no other; and by a constant, with the hook and by hand, in weight and bias of the projection."""
+    model = model_of(build)
+    if not (projections := output_projections(model)):
+        return False
+    modules = list(dict.fromkeys(of.module for of in projections))  # of several layers, in some
+    heads = [modules.index(of.module) % of.num_heads for of in projections]
+    means, found, turns = [], [], iter(heads)
+
+    def run():
+        return model(IDS, attention_mask=torch.ones_like(IDS), use_cache=False).logits
+
+    def keep(_, context):
+        found.append((context == 0).all(3).all(2).all(0).nonzero().flatten().tolist())
+        means.append(torch.linspace(-1, 1, context[0, :, 0].numel()).view_as(context[0, :, 0]))
+        return context
+
+    def remove(call):
+        call.output[:, next(turns)] = 0
+
+    with edited_contexts(projections, keep):
+        observe(model, IDS, run, remove)
+    assert found == [[head] for head in heads]
+    before = run()
+    with edited_contexts(projections, removal([*enumerate(heads)], means)):
+        by_hook = run()
+    by_module = {
+        of.module: (head, mean[head])
+        for of, head, mean in zip(projections, heads, means, strict=True)
+    }
+    for module, (head, mean) in by_module.items():
+        linear = next(each for each in module.modules() if hasattr(each, "weight"))
+        linear.weight = torch.nn.Parameter(linear.weight.clone())  # layers may share it
+        weight = linear.weight if isinstance(linear, torch.nn.Linear) else linear.weight.T
+        columns = weight[:, head * len(mean) : (head + 1) * len(mean)]
+        bias = columns @ mean
+        linear.bias = torch.nn.Parameter(bias if linear.bias is None else linear.bias + bias)
+        columns.zero_()
+    torch.testing.assert_close(by_hook, run(), atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(by_hook, before, 1e-2, 1e-2)
+    return True
+
+
+@functools.cache
+def has_parts(build):
+    """Returns whether each layer of a build has parts of scores. Those of one head are a sum."""
+    model = model_of(build)
+    for number, layer in enumerate(judged(build).captured.layers):
+        head = number % layer.weights.shape[1]
+        row = layer.scores[0, head, -1]
+        key, mean = int(row.argmax()), float(row[row.isfinite()].mean())
+        try:
+            parts = score_parts(model, IDS[0], number, head, len(row) - 1, key)
+        except ValueError:
+            return False
+        found, expected = (parts.score, parts.values.sum()), (row[key], row[key] - mean)
+        np.testing.assert_allclose(found, expected, atol=1e-2, rtol=1e-3)
+    return True
+
+
+NO_YES = "no", "yes"
 PAGE = REPOSITORY / "headlens/docs/families.md"
 INTRODUCTION = """# Families of models
 
-What `capture` gives of the decoders of transformers: {builds} tiny random models of {types} \
-types. The weights of each are compared with softmax(q k) in float64 and with those of its eager \
+What the lens gives of the decoders of transformers: {builds} tiny random models of {types} types. \
+The weights of each are compared with softmax(q k) in float64 and with those of its eager \
 attention, its logits with its own pass, and everything else of it is the same after the capture. \
 {exact} are exact, within rounding; the others are refused in one line. The code has no name of a \
 type: what a model computes decides.
 
-Verified: by the proof at the first capture, from the model's own pass, with weights times values \
-in each layer (W V). Layers: all, or those with attention; the others of a hybrid are named.
+| column | yes |
+|---|---|
+| verified | by the proof at the first capture: with the model's own pass, and weights times \
+values in each layer (W V) |
+| layers | all, or those with attention; the others of a hybrid are named |
+| value norms | each value is added to the residual stream times a constant, without a norm or a \
+gate behind it |
+| removal | of heads: the same as the edit by hand of weight and bias of the output projection |
+| parts | of each score, their sum is the score: the attention receives the output of a norm, \
+calls scaled_dot_product_attention without soft cap or position bias, and what it returns is added \
+times a constant |
 
-| families | maps | verified | layers |
-|---|---|---|---|
+| families | maps | verified | layers | value norms | removal | parts |
+|---|---|---|---|---|---|---|
 """
 SMALL = """
 ## Small decoders
@@ -441,10 +522,13 @@ def _row(build):
     """Returns the columns of a build after its name."""
     for reason, builds in REFUSED.items():
         if build in builds:
-            return f"refused: {reason}", "-", "-"
+            return (f"refused: {reason}", *5 * "-")
     captured = judged(build).captured
     verified = "own pass, W V" if captured.proof.is_verified else "own pass"
-    return "exact", verified, "with attention" if captured.others else "all"
+    layers = "with attention" if captured.others else "all"
+    has_norms = {layer.value_norms is not None for layer in captured.layers}
+    norms = "some layers" if len(has_norms) > 1 else NO_YES[has_norms.pop()]
+    return "exact", verified, layers, norms, NO_YES[removes_heads(build)], NO_YES[has_parts(build)]
 
 
 if __name__ == "__main__":  # PYTHONPATH=.:tests python -m helpers.families

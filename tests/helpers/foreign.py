@@ -67,7 +67,7 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-NO_SDPA = ("gemma2", "gpt_neo")  # gemma2: because of its soft caps
+NO_SDPA = ("bloom", "gemma2", "gpt_neo")  # gemma2: because of its soft caps
 
 
 def foreign_model(family: str, attention: str | None = None, **changes: object):
