@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from .config import LensConfig
 from .dashboard import define_wandb_metrics, wandb_values
@@ -52,9 +52,7 @@ class LensCallback(TrainerCallback):
         self.on_snapshot, self.options = on_snapshot, options
         self.lens: Lens | None = None  # of the main process, from the beginning of the training
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         model: nn.Module = kwargs["model"]
         if args.fsdp or _is_sharded(model):
             reason = "each process has a part of the weights; use scripts.inspect_attention"
@@ -65,7 +63,7 @@ class LensCallback(TrainerCallback):
         if args.report_to and "wandb" in args.report_to and not self.on_snapshot:
             self.on_snapshot = log_to_wandb
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        output = Path(args.output_dir or ".")
+        output = Path(args.output_dir)
         options: dict[str, Any] = {
             "context_length": min(positions or MAX_CONTEXT, MAX_CONTEXT),
             "folder": output / "attention",
@@ -73,18 +71,14 @@ class LensCallback(TrainerCallback):
             "max_steps": state.max_steps,
         }
         options |= self.options
-        if (tokenizer := self.tokenizer) is None:
-            tokenizer = kwargs.get("processing_class")
-        if tokenizer is None:
+        if (tokenizer := self.tokenizer or kwargs.get("processing_class")) is None:
             missing = "Trainer has no processing_class; give the tokenizer of the model"
             raise ValueError(f"LensCallback: {missing}, LensCallback(tokenizer)")
         self.lens = Lens(tokenizer, self.config, **options)
         if self.lens.due(state.global_step):
             self._snapshot(model, state)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not (self.lens and self.lens.due(state.global_step)):
             return
         try:
@@ -94,9 +88,7 @@ class LensCallback(TrainerCallback):
             what = f"lens: the snapshot of step {state.global_step} failed"
             print(f"{what} ({line})", file=sys.stderr)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Takes the last snapshot of a training that was stopped early. Trainer logs its run time
         after the last step, and before it loads the best model again."""
         is_last = "train_runtime" in (kwargs.get("logs") or {})
@@ -104,14 +96,11 @@ class LensCallback(TrainerCallback):
             self.lens.max_steps = state.global_step
             self.on_step_end(args, state, control, **kwargs)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Prints the names of heads and where the page is."""
         if self.lens and self.lens.last:
-            for line in self.lens.most_significant_heads() or ["no head has a name"]:
-                print(f"attention heads  {line}")
-            for line in self.lens.skipped_snapshots():
+            lines = self.lens.most_significant_heads() or ["no head has a name"]
+            for line in lines + self.lens.skipped_snapshots():
                 print(f"attention heads  {line}")
             print(f"attention page   {self.lens.folder / 'page.html'}")
 

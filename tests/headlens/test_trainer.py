@@ -1,6 +1,7 @@
 """LensCallback: snapshots of a training with transformers' Trainer, which does not change."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -200,6 +201,18 @@ def test_an_error_of_the_first_snapshot_ends_the_training_and_a_later_one_does_n
     assert steps(tmp_path / "later") == [0, 3, 6, 7]
 
 
+def test_a_training_with_little_time_for_snapshots(tmp_path, capsys):
+    config = dataclasses.replace(CONFIG, max_percent=1e-9)
+    trainer(
+        tmp_path / "run", LensCallback(TOKENIZER, config, folder=tmp_path / "attention")
+    ).train()
+    assert steps(tmp_path) == [0, 7]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention")]
+    assert len(lines) > 2  # names of heads, if there are any; skipped snapshots; the page
+    assert re.search(r"\b2 of 4 snapshots\b", lines[-2])
+    assert str(tmp_path / "attention" / "page.html") in lines[-1]
+
+
 def test_no_snapshots_of_other_processes_or_with_an_interval_of_0(tmp_path):
     run = trainer(tmp_path)
     never = LensCallback(TOKENIZER, LensConfig(every=0))
@@ -233,9 +246,11 @@ def test_an_unknown_option_and_sharded_weights_are_refused_at_once(tmp_path, mon
             callback().on_train_begin(run.args, state, run.control, model=run.model)
 
     state = TrainerState(max_steps=3)
-    sharded, fsdp = trainer(tmp_path), trainer(tmp_path)
-    next(sharded.model.parameters()).ds_id = 0  # as ZeRO-3 marks its parameters
-    begins(sharded, "ZeRO-3")
+    for mark in ("ds_id", "device_mesh"):  # of parameters of ZeRO-3; of a DTensor
+        sharded = trainer(tmp_path)
+        setattr(next(sharded.model.parameters()), mark, 0)
+        begins(sharded, "ZeRO-3 or tensor")
+    fsdp = trainer(tmp_path)
     fsdp.args.fsdp = True
     begins(fsdp, "FSDP")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as accelerate launch --use_fsdp does
