@@ -29,9 +29,9 @@ class LensCallback(TrainerCallback):
 
     tokenizer: of the model; None: the processing_class of the Trainer. config: settings of the
     lens. on_snapshot(snapshot, step): logs a snapshot; by default it is logged to W&B if report_to
-    contains it. options: those of Lens, such as text and vocabulary. Without them the
-    folder is attention in output_dir, the run name that of the arguments, and context_length that
-    of the model, at most 1,024.
+    contains it. options: those of Lens, such as text and vocabulary. Without them the folder is
+    attention in output_dir, the run name that of the arguments, and context_length that of the
+    model, at most 1,024.
 
     The main process takes the snapshots, and the training is the same as without. An error of the
     first snapshot ends the training before its first step; a later one is a line on stderr. Raises
