@@ -174,7 +174,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 _LOCK = threading.RLock()
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 SMALL = 2**16  # numbers of a buffer that is restored if it changes in place
 
 
@@ -190,8 +189,6 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and its import takes seconds
             eager = torch.compiler.set_stance("force_eager")
         before = [(each, {**vars(each)}, {**each._buffers}) for each in model.modules()]
-        hooks = [vars(each)[name] for each, *_ in before for name in HOOKS]
-        registered = [{**each} for each in hooks]  # some models add theirs while they run
         buffers = [buffer for *_, own in before for buffer in own.values() if buffer is not None]
         small = [each for each in buffers if each.numel() <= SMALL and not each.is_inference()]
         copies = [(buffer, buffer._version, buffer.clone()) for buffer in small]
@@ -206,9 +203,6 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
                 vars(module).update(attributes)
                 module._buffers.clear()
                 module._buffers.update(own)
-            for now, own in zip(hooks, registered, strict=True):
-                now.clear()
-                now.update(own)
             for buffer, version, copy in copies:
                 if buffer._version != version:
                     with torch.no_grad():

@@ -208,7 +208,8 @@ def fused_scores(
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, float("-inf"))
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
     if mask is None:
         return scores
     return scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
