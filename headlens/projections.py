@@ -1,7 +1,7 @@
 """The output projections of the attention of a model, found by running it: found_projections.
 
 The module that is running when the attention weights are known is the attention module. Its output
-projection is the linear module that it calls last. So neither class nor attribute names are needed.
+projection is the linear module that receives weights times values. So no names are needed.
 
 Shapes: B batch, T tokens, H query heads, D head_dim of the values, C width of the residual stream.
 """
@@ -44,12 +44,11 @@ class Projection:
             bias = matrix.new_zeros(matrix.shape[1]) if bias is None else bias
             return matrix.to(dtype), bias.to(dtype)
         # A module around others, as of LoRA, a quantised or an offloaded weight: what the module
-        # does to each unit vector.
-        like = self.given
+        # does to each unit vector, without hooks, which may be edits of contexts.
+        like, (arguments, options) = self.given, self.options
         unit = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)[None]
-        arguments, options = self.options
-        bias = self.module(torch.zeros_like(unit[:, :1]), *arguments, **options)
-        matrix = self.module(unit, *arguments, **options) - bias
+        bias = self.module.forward(torch.zeros_like(unit[:, :1]), *arguments, **options)
+        matrix = self.module.forward(unit, *arguments, **options) - bias
         return matrix[0].to(dtype), bias[0, 0].to(dtype)
 
     def value_norms(self, values: Tensor) -> Tensor | None:

@@ -22,7 +22,6 @@ from .lens import Lens, Snapshot
 from .page import trainer_curves
 
 MAX_CONTEXT = 1024  # tokens; the weights of all heads grow with its square
-OnSnapshot = Callable[[Snapshot, int], None]
 
 
 class LensCallback(TrainerCallback):
@@ -30,9 +29,9 @@ class LensCallback(TrainerCallback):
 
     tokenizer: of the model; None: the processing_class of the Trainer. config: settings of the
     lens. on_snapshot(snapshot, step): logs a snapshot; by default it is logged to W&B if report_to
-    contains it. options: those of Lens, such as text, vocabulary and attention. Without them the
-    folder is attention in output_dir, the run name that of the arguments, and context_length that
-    of the model, at most 1,024.
+    contains it. options: those of Lens, such as text and vocabulary. Without them the folder is
+    attention in output_dir, the run name that of the arguments, and context_length that of the
+    model, at most 1,024.
 
     The main process takes the snapshots, and the training is the same as without. An error of the
     first snapshot ends the training before its first step; a later one is a line on stderr. Raises
@@ -44,7 +43,7 @@ class LensCallback(TrainerCallback):
         self,
         tokenizer: Any = None,
         config: LensConfig | None = None,
-        on_snapshot: OnSnapshot | None = None,
+        on_snapshot: Callable[[Snapshot, int], None] | None = None,
         **options: Any,
     ):
         self.tokenizer, self.config = tokenizer, config or LensConfig()
@@ -91,8 +90,7 @@ class LensCallback(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Takes the last snapshot of a training that was stopped early. Trainer logs its run time
         after the last step, and before it loads the best model again."""
-        is_last = "train_runtime" in (kwargs.get("logs") or {})
-        if self.lens and is_last:
+        if self.lens and "train_runtime" in kwargs["logs"]:
             self.lens.max_steps = state.global_step
             self.on_step_end(args, state, control, **kwargs)
 

@@ -96,7 +96,7 @@ class InspectConfig(ScriptConfig):
     ablation: Literal["exact", "estimate"] | None = Field(
         None,
         description="measure the loss without each head; exact: with a forward pass for each; "
-        "estimate: to first order, with one forward and one backward pass; null: do not",
+        "estimate: to first order, with two forward passes and one backward pass; null: do not",
     )
     data: MeasuredText = Field(default_factory=MeasuredText)
     device: Device = Field("auto", description="auto | cpu | cuda | mps")

@@ -9,7 +9,7 @@ from helpers.foreign import FAMILIES, HYBRID, foreign_model
 from helpers.models import random_ids, tiny_model
 from torch import nn
 
-from headlens import capture
+from headlens import capture, mean_contexts
 from headlens.capturing import output_projections
 
 IDS = random_ids(B=2, T=9, vocab_size=97)
@@ -123,6 +123,9 @@ def test_projections_without_a_weight(change):
         matrix, bias = each.matrix(torch.float32)
         np.testing.assert_allclose(matrix, block.self_attn.o_proj.weight.T.detach(), atol=1e-5)
         np.testing.assert_allclose(bias, block.self_attn.o_proj.bias.detach(), atol=1e-5)
+    means = (mean_contexts(each, IDS.tolist()) for each in (changed, model))
+    for mean, other in zip(*means, strict=True):
+        np.testing.assert_allclose(mean, other, atol=1e-5)
 
 
 def test_a_module_that_is_replaced_is_found_again():
