@@ -5,18 +5,8 @@ import { run, state, textName, update } from "./state.js";
 import { defineColours, fillTag, kindOf, shownName } from "./names.js";
 import { clearestView } from "./finding.js";
 
-let known = new Set(); // the names that heads of the run have at the last step
-let hasOutlined = false; // whether a name does not hold on the text, at any step
-
-/** Notes which names the legend has room for at each step. */
-export function readNames() {
-  known = new Set(run.frames.at(-1).heads.names.map((n) => run.names[n].key));
-  hasOutlined = run.frames.some(({ heads }) => heads.hollow.includes(true));
-}
-
 export function buildLegend() {
   defineColours(run);
-  readNames();
   for (const { key, letter, title, meaning } of run.names.filter((name) => name.letter)) {
     const tag = make("span");
     fillTag(tag, { key, letter });
@@ -40,15 +30,14 @@ const chooseName = (key) =>
 export function drawLegend() {
   $("subject").replaceChildren(...sentence(run.frames[state.frame].heads.subject));
   const names = Array.from({ length: run.count }, (_, index) => shownName(index));
-  $("hollow").hidden = !hasOutlined;
-  const isOutlined = names.some((name) => name?.hollow);
-  $("hollow").style.visibility = isOutlined ? "" : "hidden"; // the same place at all steps
+  $("hollow").hidden = !names.some((name) => name?.hollow);
+  const last = new Set(run.frames.at(-1).heads.names.map((n) => run.names[n].key));
   for (const button of $("names").querySelectorAll("button")) {
     const { name } = button.dataset;
     const count = names.filter((one) => one?.key === name).length;
     const isShown = count > 0 || state.name === name;
     // Those of the last step keep their places, so that little moves while the page plays.
-    button.hidden = !known.has(name) && !isShown;
+    button.hidden = !last.has(name) && !isShown;
     button.style.visibility = isShown ? "" : "hidden";
     button.lastChild.textContent = `${kindOf(name).title}${count === 1 ? "" : "s"} ${count}`;
     button.setAttribute("aria-pressed", state.name === name);

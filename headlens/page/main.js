@@ -18,7 +18,7 @@ import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";
 import { keepLink, readLink, restore } from "./link.js";
 import { buildChoices, buildControls, showControls } from "./controls.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
-import { buildLegend, drawLegend, readNames } from "./legend.js";
+import { buildLegend, drawLegend } from "./legend.js";
 import { drawFinding, openingView } from "./finding.js";
 import { buildStory, drawStory, openingStory } from "./story.js";
 import { drawGroups, drawRemoved } from "./removed.js";
@@ -161,7 +161,6 @@ async function start() {
 /** Builds what depends on the steps of the run, after a page that follows a run has new ones. */
 function buildAgain() {
   window.lens.runs = [run];
-  readNames();
   buildCharts();
   buildTimeline();
   buildStory();

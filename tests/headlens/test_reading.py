@@ -1,7 +1,5 @@
 """Typed texts: attention and predictions are those of the model, also with heads switched off."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -76,9 +74,9 @@ def test_a_reading_is_what_the_model_does(kind):
 def test_heads_that_are_off_are_those_of_a_snapshot_without_them(kind):
     model, tokenizer = model_and_tokenizer(kind)
     prompts, group = prompts_of(tokenizer), [divmod(index, 4) for index in OFF]
-    run, token_bytes = functools.partial(capture, model), lens_tokenizer(tokenizer).token_bytes
+    token_bytes = lens_tokenizer(tokenizer).token_bytes
     groups, offsets = {"induction": group}, np.full((3, 4), 2)
-    found = record_without(run, model, prompts, groups, offsets, token_bytes)["induction"]
+    found = record_without(model, prompts, groups, offsets, token_bytes)["induction"]
     reader = reader_of(model, tokenizer)
     usual = reader.read(TEXT)
     without = reader.read(TEXT, off=OFF)
