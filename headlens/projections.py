@@ -162,12 +162,8 @@ def _projection(
         shape = attention.output.shape  # of nothing, if no module was running
         writes = [call for call in attention.inside() if call.output.shape == shape]
         found = [call for call in writes if is_projection(call)]
-        # Numbers of the contexts in another order: of heads that are not beside each other.
-        orders = [
-            each.float().sort(-1).values
-            for each in (*(call.given for call in found[-1:]), contexts)
-        ]
-        if not found or is_close(*orders):
+        # The contexts in another order, of heads that are not beside each other, are not supported.
+        if not found or is_close(_sorted(found[-1].given), _sorted(contexts)):
             return None
     call = found[-1]  # one around others, such as LoRA's, ends last
     return Projection(
@@ -228,6 +224,10 @@ def _share(change: Tensor, wrote: Tensor, other: Tensor | None, like: Tensor) ->
         return None
     factor = float(found[0])
     return 1.0 if abs(factor - 1) < 8 * eps else factor
+
+
+def _sorted(numbers: Tensor) -> Tensor:
+    return numbers.float().sort(-1).values
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
