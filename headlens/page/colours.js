@@ -33,9 +33,9 @@ export const WEIGHTS = Float64Array.from({ length: 256 }, (_, code) => (code / 2
 export const dark = matchMedia("(prefers-color-scheme: dark)");
 export const colours = {}; // colours of the current theme, for canvases
 
-/** Reads the colours of the theme. */
-export function readTheme() {
-  const { theme } = state;
+/** Reads the colours of the theme. isPrinted: dark ink on light paper. */
+export function readTheme(isPrinted = false) {
+  const theme = isPrinted ? "light" : state.theme;
   const isDark = theme === "auto" ? dark.matches : theme === "dark";
   document.documentElement.style.colorScheme = theme === "auto" ? "" : theme;
   document.documentElement.dataset.theme = isDark ? "dark" : "light";

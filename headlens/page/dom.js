@@ -38,6 +38,12 @@ export function showMessage(text) {
   messageTimer = setTimeout(() => ($("message").hidden = true), 6000);
 }
 
+export let isPrinted = false;
+
+export function setPrinted(printed) {
+  isPrinted = printed;
+}
+
 /** Clears a canvas and resizes it to the resolution of the screen. Returns a context in CSS pixels. */
 export function prepareCanvas(canvas, width, height) {
   const ratio = devicePixelRatio || 1;
@@ -51,6 +57,8 @@ export function prepareCanvas(canvas, width, height) {
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
+  // Chromium prints a canvas that was cleared as opaque, over the canvas below, unless it was read.
+  if (isPrinted) canvas.toDataURL();
   return context;
 }
 

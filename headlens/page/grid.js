@@ -242,8 +242,7 @@ export function layOut(force = false) {
   if (low >= (compact ? 10 : 24)) tile = Math.min(tile, low); // the whole grid on one screen
   if (compact && !state.sort) wide ||= width - margin - run.heads * (tile + gap) - labels >= 240;
   $("app").classList.toggle("wide", wide);
-  if (wide) $("all").append($("groups"));
-  else $("charts-title").before($("groups")); // in one column: after the enlarged head
+  placeGroups(wide);
   if (state.sort) tile = Math.max(62, Math.min(tile, 92));
   tile = clamp(tile, compact ? 6 : 24, 150); // large enough for a finger; the grid can scroll
   const exact = (Math.floor((tile * devicePixelRatio) / A.T) * A.T) / devicePixelRatio;
@@ -260,6 +259,25 @@ export function layOut(force = false) {
   $("app").classList.toggle("tall", rows * (tile + (state.sort ? 22 : gap)) > below);
   $("grid").style.width = state.sort && wide ? `${room}px` : "";
   measureSide();
+}
+
+/** Places the table of removed heads below the grid or, in one column and on paper, after the enlarged
+ * head. */
+function placeGroups(isBelowGrid) {
+  if (isBelowGrid) $("all").append($("groups"));
+  else $("charts-title").before($("groups"));
+}
+
+const PAPER = 940; // pixels: height of a page of paper, A4 or Letter, without margins
+
+/** Arranges the page for paper: the grid and the enlarged heatmap fit on one page. */
+export function fitPaper(isPrinted) {
+  placeGroups(!isPrinted && $("app").classList.contains("wide"));
+  const high = (...ids) => ids.reduce((sum, id) => sum + $(id).offsetHeight, 0);
+  const maps = high("grid") + $("map").parentElement.offsetHeight;
+  const rest = high("bar", "subject", "how", "names", "what", "finding") + 120; // headings and gaps
+  const scale = clamp((PAPER - rest) / maps, 0.4, 1);
+  document.documentElement.style.setProperty("--print", scale);
 }
 
 /** Measures the bar, and where the shorter column stays while the page scrolls: below the bar or, if it

@@ -1,13 +1,13 @@
 /* Builds and draws the page. No other module imports this module. */
 
-import { $ } from "./dom.js";
+import { $, setPrinted } from "./dom.js";
 import { decode, prefetch, prepare, readData, weight } from "./data.js";
 import {
   draw, hovered, other, otherSide, redraw, run, selected, setRuns, state, update,
 } from "./state.js";
 import { dark, readTheme } from "./colours.js";
 import {
-  buildGrid, drawGrid, layOut, markHovered, measureBar, measureSide, showHovered, setTabStop,
+  buildGrid, drawGrid, fitPaper, layOut, markHovered, measureBar, measureSide, showHovered, setTabStop,
   showDetail,
 } from "./grid.js";
 import { prepareMaps } from "./cells.js";
@@ -71,6 +71,14 @@ function listen() {
     readTheme();
     update();
   });
+  for (const [event, isPrinted] of [["beforeprint", true], ["afterprint", false]]) {
+    addEventListener(event, () => {
+      setPrinted(isPrinted);
+      if (state.view === "all") fitPaper(isPrinted);
+      readTheme(isPrinted);
+      redraw();
+    });
+  }
   new ResizeObserver(() => {
     if (state.view === "story" || !measureSide()) return;
     drawDetail();

@@ -3,7 +3,7 @@
  * is shown and what it is called; this file draws it. */
 
 import { clamp, clip, stepText } from "./text.js";
-import { $, fillSelect, make, prepareCanvas } from "./dom.js";
+import { $, fillSelect, isPrinted, make, prepareCanvas } from "./dom.js";
 import { hasStory, nearestFrame, placeOfHead, run, state, update } from "./state.js";
 import { weight } from "./data.js";
 import { setColour } from "./names.js";
@@ -548,7 +548,7 @@ function storyTarget() {
 }
 
 function startMoving() {
-  const jumps = still.matches || drawn === null;
+  const jumps = still.matches || drawn === null || isPrinted;
   if (jumps) {
     drawn = storyTarget();
     paintStory();

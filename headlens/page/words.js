@@ -82,6 +82,7 @@ export function placeTokens() {
       return node;
     }));
   }
+  document.documentElement.style.setProperty("--text", `${$("text").offsetWidth}px`);
 }
 
 /** Writes the characters after the query token in a paler colour, if the browser can. */

@@ -152,6 +152,9 @@ def test_query_and_key_are_marked_in_different_ways(shown):
     assert {*keys.evaluate_all(style, "textDecorationLine")} == {"none"}
     assert {*queries.evaluate_all(style, "textDecorationLine")} == {"underline"}
     assert {*queries.evaluate_all(style, "outlineStyle")} == {"none"}
+    lens.emulate_media(media="print")
+    assert {*keys.evaluate_all(style, "printColorAdjust")} == {"exact"}
+    lens.emulate_media(media="screen")
     colours = keys.evaluate_all(style, "backgroundColor")
     alphas = [float(re.findall(r"[\d.]+", colour)[3]) for colour in colours[:5]]
     weights = [cell[3] for cell in CELLS[40]]

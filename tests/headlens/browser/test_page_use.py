@@ -287,6 +287,34 @@ def test_page_works_in_a_sandboxed_frame(tmp_path, write, opened):
     pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0][1, 1]), "#map")
 
 
+def test_print_of_the_dark_theme(shown):
+    """Dark on light, with all of the right column, the grid and the enlarged head on one page, and
+    every canvas: each is a separate image, so a canvas over another one must be transparent."""
+    deep = a_run("deep", 12, 12)
+    lens = shown(deep, fragment="#head=1.1&theme=dark", viewport={"width": 1400, "height": 500})
+    inside = "node => node.scrollHeight - node.clientHeight"
+    height = "node => node.getBoundingClientRect().height"
+    assert lens.locator("#side").evaluate(inside) > 100
+    dark, grid = pages.tint(lens), lens.locator("#grid").evaluate(height)
+    count = lens.locator("canvas").locator("visible=true").count()
+    printed = lens.pdf(format="A4")
+    # The transparency of an image is another image. Full Chromium also writes /SMask /None.
+    masks = len(re.findall(rb"/SMask \d+ 0 R", printed))
+    assert masks > 0
+    assert printed.count(b"/Subtype /Image") - masks >= count
+    lens.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    assert min(pages.tint(lens)) > max(dark)
+    lens.emulate_media(media="print")
+    lens.set_viewport_size({"width": 718, "height": 1046})  # A4 with margins of 1 cm
+    assert lens.locator("#side").evaluate(inside) <= 1
+    assert lens.locator("#play").is_hidden()
+    bottom = "node => node.getBoundingClientRect().bottom + scrollY"
+    assert lens.locator("#map").evaluate(bottom) < 1046
+    assert lens.locator("#grid").evaluate(height) > 0.4 * grid
+    lens.evaluate("() => dispatchEvent(new Event('afterprint'))")
+    assert pages.tint(lens) == dark
+
+
 def test_hostile_text_stays_text(shown):
     tokens = [HOSTILE, "\u202ertl", "\x00\x1b", "\u2028", "", "x" * 300, "<0xE2>", "😀"]
     prompts = (pages.prompt(HOSTILE, tokens), PROMPTS[2])
