@@ -99,7 +99,7 @@ class Lens:
         self.config = config or LensConfig()
         self.tokenizer = tokens = lens_tokenizer(tokenizer)
         self.max_steps, self.folder = max_steps, Path(folder)
-        self.run_name = run_name or self.folder.resolve().parent.name
+        self.run_name = run_name
         self.has_page = has_page
         if not isinstance(text, str | Tensor | None):
             raise TypeError(f"text: {type(text).__name__} is not a str; use Path.read_text()")
@@ -184,7 +184,8 @@ class Lens:
             _remove_from(self.folder, step)
             self.history = History(self.folder / "statistics.jsonl", step)
         rows = self.history.rows if self.history else []  # with those before the run was resumed
-        data = self._record(model, step, rows[-1] if rows else None)
+        run_name = self.run_name or self.folder.resolve().parent.name
+        data = self._record(model, step, run_name, rows[-1] if rows else None)
         if not (write and self.history):
             return None
         self.history.add(data.row)
@@ -209,7 +210,7 @@ class Lens:
             is_power = len(rows) & (len(rows) - 1) == 0  # 1, 2, 4, 8, ... rows
             if self.has_page and (step >= self.max_steps or is_power):
                 path = self.folder / "page.html"
-                page = folder_page(self.folder, self.run_name, curves())
+                page = folder_page(self.folder, run_name, curves())
                 atomic_write(path, page.encode())
                 snapshot.pages = {"attention/page": path}
         self.skipped.discard(step)
@@ -223,21 +224,25 @@ class Lens:
         ablate: Ablate | None = None,
         before: Row | None = None,
     ) -> tuple[SnapshotData, list[str]]:
-        """Returns the data of one step, and `most_significant_heads` or a line without a name.
-        Writes no files.
+        """Returns the data of one step, and lines about it: `most_significant_heads`, or that no
+        head has a name, and whether the maps are verified. Writes no files.
+
         ablate: as in `snapshot`. before: data.row of an earlier step of the same training, whose
         names heads keep if they are still nearly clear.
         """
-        data = self._record(model, step, before)
+        data = self._record(
+            model, step, self.run_name or type(unwrapped(model)).__name__, before
+        )
         self._finish(model, data, [], ablate)
-        return data, self.most_significant_heads() or [counts_of_names(self.table)]
+        lines = self.most_significant_heads() or [counts_of_names(self.table)]
+        return data, [*lines, data.proof]
 
-    def _record(self, model: Any, step: int, before: Row | None = None) -> SnapshotData:
+    def _record(self, model: Any, step: int, run_name: str, before: Row | None) -> SnapshotData:
         """Returns the data of a step. before: as for `record`."""
         run = functools.partial(capture, model)
         run_text = functools.partial(run, logits=False)
         on_text = TextRecorder(self.text).run(run_text) if self.text else None
-        run_name, token_bytes = self.run_name, self.tokenizer.token_bytes
+        token_bytes = self.tokenizer.token_bytes
         return record(run, self.prompts, step, on_text, run_name, token_bytes, before)
 
     def _finish(

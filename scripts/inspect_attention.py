@@ -130,8 +130,6 @@ def inspect(
     of_step = f", step {step}" if step else ""  # of a foreign model it is not known
     print(sanitize(f"{path}{of_step}: clearest heads"))
     print(*(f"  {line}" for line in lines), sep="\n")
-    if proof := frames[-1].proof:
-        print(sanitize(proof))
     if settings.ablation:
         print("largest increases of the loss:")
         print(*(f"  {line}" for line in lens.most_important_heads()), sep="\n")
