@@ -18,6 +18,7 @@ from clearhead.run import lens_runner
 from clearhead.tokens.windows import IGNORED, WindowDataset
 from headlens import head_removal, read_snapshot
 from headlens.ablation import COLUMNS
+from headlens.ablation import mean_contexts as head_means
 from train import fit
 
 HEADS = [(layer, head) for layer in (0, 1) for head in range(4)]
@@ -94,6 +95,19 @@ def mean_contexts(model):
 
     run_with_hooks(model, record)
     return means
+
+
+def test_mean_contexts_are_those_of_all_tokens():
+    texts = [IDS[0, :4].tolist(), IDS[1].tolist()]
+    model, seen = trained("llama"), {0: [], 1: []}
+    for text in texts:
+        with_changed_inputs(
+            projections_of(model),
+            lambda layer, context: seen[layer].append(context[0]) or context,
+            lambda text=text: logits_of(model, torch.tensor([text])),
+        )
+    for layer, found in enumerate(head_means(model, texts)):
+        torch.testing.assert_close(found.flatten(), torch.cat(seen[layer]).mean(0))
 
 
 def mixed(model, heads, part):
