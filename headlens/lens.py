@@ -230,9 +230,7 @@ class Lens:
         ablate: as in `snapshot`. before: data.row of an earlier step of the same training, whose
         names heads keep if they are still nearly clear.
         """
-        data = self._record(
-            model, step, self.run_name or type(unwrapped(model)).__name__, before
-        )
+        data = self._record(model, step, self.run_name or type(unwrapped(model)).__name__, before)
         self._finish(model, data, [], ablate)
         lines = self.most_significant_heads() or [counts_of_names(self.table)]
         return data, [*lines, data.proof]

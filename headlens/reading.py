@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .ablation import Head, edited_contexts, mean_contexts, removal
-from .capturing import Captured, LayerAttention, Visit, capture, output_projections, unwrapped
+from .ablation import Head, edited_contexts, known_projections, mean_contexts, removal
+from .capturing import Captured, LayerAttention, Visit, capture, unwrapped
 from .history import json_values
 from .parts import ScoreParts, score_parts
-from .projections import Projection
 from .prompts import MAX_SHOWN, Prompt, labels_of, make_prompt, signs_of, texts_of, token_texts
 from .recording import Recorder, predict, scaled
 from .snapshot_data import stack_layers
@@ -65,7 +64,7 @@ class Reading:
 
 
 class Reader:
-    """Reads texts with a model that `capture` supports, without attention=.
+    """Reads texts with a model that `capture` supports.
 
     tokenizer: see lens_tokenizer. prompts: token ids of the texts over which the context vector of
     a head that is off is the mean. limit: maximum number of tokens of a text; MOST if it is larger.
@@ -161,7 +160,9 @@ class Reader:
         """Switches heads off while the model runs."""
         if not off:
             return contextlib.nullcontext()
-        return edited_contexts(self._projections, removal(self._heads(off), self._means))
+        return edited_contexts(
+            known_projections(self.model), removal(self._heads(off), self._means)
+        )
 
     def _heads(self, off: Collection[int]) -> list[Head]:
         """Returns (layer, head) of each head that is off."""
@@ -171,12 +172,6 @@ class Reader:
             if not 0 <= index < count:
                 raise ValueError(f"head {index}; the model has heads 0 to {count - 1}")
         return [divmod(index, heads) for index in off]
-
-    @property
-    def _projections(self) -> list[Projection]:
-        if not (found := output_projections(self.model)):
-            raise ValueError("heads of this architecture cannot be switched off")
-        return found
 
     @functools.cached_property
     def _means(self) -> list[Tensor]:
