@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         write_snapshot,
     )
     from .statistics import STATISTICS
-    from .tokens import lens_tokenizer
+    from .tokens import LensTokenizer, lens_tokenizer
 
 # {name: file}, read from the imports above, which only type checkers run: torch takes seconds to
 # import, so a file is imported when one of its names is used.

@@ -1,4 +1,4 @@
-"""What a head is good for: the change of the loss when the head is removed (mean ablation).
+"""The change of the loss when a head is removed (mean ablation).
 
     head_removal(model, windows)["heads"]  # for each head: layer, head, loss_change and its error
 
@@ -20,7 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .capturing import Visit, arguments_of, capture, output_projections, unchanged, unwrapped
+from .capturing import (
+    Visit,
+    arguments_of,
+    capture,
+    inputs_of,
+    output_projections,
+    unchanged,
+    unwrapped,
+)
 from .projections import Projection, device_of
 from .proof import first_tensor
 
@@ -69,13 +77,15 @@ def head_removal(
     """
     model = unwrapped(model)
     projections, device, groups = known_projections(model), device_of(model), groups or {}
-    ids = torch.as_tensor(windows, device=device)  # (B, T)
+    ids, _ = inputs_of(model, windows, None)  # (B, T)
     targets = F.pad(ids[:, 1:], (0, 1), value=-1) if targets is None else targets.to(device)
     size = max(1, TOKENS_AT_ONCE // ids.shape[1])
     batches = [*zip(ids.split(size), targets.split(size), strict=True)]
-    counts = (targets >= 0).sum(1).double().cpu()  # (B,)
+    counts = (targets >= 0).sum(1).cpu().double()  # (B,)
+    if not counts.sum():
+        raise ValueError("windows: no token has a next token; give two or more per window")
     alone = [(layer, head) for layer, of in enumerate(projections) for head in range(of.num_heads)]
-    removed = [[head] for head in alone] + [list(group) for group in groups.values()]
+    removed = [[head] for head in alone] + [[*dict.fromkeys(group)] for group in groups.values()]
     check_heads(itertools.chain(*removed), projections)
 
     def run(edit: Edit) -> tuple[Tensor, float | None]:
@@ -139,7 +149,7 @@ def _losses(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[Tensor, int
     logits = first_tensor(model(**arguments_of(model, ids)))  # (B, T, V)
     losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     correct = int((logits.argmax(-1) == targets).sum())
-    return losses.double().view_as(targets).sum(1).cpu(), correct
+    return losses.cpu().double().view_as(targets).sum(1), correct
 
 
 def _slopes(
@@ -159,7 +169,7 @@ def _slopes(
         gradients = torch.autograd.grad(_losses(model, *batch)[0].sum(), contexts)
     moves = (mean[:, None] - c.detach().float() for mean, c in zip(means, contexts, strict=True))
     slopes = [(g.float() * move).sum((2, 3)) for g, move in zip(gradients, moves, strict=True)]
-    return torch.cat(slopes, 1).double().cpu()
+    return torch.cat(slopes, 1).cpu().double()
 
 
 def _adding_to(sums: list[Tensor]) -> Edit:
@@ -191,7 +201,8 @@ def mean_contexts(
 ) -> list[Tensor]:
     """Returns the mean context vector of each head over all tokens of prompts, (H, D) for each
     layer. prompts: their token ids. run: captures the model, by default with `capture`."""
-    projections, run = output_projections(model), run or functools.partial(capture, model)
+    run = run or functools.partial(capture, model, logits=False)
+    projections = known_projections(model)
     sums, tokens = [torch.zeros(())] * len(projections), 0
     with edited_contexts(projections, _adding_to(sums)):
         for token_ids in prompts:  # one by one: padding would be in the mean

@@ -106,7 +106,7 @@ def _layers(weights: Tensor, num_tokens: int, has_sink: bool) -> Tensor:
         raise ValueError(f"rows of weights sum to {lowest:.3g} to {highest:.3g}, not 1: {advice}")
     if weights.triu(1).max() > 1e-6:
         raise ValueError("weights attend to future tokens: the lens shows causal attention")
-    return weights
+    return weights if has_sink else weights / weights.sum(-1, keepdim=True)  # without rounding
 
 
 def _tensor(weights: Any) -> Tensor:
@@ -114,6 +114,8 @@ def _tensor(weights: Any) -> Tensor:
         return _stacked([_tensor(layer) for layer in weights], "layers")
     if isinstance(weights, Tensor):
         return weights.detach().float().cpu()
+    if weights is None:
+        raise ValueError("weights: None; transformers returns none with sdpa: use capture")
     try:
         return torch.from_numpy(np.array(weights, np.float32))
     except (TypeError, ValueError):

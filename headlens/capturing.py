@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from .observing import AttentionCall, Receive, observe
 from .projections import Projection, device_of, found_projections
-from .proof import Proof, first_tensor, prove
+from .proof import Proof, first_tensor, prove, without_edits
 
 
 @dataclass
@@ -43,7 +43,6 @@ class LayerAttention:
     # stream per unit of weight (Kobayashi et al. 2020, Attention is Not Only a Weight).
     value_norms: Tensor | None = None
     number: int = -1  # of the layer in the model, from 0: hybrids also have layers of other kinds
-    module: nn.Module | None = None  # that computes it, where it is known
     values: Tensor | None = None  # (B, G, T, D), where G divides H, before the output projection
 
 
@@ -71,35 +70,33 @@ def capture(
     """Runs a model on token ids, (B, T) or (T,), and returns the attention of its layers.
 
     visit(n, LayerAttention) is called for the layers with attention, n = 0, 1, ..., while the model
-    runs, and nothing is kept: the weights of one layer are in memory at a time. The weights of all
-    layers of GPT-2 small at 1,024 tokens are 576 MiB.
+    runs, and nothing is kept: without padding, the weights of one layer are in memory at a time.
+    The weights of all layers of GPT-2 small at 1,024 tokens are 576 MiB.
 
     logits: False saves the time of the output layer, where the model can do without.
 
-    attention_mask: 0 at padding, (B, T). input_ids may also be what a
-    tokenizer of transformers returns, a dict with both. The model reads each text without padding.
+    attention_mask: 0 at padding, (B, T). input_ids may also be what a tokenizer of transformers
+    returns, a dict with both. The model reads each text without padding.
 
     DistributedDataParallel and torch.compile are unwrapped, and the model runs without compilation.
     With FSDP, all ranks must call it; only our GPT gathers its parameters.
 
     Raises ValueError for a model without causal attention, for weights that are not those that the
     model computes with (proof.py), and for token ids or positions that the model does not have.
+    Raises TypeError for what is no token ids, and for a model that needs more than these.
     """
     model = unwrapped(model)
-    ids, mask = _inputs(model, input_ids, attention_mask)
+    ids, mask = inputs_of(model, input_ids, attention_mask)
     if mask is not None:
         rows = zip(ids, mask, strict=True)
         return _padded([capture(model, row[own], logits=logits) for row, own in rows], mask, visit)
-    _check_ids(ids, model)
     projections = [] if hasattr(model, "capture_attention") else output_projections(model)
     result, count = Captured(), 0
 
     def receive(call: AttentionCall) -> None:
         nonlocal count
         norms = projections[count].value_norms(call.values) if projections else call.value_norms
-        attended = LayerAttention(
-            call.weights, call.scores, norms, call.number, call.module, call.values
-        )
+        attended = LayerAttention(call.weights, call.scores, norms, call.number, call.values)
         if visit:
             with torch.autocast(ids.device.type, enabled=False):
                 visit(count, attended)
@@ -154,6 +151,8 @@ def _proof(model: Any, ids: Tensor) -> Proof | None:
     def run(receive: Receive) -> Any:
         try:
             return _run(model, ids, receive)[0]
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
             name, reason = type(model).__name__, f"{type(error).__name__}: {error}".splitlines()[0]
             raise TypeError(f"{name} does not run on token ids alone ({reason})") from error
@@ -174,27 +173,30 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 _LOCK = threading.RLock()
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 SMALL = 2**16  # numbers of a buffer that is restored if it changes in place
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Runs the model in eval mode, without gradients and compilation. Restores the random state,
-    and the attributes and buffers of its modules: the training mode, and what depends on the texts
-    it has seen, as the frequencies of some rotary positions. Other threads wait: the random state
-    and the switch of the compiler are those of the process."""
+    and the attributes, hooks and small buffers of its modules: the training mode, and what depends
+    on the texts it has seen, as the frequencies of some rotary positions. Other threads wait: the
+    random state and the switch of the compiler are those of the process."""
     with _LOCK:
         devices = [device] if device.type == "cuda" else []
-        eager = contextlib.nullcontext()
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and its import takes seconds
-            eager = torch.compiler.set_stance("force_eager")
         before = [(each, {**vars(each)}, {**each._buffers}) for each in model.modules()]
+        hooks = [vars(each)[name] for each, *_ in before for name in HOOKS]
+        registered = [{**each} for each in hooks]  # transformers adds some that record outputs
         buffers = [buffer for *_, own in before for buffer in own.values() if buffer is not None]
         small = [each for each in buffers if each.numel() <= SMALL and not each.is_inference()]
         copies = [(buffer, buffer._version, buffer.clone()) for buffer in small]
         try:
             model.eval()
-            with torch.no_grad(), torch.random.fork_rng(devices), eager:
+            with torch.no_grad(), torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
+                # Else nothing is compiled, and the import of the compiler takes seconds.
+                if "torch._dynamo" in sys.modules:
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
                 yield
         finally:
             for module, attributes, own in before:
@@ -203,6 +205,9 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
                 vars(module).update(attributes)
                 module._buffers.clear()
                 module._buffers.update(own)
+            for now, own in zip(hooks, registered, strict=True):
+                now.clear()
+                now.update(own)
             for buffer, version, copy in copies:
                 if buffer._version != version:
                     with torch.no_grad():
@@ -250,31 +255,37 @@ def output_projections(model: nn.Module) -> list[Projection]:
     """Returns the output projection of each layer with attention, in the order in which they run.
     Empty for a model that `capture` does not support, or if that of a layer is not found.
 
-    Runs the model once, and again when its modules, their device or their type are others.
+    Runs the model once, and again when its modules or weights have changed.
     """
-    device, like = device_of(model), next(model.parameters(), None)
-    state = [device, like is not None and like.dtype, *map(id, model.modules())]
-    if model not in _KNOWN or _KNOWN[model][0] != state:
-        run = functools.partial(_run, model, all_logits=False)
-        try:
-            with unchanged(model, device), torch.autocast(device.type, enabled=False):
-                found = found_projections(model, run)
-        except Exception:  # not supported; the run that the caller wants says why
-            found = []
+    weights = [p for p in model.parameters() if not (p.is_meta or p.is_inference())]
+    # With other weights, a learned factor of the residual stream is another one.
+    state = [*((p.device, p.dtype, p._version) for p in weights), *map(id, model.modules())]
+    if model in _KNOWN and _KNOWN[model][0] == state:
+        return _KNOWN[model][1]
+    run, device = functools.partial(_run, model, all_logits=False), device_of(model)
+    try:
+        with (
+            without_edits(model),
+            unchanged(model, device),
+            torch.autocast(device.type, enabled=False),
+        ):
+            found = found_projections(model, run)
+    except Exception:  # not supported; the run that the caller wants says why
+        return []
+    if found:
         _KNOWN[model] = state, found
-    return _KNOWN[model][1]
+    return found
 
 
-def _inputs(model: nn.Module, input_ids: Any, mask: Any) -> tuple[Tensor, Tensor | None]:
+def inputs_of(model: nn.Module, input_ids: Any, mask: Any) -> tuple[Tensor, Tensor | None]:
     """Returns token ids (B, T) on the device of the model, and which are not padding, (B, T), or
-    None. Raises ValueError and TypeError for what is no token ids."""
+    None. Raises ValueError and TypeError for what is no token ids of the model."""
     if isinstance(input_ids, Mapping):  # what a tokenizer of transformers returns
         mask = input_ids.get("attention_mask") if mask is None else mask
         input_ids = input_ids["input_ids"]
-    device = device_of(model)
     try:
-        ids = torch.atleast_2d(torch.as_tensor(input_ids, device=device))
-        mask = None if mask is None else torch.atleast_2d(torch.as_tensor(mask, device=device)) > 0
+        ids = torch.atleast_2d(torch.as_tensor(input_ids))
+        mask = None if mask is None else torch.atleast_2d(torch.as_tensor(mask)) > 0
     except (TypeError, ValueError, RuntimeError):  # strings, rows of several lengths
         given = f"{type(input_ids).__name__}, which is no tensor of numbers"
         advice = "give token ids, (B, T) or (T,): tokenizer(text).input_ids"
@@ -287,7 +298,10 @@ def _inputs(model: nn.Module, input_ids: Any, mask: Any) -> tuple[Tensor, Tensor
         raise ValueError(f"input_ids: shape {tuple(ids.shape)}; (B, T) or (T,) is expected")
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"attention_mask: shape {(*mask.shape,)}, but input_ids {(*ids.shape,)}")
-    return ids, None if mask is None or mask.all() else mask
+    if mask is None or mask.all():
+        _check_ids(ids, model)  # before they are on a GPU, where the answer takes time
+        return ids.to(device_of(model)), None
+    return ids, mask
 
 
 def _padded(texts: Sequence[Captured], mask: Tensor, visit: Visit | None) -> Captured:
@@ -314,7 +328,6 @@ def _padded(texts: Sequence[Captured], mask: Tensor, visit: Visit | None) -> Cap
             placed([each.scores for each in layers], (2, 3), float("-inf")),
             placed([each.value_norms for each in layers], (2,), 0.0),
             layers[0].number,
-            layers[0].module,
         )
         if visit:
             visit(n, joined)

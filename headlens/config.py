@@ -34,6 +34,8 @@ class LensConfig:
         """Raises ValueError for values that make no sense."""
         if isinstance(self.prompts, str):
             raise ValueError(f"prompts={self.prompts!r}: is not a list; write [prompt]")
+        if self.ablation not in ("auto", "exact", "off"):
+            raise ValueError(f"ablation={self.ablation!r}: must be auto, exact or off")
         if self.repeat_length == 1:
             raise ValueError("repeat_length=1: must be 0 or at least 2")
         for prompt in self.prompts or []:

@@ -108,11 +108,11 @@ class _Functions(TorchFunctionMode):
                 dim = args[1] if args[1:] else kwargs.get("dim")
                 self.scores = given if dim in (-1, given.dim() - 1) else None
                 self.shares, self.weights = output, [output]
-        elif func in MINUS and getattr(args[1], "shape", (0,))[-1:] == (1,):
+        elif func in MINUS and getattr([*args, *kwargs.values()][1], "shape", (0,))[-1:] == (1,):
             self.moved = output, args[0]
         elif self.weights:
             if func in PRODUCTS:
-                self._product(func, args, output)
+                self._product(func, (*args, *kwargs.values()), output)
             if isinstance(output, Tensor) and any(self._is_weights(each) for each in args):
                 self.weights.append(output)  # in another type, without a sink, after dropout
         return output
@@ -151,7 +151,7 @@ class _Functions(TorchFunctionMode):
         device, dtype = query.device.type, query.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        if attn_mask is not None and attn_mask.dim() == 3:
+        if attn_mask is not None and attn_mask.dim() == query.dim() == 3:
             attn_mask = self._by_head(attn_mask.expand(len(query), -1, -1))
         with torch.autocast(device, enabled=False):
             query, key, value = (self._by_head(_wide(t.to(dtype))) for t in (query, key, value))

@@ -56,6 +56,10 @@ class ScoreParts:
         return [[int(i), int(j), float(self.values[i, j])] for i, j in pairs]
 
 
+class _Stop(Exception):
+    """Ends a run of the model after the layer whose scores are asked for."""
+
+
 class _Refused(ValueError):
     """A reason why the scores of a model have no exact parts."""
 
@@ -117,14 +121,19 @@ class _Run:
 
         def visit(layer: int, attention: LayerAttention) -> None:
             self.numbers.append(attention.number)
-            if layer == self.layer and attention.scores is not None:
-                self.scores = attention.scores[0]
+            if layer == self.layer:
+                self.scores = None if attention.scores is None else attention.scores[0]
+                raise _Stop
 
         def keep(_: int, context: Tensor) -> Tensor:
             self.contexts.append(context[0].float())
             return context
 
-        with edited_contexts(self.projections, keep), hooked(self.model, self._enter, self._leave):
+        with (
+            contextlib.suppress(_Stop),
+            edited_contexts(self.projections, keep),
+            hooked(self.model, self._enter, self._leave),
+        ):
             capture(self.model, ids, visit, logits=False)
 
     def _leave(self, module: nn.Module, given: tuple, output: Any) -> None:
@@ -275,8 +284,10 @@ class _Asked(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        query, key, value = args[:3]
-        self.received.append((query, key, (kwargs or {}).get("scale")))
+        return self._receive(*args, **(kwargs or {}))
+
+    def _receive(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Any:
+        self.received.append((query, key, options.get("scale")))
         return value.new_zeros(*query.shape[:-1], value.shape[-1])
 
 

@@ -162,7 +162,7 @@ def _projection(
         shape = attention.output.shape  # of nothing, if no module was running
         writes = [call for call in attention.inside() if call.output.shape == shape]
         found = [call for call in writes if is_projection(call)]
-        # The contexts in another order, of heads that are not beside each other, are not supported.
+        # Contexts in another order, of heads that are not next to each other, are not supported.
         if not found or is_close(_sorted(found[-1].given), _sorted(contexts)):
             return None
     call = found[-1]  # one around others, such as LoRA's, ends last
@@ -213,9 +213,10 @@ def _factor(attention: _Call, projection: _Call) -> float | None:
 
 def _share(change: Tensor, wrote: Tensor, other: Tensor | None, like: Tensor) -> float | None:
     """Returns a, where a change is a wrote, or a wrote + b other; None if it is not."""
-    size = like.float().norm(dim=-1, keepdim=True)  # some tokens are much larger than others
+    # Some tokens are much larger than others; a padding token may be 0.
+    size = like.float().norm(dim=-1, keepdim=True).clamp(min=1e-30)
     parts = [part for part in (change, wrote, other) if part is not None]
-    target, *columns = ((part.float() / size).flatten().double().cpu() for part in parts)
+    target, *columns = ((part.float() / size).flatten().cpu().double() for part in parts)
     matrix = torch.stack(columns, -1)
     found = torch.linalg.lstsq(matrix, target).solution
     rest, own = (matrix @ found - target).norm(), (columns[0] * found[0]).norm()

@@ -98,7 +98,7 @@ class Reader:
         prompt, before = self._prompt(text, ids), self.tokenizer.prefix
         recorder = Recorder(prompt)
         self.check()
-        with self._without(off):
+        with self._without([*off]):
             logits = self._capture(prompt.token_ids, lambda _, of: recorder.add(of, row=0)).logits
         if logits is None:
             raise ValueError("the model predicts no tokens")

@@ -49,8 +49,9 @@ def lens_tokenizer(tokenizer: Any) -> LensTokenizer:
             frozenset(tokenizer.encode_single_token(s) for s in tokenizer.special_tokens_set),
         )
     if not hasattr(tokenizer, "backend_tokenizer"):
-        reason = "is not like tiktoken's and not a fast tokenizer of transformers"
-        raise TypeError(f"tokenizer: {type(tokenizer).__name__} {reason}; pass one of these")
+        reason = "is neither like tiktoken's nor a fast tokenizer of transformers"
+        name = type(tokenizer).__name__
+        raise TypeError(f"tokenizer: {name} {reason}; pass one of these, or a LensTokenizer")
     bos = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), 0)
     before = tokenizer("a").input_ids
     own = tokenizer("a", add_special_tokens=False).input_ids

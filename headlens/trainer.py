@@ -78,21 +78,26 @@ class LensCallback(TrainerCallback):
             self._snapshot(model, state)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if not (self.lens and self.lens.due(state.global_step)):
+        if self.lens and state.global_step < self.lens.max_steps:
+            self._try(kwargs["model"], state)
+
+    def _try(self, model: nn.Module, state: TrainerState) -> None:
+        assert self.lens
+        if not self.lens.due(state.global_step):
             return
         try:
-            self._snapshot(kwargs["model"], state)
+            self._snapshot(model, state)
         except Exception as error:  # such as a full disk; the training continues
             line = f"{type(error).__name__}: {error}".splitlines()[0]
             what = f"lens: the snapshot of step {state.global_step} failed"
             print(f"{what} ({line})", file=sys.stderr)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Takes the last snapshot of a training that was stopped early. Trainer logs its run time
-        after the last step, and before it loads the best model again."""
+        """Takes the last snapshot, also of a training that was stopped early. Trainer logs its run
+        time after the last loss, and before it loads the best model again."""
         if self.lens and "train_runtime" in kwargs["logs"]:
             self.lens.max_steps = state.global_step
-            self.on_step_end(args, state, control, **kwargs)
+            self._try(kwargs["model"], state)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Prints the names of heads and where the page is."""

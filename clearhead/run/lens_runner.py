@@ -25,7 +25,7 @@ from model import GPT
 MIN_WINDOWS, MAX_WINDOWS = 4, 32
 MIN_TOKENS, MAX_TOKENS = 64, 256
 MANY_WINDOWS = 8  # before they become longer
-SMALL = 5e10  # tokens x parameters of an exact ablation, about one second on a CPU
+SMALL = 5e10  # tokens x parameters of an exact ablation, seconds on a CPU
 EXCERPTS, EXCERPT_TOKENS = 8, 4096  # of a dataset, in which prompts are searched
 
 

@@ -102,7 +102,8 @@ async function startHeads({ runs: found, training, live, token, model }) {
   const [first, second = null] = await Promise.all(runs.slice(0, 2).map(prepare));
   setRuns(first, second);
   window.lens.runs = runs;
-  $("proof").textContent = first.proof;
+  const proofs = [first, second].map((each) => each?.proof);
+  $("proof").textContent = [...new Set(proofs)].filter(Boolean).join(" · ");
   buildGrid();
   buildDetail();
   buildCharts();

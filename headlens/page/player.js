@@ -79,8 +79,8 @@ export function pause() {
   update();
 }
 
-/** Shows a frame, with all heads on. */
-export const showFrame = (frame) => update({ frame, off: "" });
+/** Shows a frame. At another one, all heads are on. */
+export const showFrame = (frame) => update({ frame, off: frame === state.frame ? state.off : "" });
 
 export function goStep(by) {
   pause();

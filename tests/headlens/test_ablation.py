@@ -267,6 +267,19 @@ def test_heads_that_cannot_be_removed_are_refused_with_the_reason():
         head_removal(torch.nn.Linear(3, 3), random_ids())
 
 
+def test_a_head_that_a_group_has_twice_is_removed_once():
+    for estimate in (False, True):
+        groups = {"once": [(0, 1)], "twice": [(0, 1), (0, 1)]}
+        found = head_removal(tiny_model(), random_ids(), groups, estimate=estimate)["groups"]
+        assert found[0]["loss_change"] == found[1]["loss_change"]
+
+
+@pytest.mark.parametrize("windows", [[[0, 10**6]], [[0], [1]], [], [[-1, 1]]])
+def test_windows_without_a_next_token_or_of_another_vocabulary_are_refused(windows):
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        head_removal(tiny_model(), windows)
+
+
 @pytest.mark.parametrize("head", [(7, 0), (0, 4), (0, -1)])
 def test_heads_that_a_model_does_not_have_are_refused(head):
     with pytest.raises(ValueError, match=r"^[^\n]+$"):

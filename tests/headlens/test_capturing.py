@@ -260,6 +260,16 @@ def test_model_and_random_state_are_unchanged_also_after_an_error(number):
         assert_same(before, state(model))
 
 
+def test_hooks_of_a_model_that_records_its_outputs_are_removed():
+    """transformers adds them at the first run, and a mark that they are there."""
+    model = foreign_model("llama", output_hidden_states=True)
+    for _ in range(2):
+        before = state(model)
+        capture(model, IDS)
+        assert_same(before, state(model))
+    assert len(model(IDS).hidden_states) == 4
+
+
 def test_a_longer_text_in_between_does_not_change_a_training():
     """Dynamic rotary positions: their frequencies depend on the longest text so far."""
     outputs = []
@@ -374,17 +384,24 @@ class TinyAttention(nn.Module):
         batch, tokens, _ = x.shape
         split = lambda y: y.view(batch, tokens, self.heads, -1).transpose(1, 2)  # noqa: E731
         q, k, v = map(split, self.joined(x).split(16, -1))
+        hidden = torch.ones(tokens, tokens).triu(1).bool()
+        sdpa = nn.functional.scaled_dot_product_attention
         if self.kind == "sdpa":
-            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.9)
+            y = sdpa(query=q, key=k, value=v, is_causal=True, scale=0.9)
+        elif self.kind == "sdpa with a mask of heads":
+            mask = torch.zeros(self.heads, tokens, tokens).masked_fill(hidden, float("-inf"))
+            y = sdpa(q, k, v, mask, scale=0.9)
         else:
             scores = q @ k.mT * 0.9
-            hidden = torch.ones(tokens, tokens).triu(1).bool()
             scores = scores.masked_fill(hidden, float("-inf"))
             weights = scores.softmax(-1)
             if self.kind == "einsum":
                 y = torch.einsum("bhqk, bhkd -> bhqd", weights, v)
             elif self.kind == "bmm":
-                y = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).view(v.shape)
+                y = torch.bmm(weights.flatten(0, 1), mat2=v.flatten(0, 1)).view(v.shape)
+            elif self.kind == "minus the largest":
+                largest = scores.amax(-1, keepdim=True)
+                y = torch.matmul(torch.sub(scores, other=largest).softmax(-1), other=v)
             elif self.kind == "one by one":
                 y = torch.stack([scores[:, n].softmax(-1) @ v[:, n] for n in range(self.heads)], 1)
             else:
@@ -435,7 +452,10 @@ def expected_weights(attention, x):
     return torch.stack(weights, 1)
 
 
-@pytest.mark.parametrize("kind", ["matmul", "sdpa", "einsum", "bmm", "one by one"])
+KINDS = ["matmul", "sdpa", "sdpa with a mask of heads", "einsum", "bmm", "minus the largest"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "one by one"])
 def test_any_module_whose_attention_torch_shows(kind):
     """Without a function, and with the logits of all tokens."""
     blocks = [lambda: TinyAttention(kind), lambda: TinyGatedDeltaNet(16, 16)] * 2

@@ -137,6 +137,41 @@ def test_a_module_that_is_replaced_is_found_again():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_a_factor_that_is_learned_is_that_of_the_present_weights():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.scale = foreign_model("llama"), nn.Parameter(torch.zeros(()))
+            for block in self.base.model.layers:
+                block.self_attn.register_forward_hook(lambda _, given, y: (y[0] * self.scale, y[1]))
+
+        def forward(self, ids):
+            return self.base(ids).logits
+
+    model = Scaled()
+    capture(model, IDS)
+    with torch.no_grad():
+        model.scale.fill_(2)
+    expected = [2 * layer.value_norms for layer in capture(foreign_model("llama"), IDS).layers]
+    torch.testing.assert_close(capture(model, IDS).layers[0].value_norms, expected[0])
+
+
+def test_a_token_whose_vectors_are_zero():
+    """As of a padding token in a model without biases, whose embedding is 0."""
+    model = foreign_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+    assert [each.factor for each in output_projections(model)] == [1, 1, 1]
+
+
+def test_projections_that_are_not_found_are_searched_again():
+    model = foreign_model("llama")
+    hook = model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: torch.ones(3))
+    assert output_projections(model) == []
+    hook.remove()
+    assert len(output_projections(model)) == 3
+
+
 def test_ours_and_what_is_not_supported():
     model = tiny_model()
     found = [each.module for each in output_projections(model)]

@@ -184,3 +184,6 @@ def test_a_model_that_is_not_finite_is_captured():
     proof = capture(model, IDS).proof
     assert not proof.is_verified
     assert "finite" in proof.sentence
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[0, 0] = 0
+    assert capture(model, IDS).proof.is_verified
