@@ -102,8 +102,9 @@ async function startHeads({ runs: found, training, live, token, model }) {
   const [first, second = null] = await Promise.all(runs.slice(0, 2).map(prepare));
   setRuns(first, second);
   window.lens.runs = runs;
-  const proofs = [first, second].map((each) => each?.proof);
-  $("proof").textContent = [...new Set(proofs)].filter(Boolean).join(" · ");
+  const proofs = [...new Set([first, second].map((each) => each?.proof))].filter(Boolean);
+  $("proof").title = proofs.join("\n"); // how they were verified
+  $("proof").textContent = proofs.map((text) => text.replace(/^(maps verified):.*/, "$1")).join(" · ");
   buildGrid();
   buildDetail();
   buildCharts();
