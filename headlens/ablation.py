@@ -99,13 +99,15 @@ def head_removal(
         sums = [torch.zeros(())] * len(projections)
         losses, whole = run(_adding_to(sums))
         means = [each / ids.numel() for each in sums]
-        slopes = [_slopes(model, projections, means, *b) for b in batches if estimate]
+        slopes = torch.zeros(())  # of the estimate
+        if estimate:
+            slopes = torch.cat([_slopes(model, projections, means, *batch) for batch in batches])
         rows: list[dict] = [{"layer": layer, "head": head} for layer, head in alone]
         rows += [{"name": name, "heads": len(group)} for name, group in groups.items()]
         for number, (row, group) in enumerate(zip(rows, removed, strict=True), start=1):
             if estimate:
                 columns = [alone.index(head) for head in group]
-                without, found = losses + torch.cat(slopes)[:, columns].sum(1), None
+                without, found = losses + slopes[:, columns].sum(1), None
             else:
                 without, found = run(removal(group, means))
             row |= _result(without - losses, counts, found)

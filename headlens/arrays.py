@@ -106,7 +106,7 @@ def _layers(weights: Tensor, num_tokens: int, has_sink: bool) -> Tensor:
         raise ValueError(f"rows of weights sum to {lowest:.3g} to {highest:.3g}, not 1: {advice}")
     if weights.triu(1).max() > 1e-6:
         raise ValueError("weights attend to future tokens: the lens shows causal attention")
-    return weights if has_sink else weights / weights.sum(-1, keepdim=True)  # without rounding
+    return weights if has_sink else weights / weights.sum(-1, keepdim=True)  # bf16 rounds
 
 
 def _tensor(weights: Any) -> Tensor:

@@ -179,7 +179,7 @@ def test_ours_and_what_is_not_supported():
     assert output_projections(nn.Linear(3, 3)) == []
 
 
-def test_heads_that_are_not_beside_each_other_have_no_projection():
+def test_heads_that_are_not_next_to_each_other_have_no_projection():
     """Their columns of the projection are not known."""
 
     class Interleaved(nn.Module):
