@@ -22,6 +22,9 @@ NO_VALUE = ...  # Problem.value if there is none; `...` is the same object in ev
 DEBUG_HINT = "rerun with debug=true to see the traceback"  # for errors that are not ClearheadError
 # For weights, gradients or losses that are NaN or inf.
 DIVERGENCE_HINT = "use a smaller optimizer.lr, more trainer.warmup_steps or trainer.precision=fp32"
+# For such gradients of a finite loss on a GPU. torch prefers cuDNN's attention on H100 and newer
+# GPUs, and its gradients are NaN for some inputs (PyTorch issue 196678).
+CUDNN_HINT = "set TORCH_CUDNN_SDPA_DEPRIORITIZED=1, which avoids the attention of cuDNN"
 MAX_VALUE_CHARS = 300  # characters printed of a key or a value
 MAX_MESSAGE_CHARS = 1000  # characters printed of another library's message
 # Keys of settings whose value must not be printed or logged.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clearhead.checkpoint.format import State
 from clearhead.compute.optimizers import NonFiniteCheck
-from clearhead.errors import DIVERGENCE_HINT, DivergedError, best_effort
+from clearhead.errors import CUDNN_HINT, DIVERGENCE_HINT, DivergedError, best_effort
 from clearhead.output.console import Console
 from clearhead.output.play import PLAY_HTML, write_play_page
 from clearhead.output.report import RUN_HTML, write_run_page
@@ -183,7 +183,11 @@ class Metrics:
             first = state.step - halted + 2 - limit
             limits = f"{limit} consecutive steps"
             reason = f"the loss or gradient has been NaN or inf since step {first} ({limits})"
-            raise DivergedError("optimizer.lr", self.learning_rate, reason, DIVERGENCE_HINT)
+            hint, strategy = DIVERGENCE_HINT, self.strategy
+            may_use_cudnn = strategy.device.type == "cuda" and strategy.precision != "fp32"
+            if may_use_cudnn and all(map(math.isfinite, self.losses()[-1:])):
+                hint = f"{CUDNN_HINT}; otherwise {hint}"
+            raise DivergedError("optimizer.lr", self.learning_rate, reason, hint)
         if state.skipped > before:
             more = state.skipped - before
             which = "skipped" if more == 1 else f"{more} steps were skipped"

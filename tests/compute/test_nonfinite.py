@@ -2,6 +2,7 @@
 
 import math
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +113,27 @@ def test_too_many_skipped_steps_end_the_run_and_keep_the_checkpoint_before_them(
     again = make_run(*settings, "optimizer.lr=1e-5")
     assert again.state.step == 4
     assert again.metrics.nonfinite.read() == Counts(skipped=0, in_a_row=0, halted_for=0)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "loss", "named"),
+    [
+        ("cuda", "bf16", 2.0, True),
+        ("cuda", "bf16", NAN, False),
+        ("cuda", "fp32", 2.0, False),
+        ("cpu", "bf16", 2.0, False),
+    ],
+)
+def test_nan_gradients_of_a_finite_loss_name_cudnn(make_run, device, precision, loss, named):
+    """Only where torch may use its attention: in half precision on a GPU."""
+    run = make_run()
+    uses = {"device": torch.device(device), "precision": precision}
+    run.metrics.strategy = SimpleNamespace(all_reduce_mean=lambda losses: [loss], **uses)
+    for _ in range(10):
+        run.metrics.nonfinite.found_inf(torch.tensor(NAN), torch.tensor(1.0))
+    with refused(DivergedError, "optimizer.lr") as caught:
+        run.metrics.row(run.state, 0.1)
+    assert ("TORCH_CUDNN_SDPA_DEPRIORITIZED=1" in caught.value.hint) == named
 
 
 def test_fp16_overflows_halve_the_scale_and_skip_the_step(make_run):
