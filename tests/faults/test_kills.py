@@ -169,7 +169,7 @@ def test_a_run_with_disk_faults_keeps_its_checkpoints(faults, request, what, fir
     assert "Traceback" not in training.err
     named = re.findall(r"^checkpoint=runs/run/checkpoints/step_(\d+)", training.err, re.MULTILINE)
     if what in INJECTED:
-        assert list(map(int, named)) == list(failed)
+        assert sorted({*map(int, named)}) == list(failed)
     check_all_valid(run)
     if code:
         before = newest_valid_step(run)

@@ -247,8 +247,8 @@ def test_ranks_that_do_not_see_the_run_continue_it(place):
     assert not other.exists()
 
 
-# Signals of one rank, with which all ranks stop after step HALF + 1: before that step, and during
-# the step before, whose checkpoint is written slowly.
+# Signals of one rank, with which all ranks stop after step HALF: before the next step, and during
+# this step, whose checkpoint is written slowly.
 STOPPED = {
     "fsdp": [None, interrupt(("SIGTERM", STEP, HALF + 1))],
     "ddp": [
@@ -268,7 +268,7 @@ def test_a_signal_to_one_rank_stops_all_and_resume_is_bit_exact(place, way):
     special = {"faults": STOPPED[way], "codes": [143, 143]}
     cut, (main, other) = place.ranks(f"cut_{way}", *settings, **special)
     assert other.err == ""
-    assert listing.newest_step(cut) == HALF + 1
+    assert listing.newest_step(cut) == HALF
     check_same_bytes(cut, whole, HALF)
     program, command = printed_command(main.err)
     assert program.endswith("torchrun --nproc_per_node=2")
