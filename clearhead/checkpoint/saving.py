@@ -28,7 +28,7 @@ from clearhead.checkpoint.format import State, Tensors
 from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.tensors import all_finite, collect
 from clearhead.errors import DIVERGENCE_HINT, NO_VALUE, DivergedError, NotSavedError, message_of
-from clearhead.files import fsync, remove, rename
+from clearhead.files import fsync, remove, remove_temporary_files, rename
 from clearhead.parallel.hardware import available_memory
 from clearhead.parallel.strategy import Strategy
 from model import GPT
@@ -159,6 +159,7 @@ class Saver:
         for part in self.folder.glob("*.part"):
             remove(part)
         for folder in listing.list_checkpoints(self.run):
+            remove_temporary_files(folder)
             if listing.step_of(folder) > newest:
                 aside = folder
                 while aside.exists():

@@ -247,10 +247,10 @@ def test_ranks_that_do_not_see_the_run_continue_it(place):
     assert not other.exists()
 
 
-# Signals of one rank, with which all ranks stop after step HALF: before the next step, and during
+# Signals of one rank, with which all ranks stop after step HALF: during its validation, and during
 # this step, whose checkpoint is written slowly.
 STOPPED = {
-    "fsdp": [None, interrupt(("SIGTERM", STEP, HALF + 1))],
+    "fsdp": [None, interrupt(("SIGTERM", "clearhead.run.run.Run.evaluate", 2))],
     "ddp": [
         interrupt(("SIGTERM", "clearhead.parallel.ddp.DDP.update", HALF))
         | {"slow": {"seconds": 0.1}},
@@ -259,7 +259,7 @@ STOPPED = {
 }
 
 
-@pytest.mark.parametrize("way", STRATEGIES if CAMPAIGN else ["ddp"])
+@pytest.mark.parametrize("way", STRATEGIES if CAMPAIGN else ["fsdp"])
 def test_a_signal_to_one_rank_stops_all_and_resume_is_bit_exact(place, way):
     """With dropout, whose random numbers follow from seed, step and rank; by the command that is
     printed."""
@@ -269,6 +269,7 @@ def test_a_signal_to_one_rank_stops_all_and_resume_is_bit_exact(place, way):
     cut, (main, other) = place.ranks(f"cut_{way}", *settings, **special)
     assert other.err == ""
     assert listing.newest_step(cut) == HALF
+    assert rows(cut)[-1]["step"] == (HALF - 1 if way == "fsdp" else HALF)
     check_same_bytes(cut, whole, HALF)
     program, command = printed_command(main.err)
     assert program.endswith("torchrun --nproc_per_node=2")
