@@ -351,11 +351,12 @@ def wait_at(step: int, file: str) -> None:
     before_step(step, wait)
 
 
-def slow(seconds: float) -> None:
-    """Delays everything on this rank except training steps."""
+def slow(seconds: float, part: str = "") -> None:
+    """Delays a function on this rank; without a name, everything except training steps."""
     parts = ["run.run.Run.evaluate", "run.run.Run.sample", "run.build.open_log"]
     parts += ["run.build.model_from_tensors", "checkpoint.format.write"]
-    for name in (*(f"clearhead.{part}" for part in parts), "headlens.lens.Lens.snapshot"):
+    parts = [*(f"clearhead.{part}" for part in parts), "headlens.lens.Lens.snapshot"]
+    for name in [part] if part else parts:
         on_call(name, lambda *_: time.sleep(seconds))
 
 
