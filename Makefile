@@ -10,7 +10,7 @@ PIP_OPTIONS := -q --disable-pip-version-check --no-compile
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # What `make test` leaves to `make test-all` (CONTRIBUTING.md has a table).
 LONG := tests/headlens/browser tests/output/test_live_page.py tests/faults tests/ranks tests/docs \
-    tests/scripts/test_sweep.py
+    tests/scripts/test_sweep.py tests/benchmarks/test_dry_run.py
 # The tests whose results benchmarks/results/faults.md reports.
 FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.py)) \
     tests/config/test_problems.py tests/output/test_rows.py
@@ -27,7 +27,7 @@ KNOWN := PYTHON VENV ARGS TEXTS PIP_OPTIONS PARALLEL FAULTS LONG MORE_TRIALS STR
 OTHER := $(foreach v,$(filter-out $(KNOWN),$(.VARIABLES)),$(if $(filter command,$(origin $v)),$v=$($v)))
 $(if $(strip $(OTHER)),$(error settings need quotes: make $(MAKECMDGOALS) ARGS="$(strip $(ARGS) $(OTHER))"))
 
-.PHONY: help train test test-all campaign gpu-check example matrix extras audit lint format clean
+.PHONY: help train test test-all campaign gpu-check gpus-check example matrix extras audit lint format clean
 
 help:  ## this list
 	@sed -n "s/^\([a-z-]*\):.*  ## /make \1: /p" Makefile
@@ -55,6 +55,9 @@ campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the
 
 gpu-check: $(VENV)/test  ## checks and measurements on one CUDA GPU in 9 minutes: one table and gpu.json
 	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
+
+gpus-check: $(VENV)/test  ## the same on the GPUs of one machine, 2 to 8: gpus.json
+	$(VENV)/bin/python -m benchmarks.gpus $(ARGS)
 
 example: $(VENV)/test  ## train the run of docs/example again, and draw its page and the pictures of README.md
 	rm -rf runs/induction

@@ -92,7 +92,7 @@ class ChecksOfRanks(Check):
             sent = found[name]["sent"]
             found[name]["note"] = ", ".join(f"{number:.1f} {kind}" for kind, number in sent.items())
         ddp, fsdp = found["ddp"]["sent"], found["fsdp"]["sent"]
-        if ddp["allreduce"] > 4 * found["ddp"]["parameters"] / 25e6 + 4:
+        if ddp["allreduce"] > 4 * found["ddp"]["parameters"] / 25e6 + 2 * PARTS:
             problems.append("DDP reduces gradients too often")
         if PARTS * fsdp["reducescatter"] > fsdp["allgather"]:
             problems.append("FSDP reduces gradients too often")

@@ -46,7 +46,7 @@ SHORT = {
     "scripts.runs": [],  # last, because it removes what the others read
 }
 # Not executed: they need other projects, minutes, hours, the network or an account.
-ELSEWHERE = {"benchmarks.training", "benchmarks.generate", "benchmarks.gpu"}
+ELSEWHERE = {"benchmarks.training", "benchmarks.generate", "benchmarks.gpu", "benchmarks.gpus"}
 ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval", "scripts.wandb_workspace"}
 
 # Values for placeholders in the pages.
