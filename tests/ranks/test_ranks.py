@@ -252,10 +252,7 @@ def test_ranks_that_do_not_see_the_run_continue_it(place):
 # first micro-batch of the next step, and during its update, with a checkpoint that is written slowly.
 STOPPED = {
     "validation": [None, interrupt(("SIGTERM", "clearhead.run.run.Run.evaluate", 2))],
-    "micro-batch": [
-        None,
-        interrupt(("SIGTERM", "clearhead.parallel.strategy.Strategy.backward", 2 * HALF + 1)),
-    ],
+    "micro-batch": [None, interrupt(("SIGTERM", "clearhead.parallel.strategy.Strategy.backward", 2 * HALF + 1))],
     "update": [
         interrupt(("SIGTERM", "clearhead.parallel.ddp.DDP.update", HALF))
         | {"slow": {"seconds": 0.1}},
