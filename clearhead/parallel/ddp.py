@@ -46,7 +46,7 @@ class DDP(Strategy):
     def __post_init__(self):
         super().__post_init__()
         on_gpu = self.device.type == "cuda"
-        join_process_group("nccl" if on_gpu else "gloo", self.timeout)
+        join_process_group(self.device, self.timeout)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # For collectives between CPUs. None: the default group, which uses gloo already.
         limit = datetime.timedelta(seconds=self.timeout)
