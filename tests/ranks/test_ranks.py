@@ -159,6 +159,29 @@ def test_results_do_not_depend_on_how_they_are_computed(place, variant):
     check_same_tensors(last(run), last(place.alone(*WATCHED)))
 
 
+def test_a_block_of_fsdp_is_one_graph(place):
+    """All blocks share it. Hooks of FSDP inside a block would cut it."""
+    code = """
+import functools, torch
+from clearhead.run.build import build_run
+from helpers import TINY
+from helpers.settings import settings
+from train import train_step
+graphs = []
+backend = lambda graph, inputs: graphs.append(graph) or graph
+torch.compile = functools.partial(torch.compile, backend=backend)
+own = ("name=graphs", "data.path=text.txt", "parallel=fsdp", "trainer.compile=true")
+with build_run(settings(*TINY, *own)) as run:
+    train_step(run)
+print(len(graphs))
+"""
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    training = place.server.start(place.folder, code=code, **alone)
+    assert training.wait() == 0, training.err
+    assert training.out.split()[-1] == "1"
+
+
 @pytest.mark.parametrize("way", STRATEGIES if CAMPAIGN else ["fsdp"])
 def test_bf16_stays_near(place, way):
     """Only one machine has memory for the copy of a checkpoint."""
