@@ -97,7 +97,7 @@ def build_components(
     trainer = config.trainer
     model, trained_model = build_model(inputs, closing)
     wide = device.best_wide_dtype(strategy.device)
-    optimizer = build_optimizer(model, config.optimizer, wide)
+    optimizer = build_optimizer(model, config.optimizer, wide, strategy.world_size)
     state = build_state(inputs, model, optimizer)
     stop = build_stop(inputs, signals, started, state)
     log, saver = open_log(inputs, state, model, stop.limit, closing)

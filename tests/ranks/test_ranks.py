@@ -210,18 +210,22 @@ def test_frozen_parameters_stay_and_the_others_train_as_in_one_process(place):
 
 
 def test_muon_trains_documents_as_in_one_process(place):
-    """Each target counts the same on all ranks. With fsdp the matrices have half their rows on
-    each rank; products in bf16, where that is fast, magnify how sums were rounded. Rank 1 has no
-    memory for the copy of a checkpoint."""
+    """Each target counts the same on all ranks. Each rank orthogonalizes half of the matrices; with
+    ddp, weights and moments stay equal on all ranks. Products in bf16, where that is fast, magnify
+    how sums were rounded. Rank 1 has no memory for the copy of a checkpoint."""
     settings = (*DOCUMENTS, "optimizer=muon", "optimizer.matrix_lr=2e-3")
     one = place.alone(*settings)
+    steps = [place.folder / f"muon_of_{rank}" for rank in range(2)]
     for name, after, way in [("muon_ddp", 0, "ddp"), ("muon_ddp_to_fsdp", HALF, "fsdp")]:
         if after:
             half_of(place.folder / "runs" / "muon_ddp", name)
         parallel = f"parallel={way}"
-        many, _ = place.ranks(name, *settings, parallel, faults=[None, {"no_memory": {}}])
+        faults = [{"watch_parameters": {"file": str(file)}} for file in steps * (way == "ddp")]
+        faults = faults or [None, {"no_memory": {}}]
+        many, _ = place.ranks(name, *settings, parallel, faults=faults)
         check_same_losses(many, one, after=after)
         check_same_tensors(last(many), last(one), most=5e-4)
+    assert steps[0].read_text() == steps[1].read_text()
     weight = "blocks.0.mlp.fc.weight"
     moved, start = (load_file(last(one, s) / "model.safetensors")[weight] for s in (None, HALF))
     assert float((moved - start).abs().max()) > 3e-3
