@@ -61,10 +61,6 @@ class DDP(Strategy):
                 parameter.copy_(self.scatter(parameters.get(name), parameter))
         return model
 
-    def shard(self, model: GPT) -> GPT:
-        """Returns this rank's version of a model on the meta device."""
-        return model
-
     def _wrap(self, model: GPT) -> torch.nn.Module:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -201,6 +197,11 @@ class FSDP(DDP):
             norms = {*b.attn_norm.parameters(), *b.mlp_norm.parameters()}
             fully_shard(b, mesh=mesh, mp_policy=policy, ignored_params=norms)
         return model
+
+    def normal_(self, parameter: Tensor, std: float) -> None:
+        whole = torch.empty(parameter.shape, device=self.device).normal_(std=std)
+        on = parameter.device_mesh, parameter.placements
+        parameter.copy_(distribute_tensor(whole, *on, src_data_rank=None))  # sends nothing
 
     def _wrap(self, model: GPT) -> torch.nn.Module:
         return model

@@ -156,7 +156,10 @@ def build_model(inputs: RunInputs, closing: contextlib.ExitStack) -> tuple[GPT, 
             return initial_weights(config, inputs.tokenizer, inputs.notes)
         return GPT(shape)
 
-    model = strategy.prepare_model(shape, build)
+    if strategy.device.type == "cuda" and not (inputs.resumed or config.trainer.init_from):
+        model = strategy.new_model(shape)
+    else:
+        model = strategy.prepare_model(shape, build)
     model.activation_checkpointing = config.trainer.activation_checkpointing
     if inputs.is_compiled and config.trainer.compile == "auto":
         # If the compiler fails, the model runs uncompiled.
