@@ -143,8 +143,8 @@ class GPT(nn.Module):
         self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialises all parameters as GPT-2 does.
+    def init_weights(self, normal_: Callable[..., object] = nn.init.normal_) -> None:
+        """Initialises all parameters as GPT-2 does. normal_(parameter, std=...) draws values.
 
         token_emb, pos_emb, W_query, W_key, W_value, mlp.fc    normal(0, 0.02)
         attn.out_proj, mlp.out_proj                            normal(0, 0.02 / sqrt(2 L))
@@ -158,11 +158,11 @@ class GPT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 std = residual_std if name.endswith("out_proj") else 0.02
-                nn.init.normal_(module.weight, std=std)
+                normal_(module.weight, std=std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+                normal_(module.weight, std=0.02)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
 

@@ -6,8 +6,8 @@ https://kellerjordan.github.io/posts/muon/). With the scale of Liu et al. 2025 (
 updates have the size of AdamW's, and both optimizers use the same learning rate and weight decay.
 
 torch.optim.Muon computes the same. This version updates matrices of one shape together, and
-distributes them over the ranks of FSDP. It clips gradients and skips steps on the device, as fused
-AdamW does, so that the host does not wait.
+distributes the orthogonalization over the ranks of DDP and FSDP. It clips gradients and skips steps
+on the device, as fused AdamW does, so that the host does not wait.
 
 Shapes: N matrices in a batch, M of them on a rank, (rows, columns) each; R ranks.
 """
@@ -45,7 +45,8 @@ class Muon(AdamW):
 
     groups: the groups of AdamW; `adamw`: its settings. matrices: the groups of Muon, each
     {"params": [...], "lr", "weight_decay", "momentum"}; their parameters are 2-D. dtype:
-    of the matrix products in newton_schulz.
+    of the matrix products in newton_schulz. ranks: R, of the default process group; more than 1
+    with DDP or FSDP.
 
     found_inf and grad_scale, () or None, mean the same as in torch's GradScaler. found_inf=1 skips
     the step; gradients are first divided by grad_scale. Fused AdamW and Muon read both.
@@ -54,9 +55,16 @@ class Muon(AdamW):
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
 
-    def __init__(self, groups: list[dict], matrices: list[dict], dtype: torch.dtype, **adamw: Any):
+    def __init__(
+        self,
+        groups: list[dict],
+        matrices: list[dict],
+        dtype: torch.dtype,
+        ranks: int = 1,
+        **adamw: Any,
+    ):
         super().__init__([*groups, *matrices], **adamw)
-        self.dtype = dtype
+        self.dtype, self.ranks = dtype, ranks
         for parameter in (p for group in matrices for p in group["params"]):
             if parameter.dim() != 2:
                 raise ValueError(f"Muon takes matrices, not shape {tuple(parameter.shape)}")
@@ -70,7 +78,8 @@ class Muon(AdamW):
         finally:
             self.param_groups = groups
         for group in [group for group in groups if "momentum" in group]:
-            for batch in _batches([p for p in group["params"] if p.grad is not None]):
+            trained = [p for p in group["params"] if p.grad is not None]
+            for batch in _batches(trained, self.ranks):
                 self._update(batch, group)
         return loss
 
@@ -99,7 +108,8 @@ class Muon(AdamW):
             grads /= self.grad_scale
         before, average = torch.stack(weights), torch.stack(averages)
         averaged = average.lerp(grads, 1 - momentum)
-        update = _orthogonalized(grads.lerp_(averaged, momentum).to(self.dtype), like)
+        update = grads.lerp_(averaged, momentum).to(self.dtype)
+        update = _orthogonalized(update, like, self.ranks)
         rate = lr * ADAMW_RMS * math.sqrt(max(like.shape))
         after = (before * (1 - lr * group["weight_decay"])).sub_(update, alpha=rate)
         if skip is not None:
@@ -127,27 +137,23 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     return x.mT if is_tall else x
 
 
-def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+def _batches(parameters: list[Tensor], ranks: int) -> Iterator[list[Tensor]]:
     """Yields parameters of one shape, at most MAX_ELEMENTS per rank; equal lists on all ranks."""
     of_shape: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
         of_shape.setdefault(tuple(parameter.shape), []).append(parameter)
     for same in of_shape.values():
-        most = max(1, MAX_ELEMENTS * _ranks(same[0]) // same[0].numel())
+        most = max(1, MAX_ELEMENTS * ranks // same[0].numel())
         for start in range(0, len(same), most):
             yield same[start : start + most]
 
 
-# ----------------------------------------------------------------------- sharded matrices (FSDP)
+# -------------------------------------------------------------------------------- several ranks
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    """Returns whether it is a DTensor, of which this rank holds some rows."""
+    """Returns whether it is a DTensor of FSDP, of which this rank holds some rows."""
     return hasattr(tensor, "to_local")
-
-
-def _ranks(tensor: Tensor) -> int:
-    return tensor.device_mesh.size() if _is_sharded(tensor) else 1
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -155,25 +161,31 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
-def _orthogonalized(update: Tensor, like: Tensor) -> Tensor:
-    """Computes newton_schulz of N matrices; each rank holds some rows, (N, local rows, columns).
+def _orthogonalized(update: Tensor, like: Tensor, ranks: int) -> Tensor:
+    """Computes newton_schulz of N matrices, M of them on each of R ranks.
 
-    like: one of the N parameters. Every rank receives M complete matrices and sends their rows
-    back. These two all-to-all exchanges avoid the same computation on all R ranks.
+    like: one of the N parameters. With DDP, every rank has N complete matrices and receives the
+    results of the others, so parameters stay equal on all ranks. With FSDP, it holds some rows,
+    (N, local rows, columns): it receives M complete matrices and sends their rows back.
     """
-    if not _is_sharded(like):
+    if ranks == 1:
         return newton_schulz(update)
-    from torch.distributed import all_to_all_single
+    from torch.distributed import all_gather_into_tensor, all_to_all_single, get_rank
 
-    (number, mine, columns), ranks = update.shape, _ranks(like)
+    number, mine, columns = update.shape
     each, part = -(-number // ranks), -(-like.shape[0] // ranks)  # M, rows per rank
+    # Zero padding makes shards equally large. Only the last ranks have it, so rows stay in order.
+    if not _is_sharded(like):
+        padded = F.pad(update, (0, 0, 0, 0, 0, each * ranks - number))
+        done = newton_schulz(padded[get_rank() * each :][:each])
+        all_gather_into_tensor(padded, done.contiguous())
+        return padded[:number]
 
     def exchange(parts: Tensor) -> Tensor:  # the i-th part of rank j becomes the j-th of rank i
         received = torch.empty_like(parts)
-        all_to_all_single(received, parts, group=like.device_mesh.get_group())
+        all_to_all_single(received, parts)
         return received
 
-    # Zero padding makes shards equally large. Only the last ranks have it, so rows stay in order.
     padded = F.pad(update, (0, 0, 0, part - mine, 0, each * ranks - number))
     received = exchange(padded.view(ranks, each, part, columns))  # (R, M, part, columns)
     whole = received.transpose(0, 1).reshape(each, ranks * part, columns)[:, : like.shape[0]]

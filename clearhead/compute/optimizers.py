@@ -18,14 +18,17 @@ STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}
 
 
 def build_optimizer(
-    model: torch.nn.Module, config: OptimizerConfig, muon_dtype: torch.dtype | None = None
+    model: torch.nn.Module,
+    config: OptimizerConfig,
+    muon_dtype: torch.dtype = torch.float32,
+    ranks: int = 1,
 ) -> torch.optim.Optimizer:
     """Builds the optimizer. Matrices and embeddings have weight decay, vectors have none.
 
-    With muon, Muon updates the matrices of the blocks (products in muon_dtype; None: fp32), and
-    AdamW updates the embeddings, which include the head, and all vectors. AdamW is fused on devices
-    with such a kernel: one pass over the parameters instead of ten. "peak_lr" of each group is its
-    peak learning rate.
+    With muon, Muon updates the matrices of the blocks (products in muon_dtype, distributed over the
+    ranks of DDP or FSDP), and AdamW updates the embeddings, which include the head, and all
+    vectors. AdamW is fused on devices with such a kernel: one pass over the parameters instead of
+    ten. "peak_lr" of each group is its peak learning rate.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     of_blocks = matrices_of(model) if config.name == "muon" else {}
@@ -60,7 +63,7 @@ def build_optimizer(
         }
         for rate, matrices in matrices_with_rate.items()
     ]
-    return Muon(groups, muon_groups, muon_dtype or torch.float32, **settings)
+    return Muon(groups, muon_groups, muon_dtype, ranks, **settings)
 
 
 def matrices_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -48,7 +47,7 @@ class DDP(Strategy):
     def __post_init__(self):
         super().__post_init__()
         on_gpu = self.device.type == "cuda"
-        join_process_group("nccl" if on_gpu else "gloo", self.timeout)
+        join_process_group(self.device, self.timeout)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # For collectives between CPUs. None: the default group, which uses gloo already.
         limit = datetime.timedelta(seconds=self.timeout)
@@ -63,10 +62,6 @@ class DDP(Strategy):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(self.scatter(parameters.get(name), parameter))
-        return model
-
-    def shard(self, model: GPT) -> GPT:
-        """Returns this rank's version of a model on the meta device."""
         return model
 
     def _wrap(self, model: GPT) -> torch.nn.Module:
@@ -198,21 +193,28 @@ class FSDP(DDP):
     def shard(self, model: GPT) -> GPT:
         """Shards a model on the meta device, before memory for its parameters is allocated.
 
-        The matrices of a block are gathered in the precision of matrix products, which halves the
-        bytes to send. Embeddings and last norm are gathered in fp32 for the complete step, so the
-        residual stream is in fp32, as in a single process.
+        Attention and MLP of a block are gathered together, in the precision of matrix products,
+        which halves the bytes to send. Embeddings and all norms are gathered in fp32 for the
+        complete step, so norms and residual stream are in fp32, as in a single process. No module
+        inside a block has hooks, because each one would cut its compiled code.
         """
         fp32 = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        for block in model.blocks:
-            fully_shard(
-                [block.attn, block.mlp],  # gathered together
-                mesh=mesh,
-                mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, **fp32),
-            )
-        # The warning is about in-place changes of module outputs; this model has none.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-        return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**fp32))
+        of_blocks = {p for b in model.blocks for m in (b.attn, b.mlp) for p in m.parameters()}
+        # The complete model first: after fully_shard(block), the norms of the block would be
+        # parameters of no group.
+        policy = MixedPrecisionPolicy(**fp32)
+        fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=of_blocks)
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, **fp32)
+        for b in model.blocks:
+            norms = {*b.attn_norm.parameters(), *b.mlp_norm.parameters()}
+            fully_shard(b, mesh=mesh, mp_policy=policy, ignored_params=norms)
+        return model
+
+    def normal_(self, parameter: Tensor, std: float) -> None:
+        whole = torch.empty(parameter.shape, device=self.device).normal_(std=std)
+        on = parameter.device_mesh, parameter.placements
+        parameter.copy_(distribute_tensor(whole, *on, src_data_rank=None))  # sends nothing
 
     def _wrap(self, model: GPT) -> torch.nn.Module:
         return model

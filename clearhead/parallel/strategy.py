@@ -25,7 +25,7 @@ from torch import Tensor
 from clearhead.compute.optimizers import NonFiniteCheck
 from clearhead.compute.specialize import specialize
 from clearhead.errors import NO_VALUE, refuse
-from model import GPT, ModelConfig
+from model import GPT, ModelConfig, model_without_values
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -73,6 +73,21 @@ class Strategy:
         """Returns build() on the device; FSDP shards it. Checkpoints, validation and attention
         snapshots use this model."""
         return build().to(self.device).train()
+
+    def new_model(self, config: ModelConfig) -> GPT:
+        """Returns a model with initial weights. They are drawn on the device, because one CPU core
+        takes half a minute for GPT-2 XL; so they differ from those of GPT(config)."""
+        model = self.shard(model_without_values(config)).to_empty(device=self.device).train()
+        model.init_weights(self.normal_)
+        return model
+
+    def shard(self, model: GPT) -> GPT:
+        """Returns this rank's version of a model on the meta device."""
+        return model
+
+    def normal_(self, parameter: Tensor, std: float) -> None:
+        """Draws this rank's part of a parameter: the values do not depend on the strategy."""
+        parameter.normal_(std=std)
 
     def wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
         """Returns the module to train. It shares the parameters of a prepared model. compiled: on

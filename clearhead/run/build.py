@@ -97,7 +97,7 @@ def build_components(
     trainer = config.trainer
     model, trained_model = build_model(inputs, closing)
     wide = device.best_wide_dtype(strategy.device)
-    optimizer = build_optimizer(model, config.optimizer, wide)
+    optimizer = build_optimizer(model, config.optimizer, wide, strategy.world_size)
     state = build_state(inputs, model, optimizer)
     stop = build_stop(inputs, signals, started, state)
     log, saver = open_log(inputs, state, model, stop.limit, closing)
@@ -158,7 +158,10 @@ def build_model(inputs: RunInputs, closing: contextlib.ExitStack) -> tuple[GPT, 
             return initial_weights(config, inputs.tokenizer, inputs.notes)
         return GPT(shape)
 
-    model = strategy.prepare_model(shape, build)
+    if strategy.device.type == "cuda" and not (inputs.resumed or config.trainer.init_from):
+        model = strategy.new_model(shape)
+    else:
+        model = strategy.prepare_model(shape, build)
     model.activation_checkpointing = config.trainer.activation_checkpointing
     if inputs.is_compiled and config.trainer.compile == "auto":
         # If the compiler fails, the model runs uncompiled.

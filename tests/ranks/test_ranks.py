@@ -42,6 +42,12 @@ from clearhead.checkpoint import listing
 from headlens import read_snapshot
 
 HALF = SHORT // 2
+BUILD = """
+import os
+from clearhead.run.build import build_run
+from helpers import TINY
+from helpers.settings import settings
+"""
 WATCHED = ("trainer.sample_tokens=8", "lens=default", "lens.every=4", "lens.repeat_length=8")
 WATCHED += ("lens.prompts=[the quick fox]",)
 # Windows within short documents have different numbers of targets.
@@ -160,6 +166,41 @@ def test_results_do_not_depend_on_how_they_are_computed(place, variant):
     check_same_tensors(last(run), last(place.alone(*WATCHED)))
 
 
+def test_a_block_of_fsdp_is_one_graph(place):
+    """All blocks share it. Hooks of FSDP inside a block would cut it."""
+    code = """
+import functools, torch
+from train import train_step
+graphs = []
+backend = lambda graph, inputs: graphs.append(graph) or graph
+torch.compile = functools.partial(torch.compile, backend=backend)
+own = ("name=graphs", "data.path=text.txt", "parallel=fsdp", "trainer.compile=true")
+with build_run(settings(*TINY, *own)) as run:
+    train_step(run)
+    assert len(graphs) == 1, len(graphs)
+"""
+    place.server.run_ranks(place.folder, code=BUILD + code)
+
+
+def test_ranks_draw_the_initial_weights_of_one_process(place):
+    """On a GPU, where no rank builds the complete model first."""
+    code = """
+import torch
+from clearhead.parallel.strategy import Strategy
+own = ("name=new", "data.path=text.txt", "parallel=fsdp")
+with build_run(settings(*TINY, *own)) as run:
+    alone, models = Strategy(run.strategy.device, torch.float32), []
+    for strategy in (run.strategy, alone):
+        torch.manual_seed(3)
+        models.append(strategy.new_model(run.model.config))
+    for mine, whole in zip(*(model.parameters() for model in models), strict=True):
+        assert mine.to_local().numel() < whole.numel()
+        assert torch.equal(mine.full_tensor(), whole)
+    assert 0.01 < models[1].token_emb.weight.std() < 0.03
+"""
+    place.server.run_ranks(place.folder, code=BUILD + code)
+
+
 @pytest.mark.parametrize("way", STRATEGIES if CAMPAIGN else ["fsdp"])
 def test_bf16_stays_near(place, way):
     """Only one machine has memory for the copy of a checkpoint."""
@@ -188,18 +229,22 @@ def test_frozen_parameters_stay_and_the_others_train_as_in_one_process(place):
 
 
 def test_muon_trains_documents_as_in_one_process(place):
-    """Each target counts the same on all ranks. With fsdp the matrices have half their rows on
-    each rank; products in bf16, where that is fast, magnify how sums were rounded. Rank 1 has no
-    memory for the copy of a checkpoint."""
+    """Each target counts the same on all ranks. Each rank orthogonalizes half of the matrices; with
+    ddp, weights and moments stay equal on all ranks. Products in bf16, where that is fast, magnify
+    how sums were rounded. Rank 1 has no memory for the copy of a checkpoint."""
     settings = (*DOCUMENTS, "optimizer=muon", "optimizer.matrix_lr=2e-3")
     one = place.alone(*settings)
+    steps = [place.folder / f"muon_of_{rank}" for rank in range(2)]
     for name, after, way in [("muon_ddp", 0, "ddp"), ("muon_ddp_to_fsdp", HALF, "fsdp")]:
         if after:
             half_of(place.folder / "runs" / "muon_ddp", name)
         parallel = f"parallel={way}"
-        many, _ = place.ranks(name, *settings, parallel, faults=[None, {"no_memory": {}}])
+        faults = [{"watch_parameters": {"file": str(file)}} for file in steps * (way == "ddp")]
+        faults = faults or [None, {"no_memory": {}}]
+        many, _ = place.ranks(name, *settings, parallel, faults=faults)
         check_same_losses(many, one, after=after)
         check_same_tensors(last(many), last(one), most=5e-4)
+    assert steps[0].read_text() == steps[1].read_text()
     weight = "blocks.0.mlp.fc.weight"
     moved, start = (load_file(last(one, s) / "model.safetensors")[weight] for s in (None, HALF))
     assert float((moved - start).abs().max()) > 3e-3
@@ -357,23 +402,14 @@ def test_all_ranks_have_the_prompts_of_rank_0(place, tmp_path):
     fox, cat = (np.array([*b"fox"], "<u2").tobytes(), np.array([*b"cat"], "<u2").tobytes())
     file.write_bytes(file.read_bytes().replace(fox, cat))
     code = """
-import json, os
-from clearhead.run.build import build_run
+import json
 from clearhead.tokens import shards
-from helpers import TINY
-from helpers.settings import settings
 rank, shards.MAX_VERIFIED = os.environ["RANK"], 0
-data = (f"data.path=tokens{rank}",)
-with build_run(settings(*TINY, *data, "name=a", "parallel=ddp")) as run:
+with build_run(settings(*TINY, f"data.path=tokens{rank}", "name=a", "parallel=ddp")) as run:
     prompts = [*run.config.lens.prompts, run.config.trainer.sample_prompt]
     open(f"prompts{rank}", "w").write(json.dumps(prompts))
 """
-    port, many = free_port(), {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
-    trainings = [
-        place.server.start(tmp_path, code=code, RANK=n, LOCAL_RANK=n, MASTER_PORT=port, **many)
-        for n in (0, 1)
-    ]
-    assert [training.wait() for training in trainings] == [0, 0], [t.err for t in trainings]
+    place.server.run_ranks(tmp_path, code=BUILD + code)
     prompts = [json.loads((tmp_path / f"prompts{rank}").read_text()) for rank in (0, 1)]
     assert prompts[0] == prompts[1]
     assert all(prompt in TEXT for prompt in prompts[0])

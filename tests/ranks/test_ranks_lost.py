@@ -65,6 +65,7 @@ def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path,
     trainings[lost].send(signal.SIGKILL)
     assert trainings[lost].wait() == -signal.SIGKILL
     assert timeout in other.err
+    assert f"rank {lost}" in other.err
     assert len(printed_keys(other.err)) == 1
     # Rank 0 writes checkpoints: if it dies, the first one may be incomplete.
     assert newest_valid_step(run) == 3 or (lost == 0 and newest_valid_step(run) is None)
