@@ -151,9 +151,8 @@ class Check:
         variables |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "compiled")}
         variables |= {"CHECK_DEVICE": self.settings.device, "CHECK_ROW": str(self.folder)}
         limit = min(ROW_SECONDS, left)
-        with self.output_file.open(
-            "wb"
-        ) as output:  # a pipe would stay open as long as a process it started
+        # A file, because a pipe would stay open as long as a process that the program has started.
+        with self.output_file.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, *shlex.split(program)],
                 stdin=subprocess.DEVNULL,
@@ -205,9 +204,7 @@ class Check:
         each rank."""
         windows = self.settings.batch_size * (1 if strategy == "single" else self.ranks)
         more = f"parallel={strategy} trainer.batch_size={windows} {more}"
-        name = f"name=steps-{len(self.commands)}-{time.monotonic_ns()}"
-        settings = shlex.join(self.overrides(f"{more} {name}"))
-        return self.of_ranks("steps", settings, strategy, **variables)
+        return self.of_ranks("steps", shlex.join(self.overrides(more)), strategy, **variables)
 
     # --------------------------------------------------------------------------- trainings
 

@@ -51,19 +51,15 @@ class ChecksOfRanks(Check):
             self.output = subprocess.check_output(["nvidia-smi", "topo", "-m"], text=True)
         megabytes = 512 if self.on_gpu else 8
         found = self.of_ranks("all_reduce", f"{self.settings.device} {megabytes}", "ddp")
-        speed = found["gb_per_second"]
-        return found | {
-            "note": f"{self.ranks} ranks, all-reduce of {megabytes} MB: {speed:.2f} GB/s"
-        }
+        return found | {"note": f"all-reduce of {megabytes} MB: {found['gb_per_second']:.2f} GB/s"}
 
     def same_losses(self) -> dict:
         """Of the same global batch. A small learning rate, which does not amplify rounding."""
         more = f"{self.same_batch} optimizer.lr=1e-4 {EAGER}"
-        runs = {
-            name: self.train(name, more, name, falls=None) for name in ("single", "ddp", "fsdp")
-        }
+        runs = {"single": self.train("single", more, falls=None)}
         for name in ("ddp", "fsdp"):
-            self.compare(name, "single", SAME_LOSSES, runs[name])
+            found = self.train(name, more, name, falls=None)
+            runs[name] = self.compare(name, "single", SAME_LOSSES, found)
         return together(runs)
 
     def scaling(self) -> dict:
@@ -73,11 +69,8 @@ class ChecksOfRanks(Check):
         note = f"{share:.2f} of {self.ranks} x single; communication {sent:.1f} ms"
         note += f", of which {all_ranks['exposed_ms']:.1f} ms while nothing is computed"
         problems = [f"less than {SPEED} of {self.ranks} x single"] * (share < SPEED)
-        return all_ranks | {
-            "note": note,
-            "problems": problems,
-            "figures": [one | {"name": "single"}],
-        }
+        figures = [one | {"name": "single"}]
+        return all_ranks | {"note": note, "problems": problems, "figures": figures}
 
     def large(self) -> dict:
         windows = f"trainer.batch_size={8 * self.ranks} trainer.micro_batch_size=8"
@@ -100,17 +93,16 @@ class ChecksOfRanks(Check):
 
     def muon(self) -> dict:
         more = f"optimizer=muon {self.same_batch} {EAGER}"
-        names = {"ddp": "muon-ddp", "fsdp": "muon-fsdp"}
-        runs = {name: self.train(name, more, kind, falls=None) for kind, name in names.items()}
-        self.compare("muon-fsdp", "muon-ddp", SAME_LOSSES_OF_MUON, runs["muon-fsdp"])
-        return together(runs)
+        ddp = self.train("muon-ddp", more, "ddp", falls=None)
+        fsdp = self.train("muon-fsdp", more, "fsdp", falls=None)
+        fsdp = self.compare("muon-fsdp", "muon-ddp", SAME_LOSSES_OF_MUON, fsdp)
+        return together({"ddp": ddp, "fsdp": fsdp})
 
     def sigterm(self) -> dict:
         """In a step; then, resumed by half of the ranks, in a validation; finished by one."""
-        self.write_tokens("val.bin", (many := VALIDATION * self.ranks))
-        more = (
-            f"parallel=fsdp data.val_path={self.folder}/val.bin trainer.eval_windows={self.ranks}"
-        )
+        many = VALIDATION * self.ranks
+        self.write_tokens("val.bin", many)
+        more = f"parallel=fsdp data.val_path={self.folder}/val.bin trainer.eval_windows=1"
         in_step = self.signal_at("sigterm", signal.SIGTERM, lambda step: step >= 3, more)
         more += f" trainer.eval_every=3 trainer.eval_windows={many} trainer.resume=must"
         # Rows of steps with a validation are written after it, which is a second after this row.
@@ -119,14 +111,11 @@ class ChecksOfRanks(Check):
         last = self.starts("sigterm")[-1] + 4
         more += f" trainer.eval_every=0 trainer.eval_windows=1 trainer.max_steps={last} {EAGER}"
         found = self.train("sigterm", f"{self.same_batch} {more} parallel=single", falls=None)
-        found["note"] = (
-            f"ended {in_step:.1f} s after SIGTERM in a step, {in_validation:.1f} s in a "
-        )
-        found["note"] += f"validation; the starts were at steps {self.starts('sigterm')}"
-        _, second, third = self.starts("sigterm")
-        found["problems"] += [f"over {STOP_SECONDS} s"] * (
-            max(in_step, in_validation) > STOP_SECONDS
-        )
+        _, second, third = starts = self.starts("sigterm")
+        note = f"SIGTERM: {in_step:.1f} s in a step, {in_validation:.1f} s in a validation"
+        found["note"] = f"{note}; the starts were at steps {starts}"
+        is_late = max(in_step, in_validation) > STOP_SECONDS
+        found["problems"] += [f"over {STOP_SECONDS} s"] * is_late
         found["problems"] += ["steps are lost"] * (not 3 <= second < third)
         return found
 
@@ -179,7 +168,7 @@ class ChecksOfRanks(Check):
         ranks, count, sent = ranks or self.ranks, len(self.starts(name)), []
 
         def act(process: subprocess.Popen) -> None:
-            end = time.monotonic() + gpu.ROW_SECONDS
+            end = min(self.end, time.monotonic() + gpu.ROW_SECONDS)
             while True:
                 start, step = self.starts(name)[count:], self.logged(name)
                 if start and step > start[0] and when(step):
@@ -188,11 +177,10 @@ class ChecksOfRanks(Check):
                     raise RuntimeError("the step for the signal was not reached")
                 time.sleep(0.05)
             time.sleep(pause)
-            # The first process of a rank is the rank; others are its own.
-            rank = (
-                [process.pid] if number == signal.SIGTERM else self.processes(f"RANK={ranks - 1}")
-            )
-            os.kill(rank[0], number)
+            target = process.pid
+            if number != signal.SIGTERM:  # the first process of a rank is the rank
+                target = self.processes(f"RANK={ranks - 1}")[0]
+            os.kill(target, number)
             sent.append(time.monotonic())
 
         more = f"{self.same_batch} {EAGER} trainer.log_every=1 trainer.max_steps=100000 {more}"

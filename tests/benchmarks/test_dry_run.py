@@ -72,7 +72,8 @@ def test_rows_of_two_ranks(dry_run):
     assert [*found] == gpus.ROWS
     assert {row["result"] for row in found.values()} == {"pass"}
     for name in ("same_losses", "muon"):
-        assert all(f.get("loss_difference", 0) < 1e-5 for f in found[name]["figures"])
+        for figures in found[name]["figures"][1:]:
+            assert figures["loss_difference"] < 1e-5
     sent = [figures["sent"] for figures in found["micro_batches"]["figures"]]
     assert sent[0]["allreduce"] > 0
     assert sent[1]["allgather"] > sent[1]["reducescatter"] > 0
