@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from helpers.planted_faults import BALLAST, fill_up
 from helpers.refusals import printed_keys, time_limit
-from helpers.runs import contents, rows
+from helpers.runs import contents
 from helpers.tally import CAMPAIGN, campaign, tally
 from helpers.trainings import (
     KINDS,

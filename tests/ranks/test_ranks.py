@@ -294,10 +294,13 @@ def test_ranks_that_do_not_see_the_run_continue_it(place):
 
 
 # Signals of one rank, with which all ranks stop after step HALF: during its validation, during the
-# first micro-batch of the next step, and during its update, with a checkpoint that is written slowly.
+# first micro-batch of the next step, and during an update, with a checkpoint that is written slowly.
 STOPPED = {
     "validation": [None, interrupt(("SIGTERM", "clearhead.run.run.Run.evaluate", 2))],
-    "micro-batch": [None, interrupt(("SIGTERM", "clearhead.parallel.strategy.Strategy.backward", 2 * HALF + 1))],
+    "micro-batch": [
+        None,
+        interrupt(("SIGTERM", "clearhead.parallel.strategy.Strategy.backward", 2 * HALF + 1)),
+    ],
     "update": [
         interrupt(("SIGTERM", "clearhead.parallel.ddp.DDP.update", HALF))
         | {"slow": {"seconds": 0.1}},
