@@ -294,7 +294,7 @@ def test_ranks_that_do_not_see_the_run_continue_it(place):
 
 
 # Signals of one rank, with which all ranks stop after step HALF: during its validation, during the
-# first micro-batch of the next step, and during an update, with a checkpoint that is written slowly.
+# first micro-batch of the next step, and during an update, with a slow write of its checkpoint.
 STOPPED = {
     "validation": [None, interrupt(("SIGTERM", "clearhead.run.run.Run.evaluate", 2))],
     "micro-batch": [
