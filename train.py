@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from clearhead.config.application import hydra_main
 from clearhead.errors import never_fail
-from clearhead.run.signals import StopSignals, exit_on_stop_signals
+from clearhead.run.signals import StopRequested, StopSignals, exit_on_stop_signals
 
 if TYPE_CHECKING:  # at run time, torch is imported only after the settings were checked
     from torch import Tensor
@@ -32,26 +32,26 @@ def fit(run: "Run") -> dict | None:
 
     Returns the contents of summary.json, None on ranks other than 0. Raises a ClearheadError when
     training fails, and SystemExit after a stop signal. In a notebook, an interrupt saves a
-    checkpoint after the current step and raises KeyboardInterrupt.
+    checkpoint and raises KeyboardInterrupt.
     """
     state = run.state
     started = time.perf_counter()
     with run, run.translate_errors():  # `run` closes its components, also after an error
-        if state.step == 0:
-            evaluate_and_log(run, {})
-        else:
-            run.repeat_end()
-        run.metrics.start(state.losses)  # after a resume: the losses that are not logged yet
-        while state.step < run.stop.last_step:
-            loss, grad_norm = train_step(run)
-            run.metrics.add(loss, grad_norm)
-            run.check_limits()
-            row = log_row(run) if run.is_due("log") else {}
-            with run.metrics.paused():
-                row = evaluate_and_log(run, row)
-                save_if_due(run, row.get("val/loss"))
-            if run.stop.is_stopped():
-                stop(run)
+        try:
+            if state.row is not None:  # a new run, or one that was stopped during an evaluation
+                complete_step(run)
+            else:
+                run.repeat_end()
+            run.metrics.start(state.losses)  # after a resume: the losses that are not logged yet
+            while state.step < run.stop.last_step:
+                loss, grad_norm = train_step(run)
+                run.metrics.add(loss, grad_norm)
+                run.check_limits()
+                state.row = log_row(run) if run.is_due("log") else {}
+                complete_step(run)
+            run.stop.check()
+        except StopRequested:  # on all ranks at the same point
+            stop(run)
         return run.finish(time.perf_counter() - started)
 
 
@@ -64,9 +64,10 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
     config, strategy, state = run.config, run.strategy, run.state
     strategy.reseed(config.seed, state.step)  # dropout depends on (seed, step, rank) only
     micro_batches = next(run.batches)  # each: ((input_ids, target_ids), number of targets)
-    run.stop.start_step(state.step, sum(count for _, count in micro_batches))
+    run.stop.start_step(sum(count for _, count in micro_batches))
     mean_loss = 0.0
     for number, (tensors, count) in enumerate(micro_batches, start=1):
+        run.stop.check()
         input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
         with strategy.no_sync(number < len(micro_batches)):  # the last micro-batch syncs gradients
             with strategy.autocast():
@@ -97,6 +98,21 @@ def log_row(run: "Run") -> dict[str, float]:
     return row
 
 
+def complete_step(run: "Run") -> None:
+    """Evaluates, logs and saves after a step, or before the first one. The last step is also saved
+    before its validation, which may take long. A run that is stopped here repeats this when it is
+    resumed."""
+    state = run.state
+    with run.metrics.paused():
+        if 0 < state.step == run.stop.last_step:
+            save(run)
+        with run.stop.checked_before_each_pass(run.model):
+            row = evaluate_and_log(run, state.row)
+        state.row = None  # logged
+        if state.step > 0:
+            save_if_due(run, row.get("val/loss"))
+
+
 def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
     """Runs validation, a text sample and an attention snapshot when they are due, and logs them.
 
@@ -116,6 +132,7 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
     if snapshot_due:
         with run.log.timed("attention snapshots"):
             snapshot = run.lens.snapshot(run.model, step)
+        run.stop.check()
         run.log.console.new_names(step, snapshot)
     if row or snapshot_due or sample:  # equal on all ranks
         row["train/tokens"] = run.state.tokens
@@ -144,18 +161,21 @@ def save_if_due(run: "Run", val_loss: float | None) -> None:
 def save(run: "Run") -> None:
     """Starts to save a checkpoint of this step. A thread writes it while training continues."""
     state = run.state
-    if run.checkpointer.wait(state) == state.step:
-        return  # saved already
+    is_saved = run.checkpointer.wait(state) == state.step
     run.metrics.store(state)
     run.log.tracker.sync()  # the log is flushed to disk before the checkpoint
-    is_last = state.step == run.stop.last_step or run.stop.is_stopped()
-    run.checkpointer.save(state, is_last)
+    if is_saved:
+        run.checkpointer.complete(state)
+    else:
+        is_last = state.step == run.stop.last_step or run.stop.is_stopped
+        run.checkpointer.save(state, is_last)
 
 
 def stop(run: "Run") -> None:
-    """Saves a checkpoint and exits with the exit code of the signal."""
-    save(run)
-    run.checkpointer.finish(run.state)
+    """Saves a checkpoint of the last complete step and exits with the exit code of the signal."""
+    if run.state.step > 0:
+        save(run)
+        run.checkpointer.finish(run.state)
     run.exit()
 
 

@@ -12,7 +12,8 @@
 # job, training saves a checkpoint and stops, and the job is requeued. The environment (venv, modules)
 # is the environment of the shell that calls sbatch. Use --exclusive or --cpus-per-task=; without
 # them, some clusters allocate only one core. All machines need access to this folder, or at least to
-# the same data; only the first machine writes.
+# the same data; only rank 0 writes. GLOO_SOCKET_IFNAME= and NCCL_SOCKET_IFNAME= choose another network
+# interface than the one that reaches the machine of rank 0.
 #SBATCH --job-name=clearhead
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue

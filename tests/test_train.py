@@ -539,7 +539,7 @@ def test_a_finished_run_is_not_changed_by_starting_it_again(run, make_run, capsy
     assert "resum" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("when", ["in the last step", "before the summary"])
+@pytest.mark.parametrize("when", ["in the last validation", "before the summary"])
 def test_a_run_that_was_stopped_at_its_end_is_finished_by_the_next_start(
     make_run, monkeypatch, when
 ):
@@ -551,13 +551,19 @@ def test_a_run_that_was_stopped_at_its_end_is_finished_by_the_next_start(
         if when == "before the summary":
             patched.setattr("clearhead.run.run.write_summary", lambda *_: sys.exit(143))
         else:
-            run.stop.is_stopped = lambda: run.state.step == 4
-            run.stop.signals.received = signal.SIGTERM
+            validate = run.evaluator.validate
+
+            def stop_at_the_end(model, step, is_last):
+                run.stop.signals.received = signal.SIGTERM if is_last else 0
+                return validate(model, step, is_last)
+
+            run.evaluator.validate = stop_at_the_end
         with pytest.raises(SystemExit):
             fit(run)
     assert ended[-1] == 143
     summary = run.directory / "summary.json"
     assert (saved_step(run.directory), summary.exists()) == (4, False)
+    assert rows(run.directory)[-1]["step"] == (4 if when == "before the summary" else 3)
     before = weights(run)
     again = make_run("name=a")
     fit(again)
@@ -614,7 +620,7 @@ def test_a_rank_saves_and_stops_when_its_torchrun_has_died(make_run, monkeypatch
     monkeypatch.setattr(train, "train_step", parent_dies_after_step_1)
     with contextlib.suppress(SystemExit):
         fit(run)
-    expected = (signal.SIGTERM, 2) if by_torchrun else (0, 4)
+    expected = (signal.SIGTERM, 1) if by_torchrun else (0, 4)
     assert (run.stop.signals.received, saved_step(run.directory)) == expected
 
 

@@ -124,6 +124,9 @@ class State:
     scaler: GradScalerState | None = None  # None unless trainer.precision=fp16
     data: StoredChecksums | None = None  # of the tokens
     losses: list[Loss] | None = None  # of each step since the last row of metrics.jsonl
+    # Training metrics of this step that are logged after its evaluation; None: it is logged. Then a
+    # resumed run does not repeat the evaluation.
+    row: dict[str, Loss] | None = None
     skipped: StoredCount = 0  # number of steps skipped because the gradient was NaN or inf
     skipped_in_a_row: StoredCount = 0  # number of consecutive skipped steps up to this step
     format: StoredCount = FORMAT  # version of the checkpoint format
@@ -182,6 +185,21 @@ def write(folder: Path, tensors: Tensors, state: dict, tokenizer: bytes | None =
     fsync(folder)
 
 
+def replace_state(folder: Path, state: dict) -> None:
+    """Replaces state.json of a complete checkpoint.
+
+    SHA256SUMS lists the checksums of both versions meanwhile: if the process is killed, the
+    checkpoint is valid. Raises OSError.
+    """
+    content = json.dumps(state, indent=1).encode()
+    lines = read_bounded(folder / CHECKSUMS, MAX_CHECKSUMS_BYTES).splitlines(keepends=True)
+    fresh = f"{hashlib.sha256(content).hexdigest()}  {STATE}\n".encode()
+    atomic_write(folder / CHECKSUMS, [*lines, fresh])
+    atomic_write(folder / STATE, content)
+    kept = [line for line in lines if not line.endswith(f"  {STATE}\n".encode())]
+    atomic_write(folder / CHECKSUMS, [*kept, fresh])
+
+
 def checksum(file: Path) -> str:
     """Returns the SHA-256 of a file in hexadecimal digits."""
     with open_regular(file) as opened:
@@ -205,7 +223,7 @@ def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
         listed = [line.decode("ascii", "replace")[66:-1] for line in expected]
         optional = {TOKENIZER} & {*listed}
         names += tuple(optional)
-        is_valid = sorted(listed) in (sorted({*of, *optional}) for of in (FILES, WITHOUT_OPTIMIZER))
+        is_valid = {*listed} in ({*of, *optional} for of in (FILES, WITHOUT_OPTIMIZER))
         if OPTIMIZER in names and is_valid and OPTIMIZER not in listed:
             hint = f"to train a new run from its weights: trainer.init_from={folder}"
             raise CheckpointError("checkpoint", folder, "its optimizer state was removed", hint)
@@ -214,7 +232,7 @@ def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
     except OSError as error:
         raise read_error(Path(error.filename or folder), error) from error
     for name, line in zip(names, lines, strict=True):
-        if not is_valid or line.encode() != expected[listed.index(name)]:
+        if not is_valid or line.encode() not in expected:
             raise DamagedCheckpointError(folder / name, f"checksum mismatch with {CHECKSUMS}")
 
 

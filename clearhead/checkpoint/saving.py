@@ -28,7 +28,7 @@ from clearhead.checkpoint.format import State, Tensors
 from clearhead.checkpoint.resume import resume_command
 from clearhead.checkpoint.tensors import all_finite, collect
 from clearhead.errors import DIVERGENCE_HINT, NO_VALUE, DivergedError, NotSavedError, message_of
-from clearhead.files import fsync, remove, rename
+from clearhead.files import fsync, remove, remove_temporary_files, rename
 from clearhead.parallel.hardware import available_memory
 from clearhead.parallel.strategy import Strategy
 from model import GPT
@@ -80,6 +80,12 @@ class Checkpointer:
             self.saver.save(tensors, state)
         if not copy and not is_last:
             self.wait(state)
+
+    def complete(self, state: State) -> None:
+        """Replaces the state of the checkpoint of this step if it was saved before the evaluation.
+        A rank may call this without the others."""
+        if self.saver and self.saver.is_early:
+            self.saver.save(None, state)
 
     def wait(self, state: State) -> int:
         """Waits for the pending checkpoint. Returns the step of the last checkpoint known to be on
@@ -138,6 +144,8 @@ class Saver:
         self.run, self.folder, self.keep = run, run / "checkpoints", keep
         self.tokenizer = tokenizer
         self.saved = resumed.step if resumed else 0  # the last step that is known to be on disk
+        # Whether it was saved before its evaluation.
+        self.is_early = resumed is not None and resumed.row is not None
         self._links_work = True
         self._pending: tuple[int, Future] | None = None
         self._clean_up(resumed.step if resumed else 0)
@@ -151,6 +159,7 @@ class Saver:
         for part in self.folder.glob("*.part"):
             remove(part)
         for folder in listing.list_checkpoints(self.run):
+            remove_temporary_files(folder)
             if listing.step_of(folder) > newest:
                 aside = folder
                 while aside.exists():
@@ -159,8 +168,9 @@ class Saver:
                 what = f"damaged, renamed to {aside.name}; the run resumes from step {newest}"
                 print(f"checkpoint={folder}: {what}", file=sys.stderr)
 
-    def save(self, tensors: Tensors, state: State) -> None:
-        """Starts writing a checkpoint. The tensors must not change until `wait` returns."""
+    def save(self, tensors: Tensors | None, state: State) -> None:
+        """Starts writing a checkpoint, or with None, the state of the last one. The tensors must
+        not change until `wait` returns."""
         self.wait()
         # A new thread for each checkpoint: the NaN check (aminmax) starts OpenMP threads, which end
         # with their parent thread. While they exist, a training step takes 10 % longer
@@ -196,8 +206,8 @@ class Saver:
 
     # ----------------------------------------------------------- in the background thread
 
-    def _save(self, tensors: Tensors, state: dict) -> None:
-        for name, tensor in (tensors[0] | tensors[1]).items():
+    def _save(self, tensors: Tensors | None, state: dict) -> None:
+        for name, tensor in (tensors[0] | tensors[1] if tensors else {}).items():
             if not all_finite(tensor):  # do not replace a good checkpoint
                 reason = f"contains NaN or inf after step {state['step']}"
                 raise DivergedError(name, NO_VALUE, reason, DIVERGENCE_HINT)
@@ -207,11 +217,14 @@ class Saver:
         except (OSError, SafetensorError):
             time.sleep(RETRY_AFTER)  # disk space or a file server may be available again
             self._write(folder, tensors, state)
-        self.saved = state["step"]
+        self.saved, self.is_early = state["step"], state["row"] is not None
         self._link(state["best_step"])
         self._prune(state["best_step"])
 
-    def _write(self, folder: Path, tensors: Tensors, state: dict) -> None:
+    def _write(self, folder: Path, tensors: Tensors | None, state: dict) -> None:
+        if tensors is None:
+            checkpoint.replace_state(folder, state)
+            return
         if folder.exists():  # complete; the rename may not be flushed yet
             fsync(self.folder)
             return

@@ -33,6 +33,7 @@ from clearhead.errors import (
     UNSAFE,
     ClearheadError,
     Problem,
+    RankLostError,
     as_yaml,
     exit_code_of,
     format_error,
@@ -236,7 +237,8 @@ def errors_in_one_line(debug: bool = False) -> Iterator[None]:
         if debug:
             traceback.print_exception(error)
         elif not isinstance(error, KeyboardInterrupt):
-            if rank != "0" and expected:  # rank 0 has it too; torchrun ends all ranks soon
+            # Rank 0 has it too, unless it was lost; torchrun ends all ranks soon.
+            if rank != "0" and expected and not isinstance(error, RankLostError):
                 time.sleep(WAIT_FOR_RANK_0)
             if rank == "0" or not expected or error.print_on_this_rank:
                 prefix = "" if rank == "0" else f"rank {rank}: "

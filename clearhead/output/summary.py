@@ -113,6 +113,8 @@ def where_to_look(config: Config, log: RunLog, uploaded: str | None, has_risen: 
 def stopped(directory: Path, number: int, step: int) -> str:
     """Returns the line about a run that a signal has stopped, with the command that resumes it."""
     name, folder = signal.Signals(number).name, directory / "checkpoints"
+    if step == 0:
+        return f"stopped by {name} before the first step; rerun the same command"
     text = f"stopped by {name} after step {step}; checkpoint saved in {folder}"
     return f"{text}; {resume_command(directory)}"
 

@@ -34,6 +34,8 @@ from clearhead.parallel.launch import join_process_group
 from clearhead.parallel.strategy import Strategy
 from model import GPT, ModelConfig, model_without_values
 
+PATIENCE = datetime.timedelta(days=30)  # no limit
+
 
 @dataclass
 class DDP(Strategy):
@@ -45,11 +47,12 @@ class DDP(Strategy):
     def __post_init__(self):
         super().__post_init__()
         on_gpu = self.device.type == "cuda"
-        join_process_group("nccl" if on_gpu else "gloo", self.timeout)
+        join_process_group(self.device, self.timeout)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # For collectives between CPUs. None: the default group, which uses gloo already.
         limit = datetime.timedelta(seconds=self.timeout)
         self.cpu_group = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
+        self.patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def prepare_model(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
         """Calls build() on rank 0 and sends the parameters to the other ranks."""
@@ -104,7 +107,15 @@ class DDP(Strategy):
         self.all_reduce_max(0)
         super().synchronize()
 
+    def wait_for_rank_0(self) -> None:
+        """Waits until rank 0 calls this too. Rank 0 may have to write or upload gigabytes before,
+        so the others wait without a limit: they notice when it dies. Rank 0 waits for the others
+        at most `timeout`."""
+        arrived = dist.broadcast(torch.zeros(1), src=0, group=self.patient_group, async_op=True)
+        arrived.wait(datetime.timedelta(seconds=self.timeout) if self.is_rank_0 else PATIENCE)
+
     def broadcast(self, value: object) -> object:
+        self.wait_for_rank_0()
         return self._broadcast_from(0, value)
 
     def _broadcast_from(self, rank: int, value: object) -> object:
@@ -122,6 +133,7 @@ class DDP(Strategy):
             yield
         except Exception as caught:
             error = caught
+        self.wait_for_rank_0()
         # The lowest rank that failed sends its error to the others.
         order = self.world_size - self.rank if error is not None else 0
         if (first := self.all_reduce_max(order)) == 0:
@@ -148,7 +160,8 @@ class DDP(Strategy):
         if isinstance(error, ClearheadError):
             return False
         signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out")
-        signs += ("pair closure",)  # of a collective during which another one timed out
+        # Of a collective during which another one timed out, and of wait_for_rank_0.
+        signs += ("pair closure", "Operation timed out")
         return isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
         )
@@ -159,7 +172,7 @@ class DDP(Strategy):
         this process alive. So on a GPU, the process exits without cleanup after printing it."""
         if exit_code in (0, 143):
             with contextlib.suppress(RuntimeError):  # the run is complete
-                self.all_reduce_max(0)
+                self.wait_for_rank_0()
         elif self.device.type == "cuda":
             atexit.register(_exit_at_once, exit_code)
 

@@ -188,13 +188,17 @@ PEAKS = {
     r"A10": Peak(125e12, 31.2e12),
     r"A10G": Peak(70e12, 35e12),
     # White papers "NVIDIA Ampere GA102", "NVIDIA Ada" (GeForce and professional) and "NVIDIA RTX
-    # Blackwell"; data sheets of L40S and L4.
+    # Blackwell"; data sheets of L40S and L4. 3060, 4070 and 4060 Ti: cores x 2 x boost clock, and
+    # twice that in half precision, which gives the values of the white papers for larger cards.
     r"RTX A6000": Peak(154.8e12, 38.7e12),
     r"RTX 3090": Peak(71e12, 35.6e12),
+    r"RTX 3060": Peak(25.5e12, 12.7e12),
     r"L40S": Peak(362e12, 91.6e12),
     r"L4": Peak(121e12, 30.3e12),
     r"RTX 6000 Ada Generation": Peak(364e12, 91.1e12),
     r"RTX 4090": Peak(165.2e12, 82.6e12),
+    r"RTX 4070": Peak(58.3e12, 29.1e12),
+    r"RTX 4060 Ti": Peak(44.1e12, 22.1e12),
     r"RTX 5090": Peak(209.5e12, 104.8e12),
     # Data sheets of T4 and V100. These have fp16 and no bf16.
     r"T4": Peak(65e12, 8.1e12),

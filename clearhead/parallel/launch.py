@@ -6,21 +6,31 @@ join the process group.
 """
 
 import atexit
+import contextlib
 import datetime
+import ipaddress
 import os
 import secrets
 import socket
+import struct
+import sys
+import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clearhead.config.schema import ParallelConfig
 from clearhead.errors import Problem, RankLostError, message_of, refuse
 
+if sys.platform == "linux":
+    import fcntl
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store
 
 CONNECT = datetime.timedelta(seconds=10)  # for a server that accepts connections
 PARENT_PID = os.getppid()
+JOINED: list[tuple["Store", int, int]] = []  # store, rank and number of ranks of the process group
 TORCHRUN = "start it with torchrun --nproc_per_node=N train.py"
 # The number of a process on its machine: torchrun, srun, Open MPI, other MPI.
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -113,56 +123,122 @@ def check_ranks(strategy: str, ranks: int, batch_size: int | None) -> list[tuple
 # ----------------------------------------------------------------------------- process group
 
 
-def join_process_group(backend: str, timeout: int) -> None:
-    """Creates the default process group if it does not exist; it is destroyed at exit.
+def join_process_group(device: "torch.device", timeout: int) -> None:
+    """Creates the default process group if it does not exist; it is destroyed at exit. It uses NCCL
+    on a GPU, else gloo.
 
-    timeout: seconds, for the rendezvous and each collective. Raises RankLostError if the rendezvous
-    fails.
+    timeout: seconds, for the rendezvous and each collective. Raises RankLostError if the ranks do
+    not find each other.
     """
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
-    limit = datetime.timedelta(seconds=timeout)
-    store, rank, world_size = _rendezvous(limit)
-    # CPU collectives must time out first: gloo raises an error, whereas NCCL ends the process.
-    grace = datetime.timedelta(seconds=60 if backend == "nccl" else 0)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=limit + grace
-    )
-    atexit.register(dist.destroy_process_group)  # other ranks that wait get an error
-
-
-def _rendezvous(limit: datetime.timedelta) -> tuple["Store", int, int]:
-    """Returns (a store that all ranks share, this rank, the number of ranks).
-
-    Waits in Python, in short attempts: signals have no effect during a call of C++.
-    """
-    import torch.distributed as dist
-
     ranks = number("WORLD_SIZE", least=1)
     rank = number("RANK", most=ranks - 1)
     port, address = number("MASTER_PORT", most=65535), os.environ.get("MASTER_ADDR", "")
     if not address:
         refuse([("MASTER_ADDR", None, "the environment variable is not set", TORCHRUN)])
-    # torchrun has started the server; otherwise rank 0 starts it.
-    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_server = rank == 0 and not of_torchrun
+    on_gpu, limit = device.type == "cuda", datetime.timedelta(seconds=timeout)
+    # CPU collectives must time out first: gloo raises an error, whereas NCCL ends the process.
+    grace = datetime.timedelta(seconds=60 if on_gpu else 0)
+    more = {"timeout": limit + grace, "device_id": device if on_gpu else None}
     try:
-        deadline = time.monotonic() + limit.total_seconds()
-        while not (is_server or _answers(address, port, of_torchrun)):
-            _pause(deadline, "no answer")
-        store = dist.TCPStore(
-            address, port, ranks, is_server, CONNECT, wait_for_workers=False, multi_tenant=True
-        )
-        store.set_timeout(limit)
-        prefix = _new_prefix(store, rank, ranks, deadline)
-        return dist.PrefixStore(prefix, store), rank, ranks
-    except (dist.DistError, TimeoutError) as error:
+        store = _rendezvous(address, port, rank, ranks, limit)
+        if sys.platform == "linux":
+            _choose_interface(address, port, store, rank, ranks)
+        backend = "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, **more)
+    except (RuntimeError, OSError) as error:
         said = message_of(error).partition(". ")[0].rstrip(".")
         reason = f"rendezvous at {address}:{port} failed ({said})"
         hint = f"start all {ranks} ranks with the same address and port"
-        raise RankLostError("parallel.timeout", limit.seconds, reason, hint) from error
+        if "Mesh" in said:
+            hint = "set GLOO_SOCKET_IFNAME to the network interface that connects the machines"
+        raise RankLostError("parallel.timeout", timeout, reason, hint) from error
+    store.set(f"host/{rank}", socket.gethostname())
+    JOINED[:] = [(store, rank, ranks)]
+    atexit.register(dist.destroy_process_group)  # other ranks that wait get an error
+
+
+def silent_ranks(seconds: float = 2) -> str:
+    """Returns which ranks have not called this too within `seconds`, after an error that the loss
+    of a rank causes on all others: "rank 1 on node7"; "" if there are none or nobody joined."""
+    if not JOINED:
+        return ""
+    (store, rank, ranks), silent = JOINED[0], ["rank 0"]  # its machine has the store
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone
+            server = os.environ["MASTER_ADDR"], number("MASTER_PORT")
+            socket.create_connection(server, timeout=seconds).close()
+            store.set(f"here/{rank}", "")
+            time.sleep(seconds * (2 if rank == 0 else 1))  # the others ask the store of rank 0
+            missing = [n for n in range(ranks) if not store.check([f"here/{n}"])]
+            silent[:] = [f"rank {n} on {store.get(f'host/{n}').decode()}" for n in missing]
+
+    # Without torchrun, rank 0 has the store: if it hangs, a call never returns.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds * 4)
+    return ", ".join(silent)
+
+
+def _choose_interface(address: str, port: int, store: "Store", rank: int, ranks: int) -> None:
+    """Lets gloo and NCCL use the network interface that connects this machine with that of rank 0,
+    unless the user has set their variables. By default gloo uses the address of the host name,
+    which Debian and Ubuntu map to 127.0.1.1: other machines cannot reach it."""
+    with socket.create_connection((address, port), timeout=CONNECT.seconds) as connection:
+        mine, reached = connection.getsockname()[0], connection.getpeername()[0]
+    store.set(f"reached/{rank}", reached)
+    if ipaddress.ip_address(mine).is_loopback:
+        # MASTER_ADDR may be the name of this machine: other machines know its address.
+        seen = [key.decode() for key in store.multi_get([f"reached/{n}" for n in range(ranks)])]
+        mine = next((text for text in seen if not ipaddress.ip_address(text).is_loopback), mine)
+    if name := _interface(mine):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if name != "lo":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # not a prefix
+
+
+def _interface(address: str) -> str | None:
+    """Returns the name of the network interface that has an address; None if it is not found."""
+    ip = ipaddress.ip_address(address)
+    if ip.is_loopback:
+        return "lo"
+    if ip.version == 6:
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        return next((line[-1] for line in lines if line[0] == ip.packed.hex()), None)
+    siocgifaddr = 0x8915  # linux/sockios.h
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                request = struct.pack("256s", name.encode())
+                if fcntl.ioctl(any_socket, siocgifaddr, request)[20:24] == ip.packed:
+                    return name
+    return None
+
+
+def _rendezvous(
+    address: str, port: int, rank: int, ranks: int, limit: datetime.timedelta
+) -> "Store":
+    """Returns a store that all ranks share.
+
+    Waits in Python, in short attempts: signals have no effect during a call of C++.
+    """
+    import torch.distributed as dist
+
+    # torchrun has started the server; otherwise rank 0 starts it.
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = rank == 0 and not of_torchrun
+    deadline = time.monotonic() + limit.total_seconds()
+    while not (is_server or _answers(address, port, of_torchrun)):
+        _pause(deadline, "no answer")
+    store = dist.TCPStore(
+        address, port, ranks, is_server, CONNECT, wait_for_workers=False, multi_tenant=True
+    )
+    store.set_timeout(limit)
+    return dist.PrefixStore(_new_prefix(store, rank, ranks, deadline), store)
 
 
 def _answers(address: str, port: int, of_torchrun: bool) -> bool:

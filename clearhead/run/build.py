@@ -122,7 +122,9 @@ def build_components(
         optimizer=optimizer,
         metrics=build_metrics(inputs, state, model, log.console),
         evaluator=build_evaluator(inputs, size),
-        lens=build_lens(config, strategy, data, inputs.tokenizer, log.directory, inputs.notes),
+        lens=build_lens(
+            config, strategy, data, inputs.tokenizer, log.directory, inputs.notes, stop
+        ),
         checkpointer=Checkpointer(log.directory, saver, strategy, model, optimizer),
         log=log,
         stop=stop,
@@ -172,7 +174,7 @@ def build_state(inputs: RunInputs, model: GPT, optimizer: torch.optim.Optimizer)
     config, strategy, resumed = inputs.config, inputs.strategy, inputs.resumed
     now = {"settings": config.model_dump(), "data": inputs.data.checksums, "format": FORMAT}
     if resumed is None:
-        return State(step=0, **now)
+        return State(step=0, row={}, **now)
     state = dataclasses.replace(resumed.state, **now)
     state.ended_early &= state.should_stop_early(config.trainer)
     file = resumed.folder / OPTIMIZER
@@ -259,7 +261,8 @@ def open_tracker(
     """Writes the settings, removes the rows of steps that are computed again, and starts W&B."""
     strategy = inputs.strategy
     run_directory.write_settings(directory, state.settings, state.data, inputs.tokenizer)
-    drop_rows_after(directory, state.step if inputs.resumed else -1)
+    # The row of a step whose evaluation is repeated is written again.
+    drop_rows_after(directory, state.step - (state.row is not None))
     started = environment(str(strategy.device), strategy.world_size)
     starts = RowFile(directory / "starts.jsonl")
     about = {"step": state.step, "parameters": parameters, OVERLAP: inputs.data.overlap}

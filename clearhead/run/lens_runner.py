@@ -1,6 +1,7 @@
 """Attention snapshots during training, on all ranks; their errors do not end the run. Prompts of
 snapshots and text samples, if none are given."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from clearhead.config.schema import Config
 from clearhead.errors import best_effort
 from clearhead.models.head_removal import ablate_heads
 from clearhead.parallel.strategy import Strategy
+from clearhead.run.signals import StopRequested
+from clearhead.run.stop import Stop
 from clearhead.tokens.tokenizer import Tokenizer
 from clearhead.tokens.windows import MixedDataset, WindowDataset, evenly_spaced_windows
 from data import GPTDatasetV1, LoadedData
@@ -39,6 +42,7 @@ class LensRunner:
     # (model, heads by name, trained steps) -> the loss without each head, see
     # models/head_removal.py; None: off
     ablate: Callable[[GPT, dict[str, list[tuple[int, int]]], int], dict] | None
+    alone: Callable[[], contextlib.AbstractContextManager]  # Stop.alone
     errors: list[Exception] = field(default_factory=list)  # of the last snapshot
 
     def is_due(self, step: int, last_step: int) -> bool:
@@ -51,17 +55,19 @@ class LensRunner:
         return bool(self.strategy.broadcast(lens.has_time(step)))  # clocks of ranks differ
 
     def snapshot(self, model: GPT, step: int) -> Snapshot | None:
-        """Takes an attention snapshot: statistics and images. Returns None after an error.
+        """Takes an attention snapshot: statistics and images. Returns None after an error, and when
+        a signal stops the run.
 
-        All ranks run the model, and rank 0 writes the files."""
+        All ranks run the model, and rank 0 writes the files and removes heads."""
 
         def ablate(groups: dict[str, list[tuple[int, int]]]) -> dict | None:
-            with best_effort("lens.ablation: failed", self.debug):
+            with best_effort("lens.ablation: failed", self.debug), self.alone():
                 return self.ablate(model, groups, step)
             return None  # after an error
 
         what = f"lens: the snapshot of step {step} failed"
         with (
+            contextlib.suppress(StopRequested),  # maybe on rank 0 only
             best_effort(what, self.debug, self.strategy.label) as self.errors,
             self.strategy.inference(model),
         ):
@@ -93,6 +99,7 @@ def build_lens(
     tokenizer: Tokenizer,
     directory: Path,
     notes: list[str],
+    stop: Stop,
 ) -> LensRunner:
     """Builds the lens. An error on any rank turns it off, as during training."""
     lens = None
@@ -119,7 +126,7 @@ def build_lens(
             notes.append("lens.ablation: no effect with FSDP")
         else:
             ablate = build_ablation(config, strategy, data.val)
-    return LensRunner(lens, strategy, config.debug, ablate)
+    return LensRunner(lens, strategy, config.debug, ablate, stop.alone)
 
 
 def text_name(is_synthetic: bool, has_validation: bool) -> str:

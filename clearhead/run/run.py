@@ -35,6 +35,7 @@ from clearhead.files import as_json, atomic_write, last_values, read_object
 from clearhead.output.run_log import Metrics, RunLog
 from clearhead.output.summary import results, stopped, times, where_to_look, write_summary
 from clearhead.parallel.hardware import CoreTime
+from clearhead.parallel.launch import silent_ranks
 from clearhead.parallel.memory import is_out_of_memory, out_of_memory_error
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator
@@ -276,6 +277,11 @@ def translate_errors(
             raise
         # The first sentence of the library's message, without its file names and addresses.
         text = re.sub(r"\[[^\]]*\](:\d+)?:?\s*", "", " ".join(str(error).split()))
-        reason = f"another rank died or timed out ({text.partition('. ')[0].strip()})"
-        hint = checkpointer.how_to_resume() if checkpointer else "rerun the same command"
+        lost = silent_ranks() or "another rank"
+        reason = f"{lost} died or timed out ({text.partition('. ')[0].strip()})"
+        hint = "rerun the same command"
+        if checkpointer and not checkpointer.directory.is_dir():
+            hint = "the machine of rank 0 has the checkpoints and prints how to resume"
+        elif checkpointer:
+            hint = f"{checkpointer.describe()}; {checkpointer.how_to_resume()}"
         raise RankLostError("parallel.timeout", config.parallel.timeout, reason, hint) from error

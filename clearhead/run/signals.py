@@ -39,8 +39,12 @@ def handle(numbers: tuple[int, ...], handler: Callable) -> dict[int, object]:
     return {number: signal.signal(number, handler) for number in numbers}
 
 
+class StopRequested(BaseException):
+    """A signal stops the run; not an error, so that no handler of errors catches it."""
+
+
 class StopSignals:
-    """Context in which signals stop the run after the current step.
+    """Context in which signals stop the run after the current micro-batch or forward pass.
 
     Before the training loop, a signal ends the process immediately. After the loop, the process
     ends when the run is closed. Further signals have no effect, except that without torchrun a
@@ -77,7 +81,7 @@ class StopSignals:
             error.stopped = exit_code(self.received)
 
     def start_training(self) -> None:
-        """Makes signals stop the run after the current step."""
+        """Makes signals stop the run, see Stop.check."""
         self.phase = "training"
         if not self.owns_process:
             self.__enter__()
@@ -94,7 +98,7 @@ class StopSignals:
         the run directory locked."""
         if torchrun_died() and not self.received:
             self.received = signal.SIGTERM
-            self._print("torchrun has ended; stopping after this step")
+            self._print("torchrun has ended; stopping")
         return self.received
 
     def _handle(self, number: int, _) -> None:
@@ -110,7 +114,7 @@ class StopSignals:
         if not self.received:
             self.received = number
             once_more = number == signal.SIGINT and not self._relayed
-            then = "stopping after this step" if self.phase == "training" else "finishing the run"
+            then = "stopping" if self.phase == "training" else "finishing the run"
             self._print(f"{then}{'; press Ctrl-C again to stop immediately' * once_more}")
 
     def _print(self, line: str) -> None:

@@ -7,10 +7,11 @@ continues with the time that is left.
 """
 
 import collections
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -20,7 +21,7 @@ from clearhead.config.automatic import EXPECTED_STEPS
 from clearhead.config.schema import Config, TrainerConfig
 from clearhead.parallel.memory import meta_model
 from clearhead.parallel.strategy import Strategy
-from clearhead.run.signals import STARTED, STOP_SIGNALS, StopSignals
+from clearhead.run.signals import STARTED, StopRequested, StopSignals
 
 ABLATION_FRACTION = 0.01  # of the limit
 FINAL_VALIDATION_FRACTION = 0.02  # of the limit, see evaluation.py
@@ -38,11 +39,10 @@ class Stop:
     time limit, it is at most the number of steps that the time so far allows, rounded up to a power
     of two, so that the intervals that follow from it seldom change.
 
-    The ranks agree with one all-reduce per step between their CPUs. It also sums the targets of the
-    step. It starts before the forward pass. Results are read as late as possible: the
-    number of targets before the first backward pass, and only if it varies; the used time before
-    the update, and only with a time limit; all others after the step. On a CPU all ranks have
-    exchanged gradients by then, so no rank waits.
+    The ranks agree by all-reduces between their CPUs. `check` asks for signals before each
+    micro-batch and each forward pass of an evaluation. If they are needed, the number of targets
+    and the used time are sent at the start of a step and read as late as possible: before the first
+    backward pass, and before the update.
     """
 
     def __init__(
@@ -61,19 +61,19 @@ class Stop:
         self.intervals = intervals
         self.targets_per_step, self.max_steps = targets_per_step, trainer.max_steps
         self._sums = lambda: [0.0, limit.used]
+        self._is_alone = False  # whether rank 0 works while the others wait for it
         self.last_step = self._expected_steps(state.step)
         self.has_said = state.step > 0 or not limit.exists
         self.few_steps = FEW_STEPS if trainer.init_from is None else 0
         if state.has_ended(trainer):
             self.last_step = state.step
 
-    def start_step(self, step: int, num_targets: int) -> None:
-        """Starts the exchange of a step. step: completed steps. num_targets: of this rank."""
+    def start_step(self, num_targets: int) -> None:
+        """Starts the exchange of a step. num_targets: of this rank."""
         is_timed = self.limit.exists and self.strategy.is_rank_0
         used = self.limit.start_step() if is_timed else 0.0
-        received = self.signals.poll()
-        counts = [number == received for number in STOP_SIGNALS]
-        self._sums = self.strategy.start_all_reduce_sum(num_targets, used, *counts)
+        if self.limit.exists or self.targets_per_step is None:
+            self._sums = self.strategy.start_all_reduce_sum(num_targets, used)
 
     def num_targets(self) -> float:
         """Returns the number of targets of this step over all ranks."""
@@ -123,18 +123,38 @@ class Stop:
         in_time = 1 << int(max(expected, step + 1)).bit_length()
         return min(in_time, self.max_steps or in_time)
 
+    @property
     def is_stopped(self) -> bool:
-        """Returns whether a signal stops all ranks after this step; signals.received is then the
-        signal. With several ranks, a signal that arrives after the start of a step stops them after
-        the next."""
-        if self.strategy.world_size == 1:
-            return self.signals.poll() > 0
-        _, _, *counts = self._sums()
-        for number, count in zip(STOP_SIGNALS, counts, strict=True):
-            if count:
-                self.signals.received = number
-                return True
-        return False
+        """Whether a signal stops the run."""
+        return self.signals.received > 0
+
+    def check(self) -> None:
+        """Raises StopRequested on all ranks if one of them has received a signal, which is then
+        signals.received of all."""
+        received = self.signals.poll()
+        if not self._is_alone:
+            received = self.strategy.all_reduce_max(received)
+        if received:
+            self.signals.received = received
+            raise StopRequested
+
+    @contextlib.contextmanager
+    def checked_before_each_pass(self, model: torch.nn.Module) -> Iterator[None]:
+        """Returns a context in which each forward pass of the model begins with `check`: all ranks
+        must run the model the same number of times."""
+        hook = model.register_forward_pre_hook(lambda *_: self.check(), prepend=True)
+        with hook:  # removes it at the end
+            yield
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Returns a context for work of rank 0 for which the others wait: signals of other ranks
+        are not noticed, and StopRequested is raised on rank 0 only."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
 
 class TimeLimit:

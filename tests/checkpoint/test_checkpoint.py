@@ -278,8 +278,8 @@ def test_a_stop_saves_again_if_the_checkpoint_may_not_be_on_disk(
         fsync(path)
 
     monkeypatch.setattr(saving, "RETRY_AFTER", 0)
-    run.stop.signals.received = signal.SIGTERM
     train_step(run)
+    run.stop.signals.received = signal.SIGTERM
     with monkeypatch.context() as patch:
         patch.setattr(files, "fsync", broken)
         patch.setattr(saving, "fsync", broken)

@@ -319,6 +319,21 @@ def watch_parameters(file: str) -> None:
     replace(train, "train_step", wrap)
 
 
+def watch_parts(file: str) -> None:
+    """Appends the name of each part of the training to a file when it begins."""
+    parts = ("train.train_step", "train.save", "clearhead.run.run.Run.evaluate")
+    parts += ("clearhead.run.run.Run.sample", "clearhead.run.run.Run.finish")
+    parts += ("headlens.lens.Lens.snapshot", "clearhead.run.lens_runner.ablate_heads")
+    parts += ("clearhead.output.run_log.RunLog.log",)
+
+    def write(name: str) -> None:
+        with open(file, "a") as opened:
+            opened.write(f"{name.rpartition('.')[2]}\n")
+
+    for name in parts:
+        on_call(name, lambda *_, name=name: write(name))
+
+
 def out_of_time(step: int) -> None:
     """Leaves no time for another step after this one. Until then, no time is used."""
     steps = itertools.count(1)
@@ -336,11 +351,12 @@ def wait_at(step: int, file: str) -> None:
     before_step(step, wait)
 
 
-def slow(seconds: float) -> None:
-    """Delays everything on this rank except training steps."""
+def slow(seconds: float, part: str = "") -> None:
+    """Delays a function on this rank; without a name, everything except training steps."""
     parts = ["run.run.Run.evaluate", "run.run.Run.sample", "run.build.open_log"]
     parts += ["run.build.model_from_tensors", "checkpoint.format.write"]
-    for name in (*(f"clearhead.{part}" for part in parts), "headlens.lens.Lens.snapshot"):
+    parts = [*(f"clearhead.{part}" for part in parts), "headlens.lens.Lens.snapshot"]
+    for name in [part] if part else parts:
         on_call(name, lambda *_: time.sleep(seconds))
 
 
@@ -367,5 +383,5 @@ def frozen(modules: list[str]) -> None:
 
 
 FUNCTIONS = (failing, file_size_limit, full_disk, interrupt, infinite_loss, watch_parameters)
-FUNCTIONS += (out_of_time, wait_at, slow, compiler, no_memory, frozen)
+FUNCTIONS += (watch_parts, out_of_time, wait_at, slow, compiler, no_memory, frozen)
 FAULTS = {"crash": Operations} | {function.__name__: function for function in FUNCTIONS}

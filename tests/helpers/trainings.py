@@ -178,6 +178,10 @@ RUN += ("trainer.keep=2", "trainer.log_every=3")
 # becomes too large. (Two ranks have other dropout masks, so they need a smaller learning rate.)
 THREE = (*RUN, "trainer.max_steps=15", "trainer.eval_every=5", "trainer.keep=1")
 THREE += ("trainer.warmup_steps=14", "optimizer.lr=1.1")
+# Evaluations take most of the time.
+WATCHED = (*RUN, "trainer.max_steps=8", "trainer.save_every=0", "trainer.log_every=1")
+WATCHED += ("trainer.micro_batch_size=2", "trainer.eval_every=2", "trainer.sample_tokens=32")
+WATCHED += ("lens=default", "lens.every=2", "lens.ablation=exact")
 KINDS = {
     "plain": RUN,
     "accumulation": (*RUN, "trainer.micro_batch_size=2", "trainer.log_every=1"),
@@ -185,7 +189,10 @@ KINDS = {
     "best": (*RUN, "trainer.keep=1", "trainer.eval_every=4", "trainer.save_every=7"),
     "three": THREE,
     "ranks": (*THREE, "optimizer.lr=0.6", "parallel=ddp", "parallel.timeout=1000"),
+    "end": (*RUN, "trainer.max_steps=5", "trainer.save_every=0", "trainer.eval_every=5"),
     "every step": (*RUN, "trainer.log_every=1", "trainer.sample_tokens=0", "trainer.save_every=0"),
+    "watched": WATCHED,
+    "watched ranks": (*WATCHED, "parallel=ddp", "parallel.timeout=1000"),
     "short": (*RUN, "trainer.log_every=1", "trainer.max_steps=20"),
     "two ranks": (*RUN, "trainer.log_every=1", "trainer.max_steps=20", "parallel=ddp"),
 }
@@ -230,7 +237,8 @@ class Faults:
             self.run(folder, kind, fault={"crash": {"names": str(folder / "names")}})
             run = folder / "runs" / "run"
             check_same_result(run, self.undisturbed(kind))
-            assert (run / "checkpoints" / "best").resolve().name == "step_00000010"
+            best = "step_00000005" if kind == "end" else "step_00000010"
+            assert (run / "checkpoints" / "best").resolve().name == best
             self.names[kind] = (folder / "names").read_text().splitlines()
         return self.names[kind]
 

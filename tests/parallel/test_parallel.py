@@ -184,6 +184,23 @@ def test_a_signal_ends_a_rank_that_waits_for_the_others(
     assert (code, err.count("parallel.timeout="), err.count("\n")) == (4, 1, 1)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the default of gloo")
+@pytest.mark.parametrize("given", [None, "mine"])
+def test_ranks_of_one_machine_use_its_loopback_interface(launched, monkeypatch, given):
+    """Unless the user has chosen another one. NCCL makes its own choice."""
+    launched(1, MASTER_PORT=free_port())
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, given or "")  # restored at the end
+        if not given:
+            monkeypatch.delenv(name)
+    with monkeypatch.context() as patched:
+        patched.setattr(dist, "init_process_group", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            DDP(torch.device("cpu"), torch.float32)
+    assert [os.environ.get(name) for name in names] == [given or "lo", given]
+
+
 def test_errors_that_mean_a_lost_rank():
     assert DDP.is_lost_rank(None, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"))
     assert DDP.is_lost_rank(None, RuntimeError("Application timeout caused pair closure"))

@@ -75,6 +75,7 @@ class Place:
         self.server, self.folder = server, write_texts(folder)
         self.alone = functools.cache(self._alone)
         self.watched = functools.cache(self._watched)
+        self.whole = functools.cache(lambda way, *more: self.ranks(f"whole_{way}", *more)[0])
 
     def _alone(self, *arguments):
         """Returns the run of a single process; trains it once."""
@@ -292,11 +293,15 @@ def test_ranks_that_do_not_see_the_run_continue_it(place):
     assert not other.exists()
 
 
-# Signals of one rank, with which all ranks stop after step HALF + 1: before that step, and during
-# the step before, whose checkpoint is written slowly.
+# Signals of one rank, with which all ranks stop after step HALF: during its validation, during the
+# first micro-batch of the next step, and during an update, with a checkpoint that is written slowly.
 STOPPED = {
-    "fsdp": [None, interrupt(("SIGTERM", STEP, HALF + 1))],
-    "ddp": [
+    "validation": [None, interrupt(("SIGTERM", "clearhead.run.run.Run.evaluate", 2))],
+    "micro-batch": [
+        None,
+        interrupt(("SIGTERM", "clearhead.parallel.strategy.Strategy.backward", 2 * HALF + 1)),
+    ],
+    "update": [
         interrupt(("SIGTERM", "clearhead.parallel.ddp.DDP.update", HALF))
         | {"slow": {"seconds": 0.1}},
         None,
@@ -304,16 +309,18 @@ STOPPED = {
 }
 
 
-@pytest.mark.parametrize("way", STRATEGIES if CAMPAIGN else ["ddp"])
-def test_a_signal_to_one_rank_stops_all_and_resume_is_bit_exact(place, way):
+@pytest.mark.parametrize("way", STRATEGIES if CAMPAIGN else ["fsdp"])
+@pytest.mark.parametrize("part", STOPPED if CAMPAIGN else ["validation", "micro-batch"])
+def test_a_signal_to_one_rank_stops_all_and_resume_is_bit_exact(place, way, part):
     """With dropout, whose random numbers follow from seed, step and rank; by the command that is
     printed."""
     settings = ("model.dropout=0.2", f"parallel={way}")
-    whole, _ = place.ranks(f"whole_{way}", *settings)
-    special = {"faults": STOPPED[way], "codes": [143, 143]}
-    cut, (main, other) = place.ranks(f"cut_{way}", *settings, **special)
+    whole = place.whole(way, *settings)
+    special = {"faults": STOPPED[part], "codes": [143, 143]}
+    cut, (main, other) = place.ranks(f"{part}_{way}", *settings, **special)
     assert other.err == ""
-    assert listing.newest_step(cut) == HALF + 1
+    assert listing.newest_step(cut) == HALF
+    assert rows(cut)[-1]["step"] == (HALF - 1 if part == "validation" else HALF)
     check_same_bytes(cut, whole, HALF)
     program, command = printed_command(main.err)
     assert program.endswith("torchrun --nproc_per_node=2")

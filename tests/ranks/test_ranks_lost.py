@@ -27,7 +27,7 @@ from helpers.ranks import (
 )
 from helpers.refusals import printed_keys
 from helpers.runs import rows
-from helpers.tally import CAMPAIGN
+from helpers.tally import CAMPAIGN, in_campaign
 from helpers.trainings import STEP, interrupt, newest_valid_step, printed_command
 
 KILLS = int(os.environ.get("CAMPAIGN_KILLS", "1"))
@@ -65,6 +65,7 @@ def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path,
     trainings[lost].send(signal.SIGKILL)
     assert trainings[lost].wait() == -signal.SIGKILL
     assert timeout in other.err
+    assert f"rank {lost}" in other.err
     assert len(printed_keys(other.err)) == 1
     # Rank 0 writes checkpoints: if it dies, the first one may be incomplete.
     assert newest_valid_step(run) == 3 or (lost == 0 and newest_valid_step(run) is None)
@@ -136,3 +137,13 @@ def test_a_rank_that_is_alone_on_its_machine_prints_that_no_other_came(server, t
     training = server.start(write_texts(tmp_path), *settings, **own)
     assert training.wait() == 4
     assert training.err.count("parallel.timeout=1") == training.err.count("\n") == 1
+
+
+@in_campaign
+@pytest.mark.parametrize("part", ["checkpoint.format.write", "output.run_log.RunLog.log"])
+def test_ranks_wait_for_rank_0_as_long_as_it_writes(server, whole, tmp_path, part):
+    """Longer than the timeout, within which rank 0 waits for the others."""
+    slow = {"slow": {"seconds": 8, "part": f"clearhead.{part}"}}
+    settings = (*LONG, "parallel=ddp", "parallel.timeout=5", "trainer.max_steps=8", "name=run")
+    server.run_ranks(write_texts(tmp_path), *settings, faults=[slow, None])
+    check_same_bytes(tmp_path / "runs" / "run", whole("ddp", 8))
