@@ -156,6 +156,23 @@ def test_other_kernels_and_the_mode_do_not_change(monkeypatch):
     assert not any(module.training for module in model.modules())
 
 
+def test_the_blocks_of_a_gpu_compute_the_same():
+    """Bit for bit, also their dropout masks."""
+    plain, model = (tiny_model(dropout=0.3) for _ in range(2))
+    specialize(model, torch.device("cuda"))
+    found = []
+    for each in (plain, model):
+        torch.manual_seed(0)
+        x = normal(2, 12, each.config.emb_dim).requires_grad_()
+        out = x
+        for block in each.blocks:
+            out = block(out)
+        parameters = [x, *each.blocks.parameters()]
+        found.append([out, *torch.autograd.grad(out.square().sum(), parameters)])
+    assert len(found[0][0].shape) == 3
+    assert all(map(torch.equal, *found))
+
+
 # ---------------------------------------------------------------------------------- generation
 
 
