@@ -1,15 +1,16 @@
 """The implementations that benchmarks/training.py compares: clearhead and other projects.
 
 transformers is included if it is installed. nanoGPT is included if the user gives the folder of a
-checkout; its model.py runs unchanged. On a CPU all keep freed memory, as clearhead does. Shapes:
-B batch, T query positions, V vocabulary.
+checkout; its model.py runs unchanged. Shapes: B batch, T query positions, V vocabulary.
 """
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import importlib.util
 import io
+import platform
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from clearhead.compute.optimizers import NonFiniteCheck, build_optimizer
 from clearhead.config.schema import OptimizerConfig
 from clearhead.models.huggingface import hf_tensors, to_hf
 from clearhead.parallel.device import best_wide_dtype
-from clearhead.parallel.hardware import git
+from clearhead.parallel.hardware import git, keep_freed_memory
 from clearhead.parallel.strategy import Strategy
 from model import GPT
 
@@ -39,7 +40,12 @@ class Variant:
     implementation: str  # ours | nanogpt | transformers
     dtype: torch.dtype  # of matrix products; everything else is fp32
     compiled: bool = False
-    switched_on: bool = False  # with fused AdamW, as in ours
+    switched_on: bool = False  # with fused AdamW and kept freed memory, as in ours
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether glibc keeps freed memory (CPU only)."""
+        return self.switched_on or self.implementation == "ours"
 
 
 def variants(device: str, dtype: torch.dtype, compiles: bool) -> dict[str, list[Variant]]:
@@ -227,3 +233,23 @@ def pad_vocabulary(weights: GPT) -> GPT:
     tensors["token_emb.weight"] = nn.functional.pad(rows, (0, 0, 0, padded - len(rows)))
     larger.load_state_dict(tensors)
     return larger
+
+
+def set_freed_memory(keep: bool, device: torch.device) -> None:
+    """Sets whether glibc keeps freed memory, as in our training on a CPU, or returns it.
+
+    glibc adapts its thresholds to the program until one of them is set. keep=False sets the values
+    that it reaches, 32 MiB and 64 MiB: a step of nanoGPT then has as many page faults as in a
+    separate process, or up to a fifth fewer; with the initial 128 KiB, twice as many.
+    """
+    if device.type != "cpu" or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return
+    if keep:
+        keep_freed_memory()
+        return
+    libc = ctypes.CDLL(None)
+    m_trim_threshold, m_mmap_threshold, m_mmap_max = -1, -3, -4  # malloc.h
+    libc.mallopt(m_mmap_max, 65536)
+    libc.mallopt(m_mmap_threshold, 32 * 2**20)
+    libc.mallopt(m_trim_threshold, 64 * 2**20)
+    libc.malloc_trim(0)  # memory that another variant has kept

@@ -20,15 +20,20 @@ def interleave(
     rounds: int,
     device: torch.device,
     calls: int = 1,
+    before: Callable[[str], object] | None = None,
 ) -> dict[str, list[float]]:
     """Returns the mean seconds per call in each round, by name.
 
     Every round runs all: A B C, then C B A. So changes in the speed of the machine affect all of
-    them.
+    them. before: called with the name when its turn begins; with it, the first call of a turn is
+    not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(rounds):
         for name in list(work)[:: -1 if number % 2 else 1]:
+            if before:
+                before(name)
+                work[name]()
             synchronize(device)
             started = time.perf_counter()
             for _ in range(calls):

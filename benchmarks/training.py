@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import io
 import time
 from statistics import median
 from typing import Literal
@@ -28,6 +29,7 @@ from benchmarks.implementations import (
     Ours,
     Transformers,
     Variant,
+    set_freed_memory,
     variants,
 )
 from benchmarks.timing import interleave, origin, show_speedup, speedup
@@ -48,6 +50,7 @@ from model import GPT, ModelConfig
 
 SEED = 0  # for the weights and the tokens
 BATCHES = 4  # used in rotation
+OURS, OTHERS = "#0b6e99", "#b8bfc6"  # colours
 TITLES = {
     "shipped": "As shipped: each project with its default settings on this device",
     "equalised": "Equalised: the same precision for all, compiled where possible",
@@ -69,6 +72,7 @@ class TrainingBenchmark(ScriptConfig):
         None, description="timed steps per measurement; null: 3, on a GPU 20"
     )
     out: OutFile = Field("", description="JSON file for the results")
+    chart: OutFile = Field("", description="PNG file for a chart of the results")
 
 
 @settings_command(TrainingBenchmark)
@@ -88,7 +92,7 @@ def main(settings: TrainingBenchmark) -> None:
     for name, figures in checked.items():
         print(f"equivalence check in fp32, {name}: {figures}")
     results = origin("benchmarks.training", strategy.device, ("numpy",)) | {
-        "settings": settings.model_dump(mode="json", exclude={"debug", "out"}),
+        "settings": settings.model_dump(mode="json", exclude={"debug", "out", "chart"}),
         "parameters": weights.num_parameters(),
         "flops_per_token": weights.flops_per_token(settings.length),
         "equivalence": checked,
@@ -104,6 +108,8 @@ def main(settings: TrainingBenchmark) -> None:
         print(f"\n{TITLES[name]}\n{text_table(measured)}", flush=True)
     if settings.out:
         write_out(settings.out, results)
+    if settings.chart:
+        write_out(settings.chart, draw(results), "chart")
 
 
 class Comparison:
@@ -130,7 +136,13 @@ class Comparison:
         gc.collect()  # and its models
         started = {row.name: self.start(row) for row in rows}
         work = {name: functools.partial(self.step, each) for name, (each, _) in started.items()}
-        seconds = interleave(work, self.settings.rounds, self.strategy.device, self.steps)
+        seconds = interleave(
+            work,
+            self.settings.rounds,
+            self.strategy.device,
+            self.steps,
+            lambda name: self.set_freed_memory(started[name][0].variant),
+        )
         ours = [seconds[row.name] for row in rows if row.implementation == "ours"][-1]
         tokens = self.settings.batch_size * self.settings.length
         figures = [first for _, first in started.values()]
@@ -143,6 +155,7 @@ class Comparison:
 
     def start(self, row: Variant) -> tuple[Implementation, dict]:
         """Runs the first step of a row, which includes compilation."""
+        self.set_freed_memory(row)
         implementation = self.kinds[row.implementation](
             row, self.weights, self.optimizer, self.strategy
         )
@@ -154,6 +167,7 @@ class Comparison:
             "project": row.implementation,
             "precision": implementation.strategy.precision,
             "compiled": row.compiled,
+            "freed_memory_kept": row.keeps_memory,
             "fused_adamw": bool(implementation.optimizer.defaults.get("fused")),
             "first_step_seconds": seconds,
             "first_loss": loss,
@@ -162,6 +176,9 @@ class Comparison:
 
     def step(self, implementation: Implementation) -> None:
         implementation.step(*self.batches[implementation.steps % BATCHES])
+
+    def set_freed_memory(self, row: Variant) -> None:
+        set_freed_memory(row.keeps_memory, self.strategy.device)
 
 
 def text_table(rows: list[dict]) -> str:
@@ -175,6 +192,40 @@ def text_table(rows: list[dict]) -> str:
             f"  {show_speedup(row['ours_is_times_as_fast'])}  {', '.join(options)}"
         )
     return "\n".join(lines)
+
+
+def draw(results: dict) -> bytes:
+    """Returns a PNG: tokens per second of each implementation, as shipped and equalised."""
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    tables = {name: table["rows"] for name, table in results["tables"].items()}
+    heights = [len(rows) for rows in tables.values()]
+    with matplotlib.style.context("seaborn-v0_8-whitegrid"):
+        figure = Figure(figsize=(8, 0.42 * sum(heights) + 1.4), layout="constrained")
+        axes = figure.subplots(len(tables), sharex=True, height_ratios=heights)
+        for axis, (name, rows) in zip(axes, tables.items(), strict=True):
+            rows = sorted(rows, key=lambda row: row["tokens_per_second"])
+            bars = axis.barh(
+                ["{name} ({precision})".format(**row).replace("ours", "clearhead") for row in rows],
+                [row["tokens_per_second"] for row in rows],
+                color=[OURS if row["project"] == "ours" else OTHERS for row in rows],
+                height=0.66,
+            )
+            axis.bar_label(bars, fmt="{:,.0f}", padding=4)
+            axis.set_title(
+                TITLES[name].partition(":")[0], loc="left", fontsize=10, fontweight="bold"
+            )
+            axis.grid(visible=False, axis="y")
+            axis.margins(x=0.1)
+        axes[-1].set_xlabel("tokens per second")
+        settings = results["settings"]
+        title = "{model}, {batch_size} x {length} tokens per step".format(**settings)
+        title += f", {results['cores']} cores of {results['processor']}"
+        figure.suptitle(title.replace("(R)", ""), fontsize=10, x=0.01, ha="left")
+        image = io.BytesIO()
+        figure.savefig(image, format="png", dpi=110, metadata={"Software": None})
+    return image.getvalue()
 
 
 if __name__ == "__main__":
