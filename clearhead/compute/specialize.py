@@ -65,7 +65,7 @@ def specialize_for_generation(
 
 def flat_forward(block: Block, x: Tensor, kernel: AttentionKernel | None = None) -> Tensor:
     """Computes block.forward with a residual stream of (B T, C) inside, the shape of the products.
-    With (B, T, C), torch.compile casts the gradient of the residual stream in a kernel of its own,
+    With (B, T, C), torch.compile casts the gradient of the residual stream in a separate kernel,
     instead of in the one of the norm that computes it. Blocks that are compiled separately would
     save one more tensor for backward."""
     shape, x = x.shape, x.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Ranks on two machines: two network namespaces, each with a host name of its own.
+"""Ranks on two machines: two network namespaces, with separate host names.
 
 Skipped where the system does not allow namespaces.
 """
