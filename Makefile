@@ -56,7 +56,7 @@ campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the
 gpu-check: $(VENV)/test  ## checks and measurements on one CUDA GPU in 9 minutes: one table and gpu.json
 	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
 
-gpus-check: $(VENV)/test  ## the same on the GPUs of one machine, 2 to 8: gpus.json
+gpus-check: $(VENV)/test  ## checks of 2 to 8 GPUs of one machine in 9 minutes: one table and gpus.json
 	$(VENV)/bin/python -m benchmarks.gpus $(ARGS)
 
 example: $(VENV)/test  ## train the run of docs/example again, and draw its page and the pictures of README.md

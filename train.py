@@ -38,11 +38,11 @@ def fit(run: "Run") -> dict | None:
     started = time.perf_counter()
     with run, run.translate_errors():  # `run` closes its components, also after an error
         try:
+            run.metrics.start(state.losses)  # after a resume: the losses that are not logged yet
             if state.row is not None:  # a new run, or one that was stopped during an evaluation
                 complete_step(run)
             else:
                 run.repeat_end()
-            run.metrics.start(state.losses)  # after a resume: the losses that are not logged yet
             while state.step < run.stop.last_step:
                 loss, grad_norm = train_step(run)
                 run.metrics.add(loss, grad_norm)
@@ -132,6 +132,7 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
     if snapshot_due:
         with run.log.timed("attention snapshots"):
             snapshot = run.lens.snapshot(run.model, step)
+        run.strategy.wait_for_rank_0()  # it writes the images
         run.stop.check()
         run.log.console.new_names(step, snapshot)
     if row or snapshot_due or sample:  # equal on all ranks

@@ -201,6 +201,10 @@ def main(settings: GpusBenchmark) -> None:
     ranks = settings.ranks or (torch.cuda.device_count() if settings.device == "cuda" else 2)
     if ranks < 2:
         refuse([("ranks", ranks, "these are checks of several ranks", "use make gpu-check")])
+    if settings.batch_size < ranks:
+        refuse(
+            [("batch_size", settings.batch_size, "is below the number of ranks", f"use {ranks}")]
+        )
     run_rows(ChecksOfRanks, settings, ranks)
 
 

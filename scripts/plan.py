@@ -105,6 +105,8 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
         refuse([("tokens", plan.tokens, reason, "set tokens, such as tokens=1e6")])
     tokens = plan.tokens or (trainer.max_steps or 0) * trainer.batch_size * config.data.max_length
     job = planned_job(config, plan, per_token * tokens)
+    if plan.memory and "kind" not in plan.model_fields_set:  # of a GPU that is not known
+        kind = Kind(f"GPU of {plan.memory:g} GB", 1e9 * plan.memory)
     # On a Mac, torch.mps.recommended_max_memory() is two thirds or more.
     part = 2 / 3 if plan.kind == "apple" else 1
     device_memory = part * (kind.memory if plan.memory is None else 1e9 * plan.memory)
@@ -201,9 +203,12 @@ def text_of(config: Config, plan: dict) -> str:
         for name, words in parts.items()
         if needed[name] > 0
     ]
-    hours, speed = "", "Speed    unknown: no published FLOP/s"
+    hours, speed = "", "Speed    unknown: give the kind= of a GPU with published FLOP/s"
     if rate := plan["tokens_per_second"]:
-        hours = f"; {span(1e10 / rate / 3600, '{:,.1f}'.format, -1)} hours for 10 billion tokens"
+        hours = (
+            plan["fits"]
+            * f"; {span(1e10 / rate / 3600, '{:,.1f}'.format, -1)} hours for 10 billion tokens"
+        )
         time = span(plan["seconds"], lambda each: str(timedelta(seconds=round(each))), -1)
         speed = f"""\
 Speed    {span(rate)} tokens/s with utilisation={span(plan["utilisation"], "{:.2f}".format)} \
@@ -211,13 +216,13 @@ Speed    {span(rate)} tokens/s with utilisation={span(plan["utilisation"], "{:.2
 Time     {time} for {plan["tokens"]:,.0f} tokens, \
 {plan["tokens"] / (plan["batch_size"] * length):,.0f} steps"""
     return f"""\
-{"fits" if plan["fits"] else "does NOT fit"}: batch of {plan["batch_size"]:,} windows, on each \
-device {plan["micro_batches"]} x {plan["micro_batch_size"]}{hours}
+{"fits" if plan["fits"] else "does NOT fit"} on {plan["devices"]} x {plan["kind"]}: batch of \
+{plan["batch_size"]:,} windows{hours}
 
 Model    {plan["parameters"]:,} parameters: {model.num_layers} layers of {model.num_heads} heads, \
 {model.emb_dim} wide; windows of {length:,} tokens
-Devices  {plan["devices"]} x {plan["kind"]}: {plan["strategy"]}, {plan["precision"]}, \
-{"" if plan["compiled"] else "not "}compiled
+Devices  {plan["strategy"]}, {plan["precision"]}, {"" if plan["compiled"] else "not "}compiled; \
+micro-batches on each: {plan["micro_batches"]} of {plan["micro_batch_size"]} windows
 
 {"Peak memory per device":<68}{"GB":>8}
 {chr(10).join(rows)}
@@ -233,7 +238,7 @@ def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
     own, found, problems = list(PlanConfig.model_fields), [], []
     mine = [text for text in arguments if text.partition("=")[0] in own]
     others = [text for text in arguments if text not in mine]
-    for read in (lambda: parse(PlanConfig, mine), lambda: compose(["data.path=any", *others])):
+    for read in (lambda: parse(PlanConfig, mine), lambda: of_training(others)):
         try:
             found.append(read())
         except ConfigError as error:
@@ -243,6 +248,14 @@ def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
     refuse([unknown_key(*p[:2], known) if p.key in unknown else p for p in problems])
     plan, config = found
     return config, plan
+
+
+def of_training(overrides: list[str]) -> Config:
+    """Returns the settings of a training command; data.path may be missing."""
+    try:
+        return compose(overrides)
+    except ConfigError:
+        return compose([*overrides, "data.path=any"])
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ class State:
     losses: list[Loss] | None = None  # of each step since the last row of metrics.jsonl
     # Training metrics of this step that are logged after its evaluation; None: it is logged. Then a
     # resumed run does not repeat the evaluation.
-    row: dict[str, Loss] | None = None
+    row: dict[str, StoredCount | Loss] | None = None
     skipped: StoredCount = 0  # number of steps skipped because the gradient was NaN or inf
     skipped_in_a_row: StoredCount = 0  # number of consecutive skipped steps up to this step
     format: StoredCount = FORMAT  # version of the checkpoint format
@@ -189,15 +189,24 @@ def replace_state(folder: Path, state: dict) -> None:
     """Replaces state.json of a complete checkpoint.
 
     SHA256SUMS lists the checksums of both versions meanwhile: if the process is killed, the
-    checkpoint is valid. Raises OSError.
+    checkpoint is valid, and `drop_old_checksum` is left to do. Raises OSError.
     """
     content = json.dumps(state, indent=1).encode()
     lines = read_bounded(folder / CHECKSUMS, MAX_CHECKSUMS_BYTES).splitlines(keepends=True)
     fresh = f"{hashlib.sha256(content).hexdigest()}  {STATE}\n".encode()
     atomic_write(folder / CHECKSUMS, [*lines, fresh])
     atomic_write(folder / STATE, content)
-    kept = [line for line in lines if not line.endswith(f"  {STATE}\n".encode())]
-    atomic_write(folder / CHECKSUMS, [*kept, fresh])
+    drop_old_checksum(folder)
+
+
+def drop_old_checksum(folder: Path) -> None:
+    """Removes the checksum of a state that was replaced from SHA256SUMS. Raises OSError."""
+    lines = read_bounded(folder / CHECKSUMS, MAX_CHECKSUMS_BYTES).splitlines(keepends=True)
+    of_state = [line for line in lines if line.endswith(f"  {STATE}\n".encode())]
+    if len(of_state) > 1:
+        now = _checksum_line(folder / STATE).encode()
+        kept = [line for line in lines if line == now or line not in of_state]
+        atomic_write(folder / CHECKSUMS, kept)
 
 
 def checksum(file: Path) -> str:

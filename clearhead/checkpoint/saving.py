@@ -84,7 +84,7 @@ class Checkpointer:
     def complete(self, state: State) -> None:
         """Replaces the state of the checkpoint of this step if it was saved before the evaluation.
         A rank may call this without the others."""
-        if self.saver and self.saver.is_early:
+        if self.saver and self.saver.is_early and state.row is None:
             self.saver.save(None, state)
 
     def wait(self, state: State) -> int:
@@ -150,6 +150,7 @@ class Saver:
         self._pending: tuple[int, Future] | None = None
         self._clean_up(resumed.step if resumed else 0)
         if resumed:
+            checkpoint.drop_old_checksum(self.folder / _folder_name(resumed.step))
             self._link(resumed.best_step)  # the killed process may not have done this
             self._prune(resumed.best_step)
 

@@ -26,6 +26,7 @@ STEPS = 5  # of Newton-Schulz
 EPSILON = 1e-7
 ADAMW_RMS = 0.2  # root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
 MAX_ELEMENTS = 2**23  # of the matrices that a rank updates at once
+MAX_SHARED = 8  # ranks of DDP that share a batch: 24 bytes per element are 1.6 GB
 
 
 class AdamW(torch.optim.AdamW):
@@ -138,12 +139,15 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 
 
 def _batches(parameters: list[Tensor], ranks: int) -> Iterator[list[Tensor]]:
-    """Yields parameters of one shape, at most MAX_ELEMENTS per rank; equal lists on all ranks."""
+    """Yields parameters of one shape, equal lists on all ranks; at most MAX_ELEMENTS per rank, with
+    DDP times the number of ranks that share them."""
     of_shape: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
         of_shape.setdefault(tuple(parameter.shape), []).append(parameter)
     for same in of_shape.values():
-        most = max(1, MAX_ELEMENTS * ranks // same[0].numel())
+        # With DDP, each rank holds all matrices of the batch.
+        parts = ranks if _is_sharded(same[0]) else min(ranks, MAX_SHARED)
+        most = max(1, MAX_ELEMENTS * parts // same[0].numel())
         for start in range(0, len(same), most):
             yield same[start : start + most]
 
@@ -170,7 +174,7 @@ def _orthogonalized(update: Tensor, like: Tensor, ranks: int) -> Tensor:
     """
     if ranks == 1:
         return newton_schulz(update)
-    from torch.distributed import all_gather_into_tensor, all_to_all_single, get_rank
+    from torch.distributed import all_gather, all_to_all_single, get_rank
 
     number, mine, columns = update.shape
     each, part = -(-number // ranks), -(-like.shape[0] // ranks)  # M, rows per rank
@@ -178,7 +182,7 @@ def _orthogonalized(update: Tensor, like: Tensor, ranks: int) -> Tensor:
     if not _is_sharded(like):
         padded = F.pad(update, (0, 0, 0, 0, 0, each * ranks - number))
         done = newton_schulz(padded[get_rank() * each :][:each])
-        all_gather_into_tensor(padded, done.contiguous())
+        all_gather([*padded.split(each)], done.contiguous())
         return padded[:number]
 
     def exchange(parts: Tensor) -> Tensor:  # the i-th part of rank j becomes the j-th of rank i

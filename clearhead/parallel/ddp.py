@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,7 +34,7 @@ from clearhead.parallel.launch import join_process_group
 from clearhead.parallel.strategy import Strategy
 from model import GPT, ModelConfig, model_without_values
 
-PATIENCE = datetime.timedelta(days=30)  # no limit
+NO_LIMIT = datetime.timedelta(days=30)
 
 
 @dataclass
@@ -52,7 +52,7 @@ class DDP(Strategy):
         # For collectives between CPUs. None: the default group, which uses gloo already.
         limit = datetime.timedelta(seconds=self.timeout)
         self.cpu_group = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
-        self.patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.unlimited_group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
 
     def prepare_model(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
         """Calls build() on rank 0 and sends the parameters to the other ranks."""
@@ -85,22 +85,17 @@ class DDP(Strategy):
 
     # --------------------------------------------------------------------------- collectives
 
-    def start_all_reduce_sum(self, *values: float) -> Callable[[], list[float]]:
-        return self._start_all_reduce(values, dist.ReduceOp.SUM)
+    def all_reduce_sum(self, *values: float) -> list[float]:
+        return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, value: int) -> int:
-        return int(self._start_all_reduce([value], dist.ReduceOp.MAX)()[0])
+        return int(self._all_reduce([value], dist.ReduceOp.MAX)[0])
 
-    def _start_all_reduce(self, values, operation) -> Callable[[], list[float]]:
+    def _all_reduce(self, values: Iterable[float], operation: dist.ReduceOp) -> list[float]:
         """Reduces in float64, which represents token counts exactly."""
         numbers = torch.tensor(list(values), dtype=torch.float64)
-        work = dist.all_reduce(numbers, operation, group=self.cpu_group, async_op=True)
-
-        def wait() -> list[float]:
-            work.wait()
-            return numbers.tolist()
-
-        return wait
+        dist.all_reduce(numbers, operation, group=self.cpu_group)
+        return numbers.tolist()
 
     def synchronize(self) -> None:
         # A GPU that waits for a dead rank cannot be interrupted, so the CPUs synchronize first.
@@ -111,8 +106,8 @@ class DDP(Strategy):
         """Waits until rank 0 calls this too. Rank 0 may have to write or upload gigabytes before,
         so the others wait without a limit: they notice when it dies. Rank 0 waits for the others
         at most `timeout`."""
-        arrived = dist.broadcast(torch.zeros(1), src=0, group=self.patient_group, async_op=True)
-        arrived.wait(datetime.timedelta(seconds=self.timeout) if self.is_rank_0 else PATIENCE)
+        arrived = dist.broadcast(torch.zeros(1), src=0, group=self.unlimited_group, async_op=True)
+        arrived.wait(datetime.timedelta(seconds=self.timeout) if self.is_rank_0 else NO_LIMIT)
 
     def broadcast(self, value: object) -> object:
         self.wait_for_rank_0()

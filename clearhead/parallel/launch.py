@@ -14,7 +14,6 @@ import secrets
 import socket
 import struct
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 CONNECT = datetime.timedelta(seconds=10)  # for a server that accepts connections
 PARENT_PID = os.getppid()
-JOINED: list[tuple["Store", int, int]] = []  # store, rank and number of ranks of the process group
 TORCHRUN = "start it with torchrun --nproc_per_node=N train.py"
 # The number of a process on its machine: torchrun, srun, Open MPI, other MPI.
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -156,38 +154,13 @@ def join_process_group(device: "torch.device", timeout: int) -> None:
         if "Mesh" in said:
             hint = "set GLOO_SOCKET_IFNAME to the network interface that connects the machines"
         raise RankLostError("parallel.timeout", timeout, reason, hint) from error
-    store.set(f"host/{rank}", socket.gethostname())
-    JOINED[:] = [(store, rank, ranks)]
     atexit.register(dist.destroy_process_group)  # other ranks that wait get an error
 
 
-def silent_ranks(seconds: float = 2) -> str:
-    """Returns which ranks have not called this too within `seconds`, after an error that the loss
-    of a rank causes on all others: "rank 1 on node7"; "" if there are none or nobody joined."""
-    if not JOINED:
-        return ""
-    (store, rank, ranks), silent = JOINED[0], ["rank 0"]  # its machine has the store
-
-    def ask() -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # the store is gone
-            server = os.environ["MASTER_ADDR"], number("MASTER_PORT")
-            socket.create_connection(server, timeout=seconds).close()
-            store.set(f"here/{rank}", "")
-            time.sleep(seconds * (2 if rank == 0 else 1))  # the others ask the store of rank 0
-            missing = [n for n in range(ranks) if not store.check([f"here/{n}"])]
-            silent[:] = [f"rank {n} on {store.get(f'host/{n}').decode()}" for n in missing]
-
-    # Without torchrun, rank 0 has the store: if it hangs, a call never returns.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(seconds * 4)
-    return ", ".join(silent)
-
-
 def _choose_interface(address: str, port: int, store: "Store", rank: int, ranks: int) -> None:
-    """Lets gloo and NCCL use the network interface that connects this machine with that of rank 0,
-    unless the user has set their variables. By default gloo uses the address of the host name,
-    which Debian and Ubuntu map to 127.0.1.1: other machines cannot reach it."""
+    """Lets gloo use the network interface that connects this machine with that of rank 0, unless
+    the user has set its variable. By default it uses the address of the host name, which Debian and
+    Ubuntu map to 127.0.1.1: other machines cannot reach it. NCCL finds interfaces itself."""
     with socket.create_connection((address, port), timeout=CONNECT.seconds) as connection:
         mine, reached = connection.getsockname()[0], connection.getpeername()[0]
     store.set(f"reached/{rank}", reached)
@@ -197,8 +170,6 @@ def _choose_interface(address: str, port: int, store: "Store", rank: int, ranks:
         mine = next((text for text in seen if not ipaddress.ip_address(text).is_loopback), mine)
     if name := _interface(mine):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        if name != "lo":
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # not a prefix
 
 
 def _interface(address: str) -> str | None:

@@ -213,11 +213,7 @@ class Strategy:
 
     def all_reduce_sum(self, *values: float) -> list[float]:
         """Returns the sum of each value over all ranks."""
-        return self.start_all_reduce_sum(*values)()
-
-    def start_all_reduce_sum(self, *values: float) -> Callable[[], list[float]]:
-        """Starts all_reduce_sum. The returned function waits for the sums and returns them."""
-        return lambda: list(values)
+        return list(values)
 
     def all_reduce_max(self, value: int) -> int:
         """Returns the maximum over all ranks."""
@@ -230,6 +226,9 @@ class Strategy:
         self.synchronize()
         totals = self.all_reduce_sum(*torch.stack(values).tolist())
         return [total / self.world_size for total in totals]
+
+    def wait_for_rank_0(self) -> None:
+        """Waits until rank 0 calls this too: it may write or upload gigabytes before."""
 
     def broadcast(self, value: object) -> object:
         """Returns the value of rank 0 on every rank. Values are JSON types."""

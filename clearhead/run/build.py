@@ -166,7 +166,10 @@ def build_model(inputs: RunInputs, closing: contextlib.ExitStack) -> tuple[GPT, 
     if inputs.is_compiled and config.trainer.compile == "auto":
         # If the compiler fails, the model runs uncompiled.
         closing.enter_context(torch._dynamo.config.patch(suppress_errors=True))
-    return model, strategy.wrap(model, inputs.is_compiled)
+    trained = strategy.wrap(model, inputs.is_compiled)
+    # After the run, the lens can follow the parts of a score in the blocks as model.py has them.
+    closing.callback(lambda: [vars(block).pop("forward", None) for block in model.blocks])
+    return model, trained
 
 
 def build_state(inputs: RunInputs, model: GPT, optimizer: torch.optim.Optimizer) -> State:

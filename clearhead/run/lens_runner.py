@@ -58,16 +58,20 @@ class LensRunner:
         """Takes an attention snapshot: statistics and images. Returns None after an error, and when
         a signal stops the run.
 
-        All ranks run the model, and rank 0 writes the files and removes heads."""
+        Rank 0 does this alone, but all ranks run a model that is sharded over them."""
+        is_sharded = self.strategy.name == "fsdp"
+        if not (is_sharded or self.strategy.is_rank_0):
+            return None
 
         def ablate(groups: dict[str, list[tuple[int, int]]]) -> dict | None:
-            with best_effort("lens.ablation: failed", self.debug), self.alone():
+            with best_effort("lens.ablation: failed", self.debug):
                 return self.ablate(model, groups, step)
             return None  # after an error
 
         what = f"lens: the snapshot of step {step} failed"
         with (
             contextlib.suppress(StopRequested),  # maybe on rank 0 only
+            contextlib.nullcontext() if is_sharded else self.alone(),
             best_effort(what, self.debug, self.strategy.label) as self.errors,
             self.strategy.inference(model),
         ):

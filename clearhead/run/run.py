@@ -35,7 +35,6 @@ from clearhead.files import as_json, atomic_write, last_values, read_object
 from clearhead.output.run_log import Metrics, RunLog
 from clearhead.output.summary import results, stopped, times, where_to_look, write_summary
 from clearhead.parallel.hardware import CoreTime
-from clearhead.parallel.launch import silent_ranks
 from clearhead.parallel.memory import is_out_of_memory, out_of_memory_error
 from clearhead.parallel.strategy import Strategy
 from clearhead.run.evaluation import Evaluator
@@ -179,11 +178,14 @@ class Run:
         """Repeats the validation and the attention snapshot of the last step, if a run has no step
         left and is not finished: it was killed, or files of its end could not be written."""
         step = self.state.step
-        if step == self.stop.last_step and not self.was_finished:
+        if step < self.stop.last_step or self.was_finished:
+            return
+        with self.stop.checked_before_each_pass(self.model):
             self.evaluate()
             if self.lens.is_due(step, step):
                 with self.log.timed("attention snapshots"):
                     self.lens.snapshot(self.model, step)
+        self.strategy.wait_for_rank_0()
 
     def finish(self, seconds: float) -> dict | None:
         """Waits for the last checkpoint, uploads the model, prints a summary, ends the W&B run, and
@@ -233,7 +235,7 @@ class Run:
         if self.strategy.is_rank_0:
             received, step = self.stop.signals.received, self.state.step
             print(stopped(self.directory, received, step), file=sys.stderr)
-        raise self.stop.signals.ending()
+        raise self.stop.signals.ending() from None
 
     def objective(self) -> float:
         """Returns the value that a sweep minimises: the loss of the validation at the end, with
@@ -277,11 +279,10 @@ def translate_errors(
             raise
         # The first sentence of the library's message, without its file names and addresses.
         text = re.sub(r"\[[^\]]*\](:\d+)?:?\s*", "", " ".join(str(error).split()))
-        lost = silent_ranks() or "another rank"
-        reason = f"{lost} died or timed out ({text.partition('. ')[0].strip()})"
+        reason = f"another rank died or timed out ({text.partition('. ')[0].strip()})"
         hint = "rerun the same command"
         if checkpointer and not checkpointer.directory.is_dir():
-            hint = "the machine of rank 0 has the checkpoints and prints how to resume"
+            hint = "the machine of rank 0 has the checkpoints"
         elif checkpointer:
             hint = f"{checkpointer.describe()}; {checkpointer.how_to_resume()}"
         raise RankLostError("parallel.timeout", config.parallel.timeout, reason, hint) from error

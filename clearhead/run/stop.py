@@ -40,9 +40,8 @@ class Stop:
     of two, so that the intervals that follow from it seldom change.
 
     The ranks agree by all-reduces between their CPUs. `check` asks for signals before each
-    micro-batch and each forward pass of an evaluation. If they are needed, the number of targets
-    and the used time are sent at the start of a step and read as late as possible: before the first
-    backward pass, and before the update.
+    micro-batch and each forward pass of an evaluation. The number of targets and the used time are
+    exchanged at the start of a step, if they are needed.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Stop:
         self.strategy, self.signals, self.limit = strategy, signals, limit
         self.intervals = intervals
         self.targets_per_step, self.max_steps = targets_per_step, trainer.max_steps
-        self._sums = lambda: [0.0, limit.used]
+        self._sums = [0.0, limit.used]
         self._is_alone = False  # whether rank 0 works while the others wait for it
         self.last_step = self._expected_steps(state.step)
         self.has_said = state.step > 0 or not limit.exists
@@ -69,20 +68,20 @@ class Stop:
             self.last_step = state.step
 
     def start_step(self, num_targets: int) -> None:
-        """Starts the exchange of a step. num_targets: of this rank."""
+        """Exchanges what a step needs. num_targets: of this rank."""
         is_timed = self.limit.exists and self.strategy.is_rank_0
         used = self.limit.start_step() if is_timed else 0.0
         if self.limit.exists or self.targets_per_step is None:
-            self._sums = self.strategy.start_all_reduce_sum(num_targets, used)
+            self._sums = self.strategy.all_reduce_sum(num_targets, used)
 
     def num_targets(self) -> float:
         """Returns the number of targets of this step over all ranks."""
-        return self.targets_per_step or self._sums()[0]
+        return self.targets_per_step or self._sums[0]
 
     def used_time(self) -> float:
         """Returns the fraction of the time limit that was used when this step started, according to
         rank 0; 1 in the last step for which there is time; 0 without a time limit."""
-        return self._sums()[1] if self.limit.exists else 0.0
+        return self._sums[1] if self.limit.exists else 0.0
 
     def progress(self, step: int) -> float:
         """Returns the completed fraction of the run: of its steps or of its time, whichever is

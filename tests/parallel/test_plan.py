@@ -137,3 +137,11 @@ def test_each_kind_of_card_and_another_memory():
     sizes = {memory: figures(*medium, f"memory={memory}") for memory in (6, 12, 24)}
     assert [found["fits"] for found in sizes.values()] == [False, True, True]
     assert sizes[12]["largest_micro_batch"] < sizes[24]["largest_micro_batch"] == 8
+
+
+def test_a_plan_of_generated_data_and_of_an_unknown_gpu():
+    """A GPU of which only the memory is given has no speed."""
+    induction, unknown = (figures(text, "tokens=1e9") for text in ("data=induction", "memory=12"))
+    assert induction["tokens_per_second"] > 0
+    assert unknown["tokens_per_second"] is None
+    assert unknown["device_memory"] == 12e9

@@ -340,6 +340,14 @@ def test_ranks_that_are_out_of_time_end_together(place):
     assert final == pytest.approx(0.1 * before)
 
 
+def test_an_attention_snapshot_that_fails_on_rank_0_does_not_end_the_ranks(place):
+    broken = interrupt(("broken disk", "headlens.lens.History", 1))
+    settings = (*WATCHED, "parallel=ddp")
+    run, (main, _) = place.ranks("broken_lens", *settings, faults=[broken, None])
+    assert "broken disk" in main.err
+    check_same_tensors(last(run), last(place.alone(*WATCHED)))
+
+
 def test_all_ranks_stop_early(place):
     """At this learning rate the weights stay, so the validation of step 4 is not lower than that of
     step 2."""

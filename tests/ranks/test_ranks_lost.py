@@ -65,7 +65,6 @@ def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path,
     trainings[lost].send(signal.SIGKILL)
     assert trainings[lost].wait() == -signal.SIGKILL
     assert timeout in other.err
-    assert f"rank {lost}" in other.err
     assert len(printed_keys(other.err)) == 1
     # Rank 0 writes checkpoints: if it dies, the first one may be incomplete.
     assert newest_valid_step(run) == 3 or (lost == 0 and newest_valid_step(run) is None)
@@ -140,10 +139,18 @@ def test_a_rank_that_is_alone_on_its_machine_prints_that_no_other_came(server, t
 
 
 @in_campaign
-@pytest.mark.parametrize("part", ["checkpoint.format.write", "output.run_log.RunLog.log"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "clearhead.checkpoint.format.write",
+        "clearhead.output.run_log.RunLog.log",
+        "headlens.lens.write_snapshot",
+    ],
+)
 def test_ranks_wait_for_rank_0_as_long_as_it_writes(server, whole, tmp_path, part):
     """Longer than the timeout, within which rank 0 waits for the others."""
-    slow = {"slow": {"seconds": 8, "part": f"clearhead.{part}"}}
+    slow = {"slow": {"seconds": 8, "part": part}}
     settings = (*LONG, "parallel=ddp", "parallel.timeout=5", "trainer.max_steps=8", "name=run")
+    settings += ("lens=default", "lens.every=4", "lens.prompts=[the quick fox]")
     server.run_ranks(write_texts(tmp_path), *settings, faults=[slow, None])
     check_same_bytes(tmp_path / "runs" / "run", whole("ddp", 8))
