@@ -16,7 +16,7 @@ FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.
     tests/config/test_problems.py tests/output/test_rows.py
 # Other tests that run more trials or more ranks with CAMPAIGN=1.
 MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/models/test_export.py \
-    tests/ranks/test_ranks.py tests/faults/test_prepare_stopped.py \
+    tests/ranks/test_ranks.py tests/faults/test_prepare_stopped.py tests/benchmarks/test_dry_run.py \
     tests/docs/test_notebook.py tests/scripts/test_sweep.py
 
 # The type checker checks the model and the library with its preset `default`, all others with `basic`.
