@@ -1,5 +1,5 @@
-"""Attention snapshots during training, on all ranks; their errors do not end the run. Prompts of
-snapshots and text samples, if none are given."""
+"""Attention snapshots during training, on rank 0, with FSDP on all ranks; their errors do not end
+the run. Prompts of snapshots and text samples, if none are given."""
 
 import contextlib
 import math
