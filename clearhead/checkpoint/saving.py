@@ -5,6 +5,8 @@ tracks the best checkpoint. On rank 0 a `Saver` writes checkpoints in a backgrou
 2. Update the links `last` and `best`.
 3. Rename older checkpoints to step_*.part and remove them.
 
+The last step is saved before its validation; afterwards, its state.json is replaced.
+
 So a directory without .part is always complete. After the first save, a complete checkpoint always
 exists. The next start of the run removes the .part directories of killed processes.
 """

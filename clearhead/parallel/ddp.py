@@ -34,7 +34,7 @@ from clearhead.parallel.launch import join_process_group
 from clearhead.parallel.strategy import Strategy
 from model import GPT, ModelConfig, model_without_values
 
-NO_LIMIT = datetime.timedelta(days=30)
+NO_LIMIT = datetime.timedelta(days=30)  # gloo needs a timeout
 
 
 @dataclass
