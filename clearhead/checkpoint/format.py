@@ -147,7 +147,10 @@ class State:
     def has_ended(self, trainer: TrainerConfig) -> bool:
         """Returns whether no step is left with these settings."""
         ended_early = self.ended_early and self.should_stop_early(trainer)
-        all_steps = trainer.max_steps is not None and self.step >= trainer.max_steps
+        steps = trainer.max_steps
+        if steps is None and not trainer.max_minutes:  # it followed from trainer.save_at_words
+            steps = self.settings["trainer"].get("max_steps")
+        all_steps = isinstance(steps, int) and self.step >= steps
         return ended_early or all_steps or self.used_time(trainer) >= 1
 
     def exceeded_limits(self, trainer: TrainerConfig) -> list[Problem]:

@@ -120,7 +120,8 @@ def settings_to_resume(
     In a sweep, no setting may change: its table would have results of other settings."""
     saved, now = flat(point.state.settings), flat(config.model_dump())
     now |= {key: value for key, value in ADDED.items() if key not in saved}
-    for key in ("model.vocab_size", *AUTOMATIC, *PROMPTS):
+    steps = ["trainer.max_steps"] * (not now["trainer.max_minutes"])  # with trainer.save_at_words
+    for key in ("model.vocab_size", *AUTOMATIC, *PROMPTS, *steps):
         # Not the 0 of a lens that was off, nor the empty list of one without prompts.
         if now[key] is None and (saved.get(key) or not key.startswith("lens.")):
             now[key] = saved.get(key)

@@ -2,7 +2,7 @@
 tracks the best checkpoint. On rank 0 a `Saver` writes checkpoints in a background thread:
 
 1. Write the files to step_00000100.part, flush them to disk (fsync), rename it to step_00000100.
-2. Update the links `last` and `best`.
+2. Update the links `last` and `best`, and those of trainer.save_at_words, such as `chck_20M`.
 3. Rename older checkpoints to step_*.part and remove them.
 
 The last step is saved before its validation; afterwards, its state.json is replaced.
@@ -47,6 +47,7 @@ class Checkpointer:
     strategy: Strategy
     model: GPT
     optimizer: torch.optim.Optimizer
+    named_steps: dict[int, list[str]]  # steps to save, with the names of links to the checkpoints
     _pins: bool | None = None  # whether copies from a GPU are pinned
     _best_before: tuple[float | None, int | None] = (None, None)
 
@@ -136,14 +137,20 @@ class Saver:
     """Writes the checkpoints of a run, one at a time.
 
     run: the run directory, locked by this process. keep: number of newest checkpoints to keep; the
-    best one is kept too. tokenizer: the content of tokenizer.json, None if there is none.
+    best one and those of named_steps (see Checkpointer) are kept too. tokenizer: the content of tokenizer.json, None if there is none.
     resumed: the state of the checkpoint from which the run resumes, if any.
     """
 
     def __init__(
-        self, run: Path, keep: int, tokenizer: bytes | None = None, resumed: State | None = None
+        self,
+        run: Path,
+        keep: int,
+        named_steps: dict[int, list[str]],
+        tokenizer: bytes | None = None,
+        resumed: State | None = None,
     ):
-        self.run, self.folder, self.keep = run, run / "checkpoints", keep
+        self.run, self.folder = run, run / "checkpoints"
+        self.keep, self.named_steps = keep, named_steps
         self.tokenizer = tokenizer
         self.saved = resumed.step if resumed else 0  # the last step that is known to be on disk
         # Whether it was saved before its evaluation.
@@ -244,13 +251,16 @@ class Saver:
             raise
 
     def _link(self, best_step: int | None) -> None:
-        """Points the links `last` to the newest and `best` to the best checkpoint, if there is one.
-        Only users need them, so an error is only a warning: some file systems have no links."""
+        """Points the links `last` to the newest and `best` to the best checkpoint, if there is one,
+        and those of named_steps to theirs. Only users need them, so an error is only a warning: some file systems have no links."""
         names = [folder.name for folder in listing.list_checkpoints(self.run)]
         best = None if best_step is None else _folder_name(best_step)
         try:
             _set_link(self.folder / "best", best if best in names else None)
             _set_link(self.folder / "last", names[0])
+            for step in map(listing.step_of, map(Path, names)):
+                for name in self.named_steps.get(step, ()):
+                    _set_link(self.folder / name, _folder_name(step))
         except OSError as error:
             if self._links_work:
                 print(
@@ -261,7 +271,7 @@ class Saver:
 
     def _prune(self, best_step: int | None) -> None:
         for old in listing.list_checkpoints(self.run)[self.keep :]:
-            if listing.step_of(old) == best_step:
+            if listing.step_of(old) in (best_step, *self.named_steps):
                 continue
             part = old.with_name(old.name + ".part")
             try:

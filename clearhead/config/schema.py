@@ -233,13 +233,23 @@ def _within_batch(micro: int | str | None, others: dict) -> None:
 
 
 def _default_steps(steps: object, info: ValidationInfo) -> object:
-    return 120 if steps is None and not info.data.get("max_minutes") else steps
+    is_limited = info.data.get("max_minutes") or info.data.get("save_at_words")
+    return 120 if steps is None and not is_limited else steps
+
+
+@rule
+def _ascends(first_and_last: list[int] | None, others: dict) -> None:
+    if first_and_last and first_and_last[0] > first_and_last[1]:
+        raise rejected("the first number is larger than the last one", "for example [1e6,1e9]")
 
 
 class TrainerConfig(Settings):
     """The training loop: length, batch, evaluation, checkpoints, device and precision."""
 
     max_minutes: AboveZero | None
+    save_at_words: Annotated[
+        Annotated[list[Positive], Field(min_length=2, max_length=2)] | None, _ascends
+    ]
     max_steps: Annotated[Positive | None, BeforeValidator(_default_steps)]
     patience: Positive | None
     batch_size: Annotated[Positive, Field(le=2**24)]
@@ -326,6 +336,13 @@ def _fits_model(data: DataConfig, others: dict) -> None:
         raise rejected(reason, f"use data.max_length={most} or less", "data.max_length")
 
 
+@rule
+def _reads_words(trainer: TrainerConfig, others: dict) -> None:
+    if trainer.save_at_words and (data := others.get("data")) and data.synthetic:
+        reason = f"data.synthetic={data.synthetic} has no words"
+        raise rejected(reason, "use null", "trainer.save_at_words")
+
+
 class Config(Settings):
     """All settings of a training run, in the order of configs/config.yaml."""
 
@@ -336,7 +353,7 @@ class Config(Settings):
     model: ModelSettings
     data: Annotated[DataConfig, _fits_model]
     optimizer: OptimizerConfig
-    trainer: TrainerConfig
+    trainer: Annotated[TrainerConfig, _reads_words]
     lens: LensSettings
     parallel: ParallelConfig
     wandb: WandbConfig

@@ -125,7 +125,9 @@ def build_components(
         lens=build_lens(
             config, strategy, data, inputs.tokenizer, log.directory, inputs.notes, stop
         ),
-        checkpointer=Checkpointer(log.directory, saver, strategy, model, optimizer),
+        checkpointer=Checkpointer(
+            log.directory, saver, strategy, model, optimizer, inputs.named_steps
+        ),
         log=log,
         stop=stop,
         cores=CoreTime(torch.get_num_threads()) if strategy.device.type == "cpu" else None,
@@ -225,7 +227,7 @@ def open_log(
             directory = create_directory(inputs, closing)
             content = stored(inputs.tokenizer, config.data.tokenizer)
             resumed = state if inputs.resumed else None
-            saver = Saver(directory, config.trainer.keep, content, resumed)
+            saver = Saver(directory, config.trainer.keep, inputs.named_steps, content, resumed)
             closing.callback(saver.close)
             tracker = NoTracker()
             if not (inputs.resumed and inputs.resumed.was_finished):

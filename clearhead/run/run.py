@@ -78,7 +78,9 @@ class Run:
         number of steps is not known after step 1, which has a row unless log_every is given."""
         step, every = self.state.step, self.interval(what)
         is_first = step == 1 and what == "log" and self.config.trainer.log_every is None
-        return step == self.stop.last_step or is_first or (every > 0 and step % every == 0)
+        is_named = what == "save" and step in self.checkpointer.named_steps
+        is_last = step == self.stop.last_step
+        return is_last or is_first or is_named or (every > 0 and step % every == 0)
 
     def interval(self, what: str) -> int:
         """Returns trainer.<what>_every. If it is null, it follows from the expected steps."""

@@ -37,6 +37,7 @@ from clearhead.tokens import VOCABULARIES
 from clearhead.tokens.overlap import overlap
 from clearhead.tokens.token_stream import check_checksums
 from clearhead.tokens.tokenizer import Tokenizer
+from clearhead.tokens.windows import words_per_window
 from data import LoadedData, load_datasets
 from model import GPT, ModelConfig, model_without_values
 
@@ -57,6 +58,7 @@ class RunInputs:
     tokenizer: Tokenizer
     data: LoadedData
     is_compiled: bool
+    named_steps: dict[int, list[str]]  # see steps_at_words
     notes: list[str]  # for the user
 
 
@@ -73,10 +75,14 @@ def start(config: Config, strategy: Strategy, closing: contextlib.ExitStack) -> 
     with strategy.raise_on_all_ranks():  # other machines may have less memory
         refuse(check_memory(config, strategy))
     data = load_data(config, strategy, tokenizer, resumed)
+    named_steps = steps_at_words(config, data, tokenizer, notes)
+    if config.trainer.max_steps is None and not config.trainer.max_minutes:
+        config = config.with_values({"trainer.max_steps": max(named_steps)})
     is_compiled = should_compile(config, strategy, notes)
     config = complete(config, strategy, tokenizer, data, is_compiled)
     notes = data.notes + notes
-    return RunInputs(config, strategy, resumed, locked, tokenizer, data, is_compiled, notes)
+    found = (tokenizer, data, is_compiled, named_steps, notes)
+    return RunInputs(config, strategy, resumed, locked, *found)
 
 
 def check_same_settings(config: Config, strategy: Strategy) -> None:
@@ -128,6 +134,26 @@ def load_data(
         hint = "give every machine the same data"
         check_checksums(of_rank_0, data.checksums, path, "rank 0", hint)
     return data
+
+
+def steps_at_words(
+    config: Config, data: LoadedData, tokenizer: Tokenizer, notes: list[str]
+) -> dict[int, list[str]]:
+    """Returns the steps of trainer.save_at_words, after which these numbers of words are read, each
+    with the names of its checkpoint. These are the names of the BabyLM challenge, such as
+    chck_20M. Appends a note."""
+    if not config.trainer.save_at_words:
+        return {}
+    first, last = config.trainer.save_at_words
+    numbers = (first * digit * 10**power for power in range(15) for digit in range(1, 10))
+    per_window = words_per_window(data.train, tokenizer.words)
+    named: dict[int, list[str]] = {}
+    for words in [*(n for n in numbers if n < last), last]:
+        step = math.ceil(words / (per_window * config.trainer.batch_size))
+        named.setdefault(step, []).append(f"chck_{words / 1e6:.15g}M")
+    epoch = f"an epoch has {per_window * len(data.train):,.0f} words"
+    notes.append(f"trainer.save_at_words: {epoch}; {last:,} words are {max(named):,} steps")
+    return named
 
 
 def should_compile(config: Config, strategy: Strategy, notes: list[str]) -> bool:

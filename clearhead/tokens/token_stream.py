@@ -142,6 +142,16 @@ class TokenStream:
                 yield ids
                 self._release_pages(n)
 
+    def num_words(self, words: np.ndarray) -> int:
+        """Returns the number of words of the text. words: Tokenizer.words."""
+        count, is_inside = 0, 0
+        for ids in self.blocks(SEARCH_BLOCK):
+            each, begins, ends = words[:, ids]
+            ends = np.append(is_inside, ends)  # of the token before each one, and of the last one
+            count += int(each.sum() - (ends[:-1] * begins).sum())  # two parts of a word are one
+            is_inside = ends[-1]
+        return count
+
     def document_starts(self) -> np.ndarray:
         """Returns the first position of each document, int64: 0 and those of end-of-text tokens."""
         blocks = range(0, len(self), SEARCH_BLOCK)

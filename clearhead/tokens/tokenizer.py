@@ -112,6 +112,17 @@ class Tokenizer(tiktoken.Encoding):
         lengths[list(self.ranks.values())] = [len(word) for word in self.ranks]
         return lengths
 
+    @functools.cached_property
+    def words(self) -> np.ndarray:
+        """Of each token, by id: the number of words in it, whether it begins inside a word, and
+        whether it ends inside one, (3, V). Words are separated by ASCII white space and by special
+        tokens."""
+        table = np.zeros((3, self.n_vocab), np.int64)
+        for word, number in self.ranks.items():
+            edges = not word[:1].isspace(), not word[-1:].isspace()
+            table[:, number] = len(word.split()), *edges
+        return table
+
 
 @functools.cache
 def get_tokenizer(name: str) -> Tokenizer:

@@ -92,6 +92,16 @@ def mixture(datasets: list, weights: list[float] | None):
     return MixedDataset(datasets, weights)
 
 
+def words_per_window(dataset, words: np.ndarray) -> float:
+    """Returns the mean number of words that training reads in a window of text. words:
+    Tokenizer.words."""
+    if isinstance(dataset, MixedDataset):
+        each = [words_per_window(part, words) for part in dataset.datasets]
+        return float(np.average(each, weights=dataset.weights))
+    in_epoch = dataset.tokens.num_words(words) * dataset.max_length / dataset.stride
+    return in_epoch / len(dataset)
+
+
 def window_order(dataset: WindowDataset, batch_size: int, seed: int) -> WindowOrder:
     """Returns the order in which training reads the windows of a dataset."""
     if isinstance(dataset, MixedDataset):
