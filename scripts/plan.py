@@ -101,7 +101,7 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
     trainer, kind = config.trainer, KINDS[plan.kind]
     per_token = memory.meta_model(config.model).flops_per_token(config.data.max_length)
     if trainer.max_steps is None and not plan.tokens:
-        reason = "trainer.max_minutes limits the time, not the number of steps"
+        reason = "trainer.max_minutes and trainer.save_at_words do not set the number of steps"
         refuse([("tokens", plan.tokens, reason, "set tokens, such as tokens=1e6")])
     tokens = plan.tokens or (trainer.max_steps or 0) * trainer.batch_size * config.data.max_length
     job = planned_job(config, plan, per_token * tokens)

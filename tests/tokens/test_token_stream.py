@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from clearhead.errors import DataError
 from clearhead.tokens.token_stream import TokenStream
+from clearhead.tokens.tokenizer import get_tokenizer
 
 some = trials(15, 150)
 
@@ -130,3 +131,15 @@ def test_checksums():
     assert stream.checksums() == known
     first, _ = stream.split(5)
     assert first.checksums() == [("a.bin", hashlib.sha256(ids[:5].tobytes()).hexdigest()[:12])]
+
+
+@some
+@given(st.text(st.sampled_from("ab \n\tä\u00a0")), st.booleans(), st.integers(0, 9))
+def test_the_number_of_words_is_that_of_the_text(text, is_byte, cut):
+    """Words are separated by ASCII white space, as in bytes.split()."""
+    tokenizer = get_tokenizer("byte" if is_byte else "gpt2")
+    ids = [tokenizer.encode_ordinary(text), [tokenizer.eot_token], tokenizer.encode_ordinary("ab")]
+    ids = np.array([*itertools.chain(*ids)], np.uint16)
+    stream = TokenStream([ids[:cut], ids[cut:]], tokenizer.n_vocab, tokenizer.eot_token)
+    with mock.patch("clearhead.tokens.token_stream.SEARCH_BLOCK", 3):
+        assert stream.num_words(tokenizer.words) == len(text.encode().split()) + 1
