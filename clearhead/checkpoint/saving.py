@@ -137,8 +137,9 @@ class Saver:
     """Writes the checkpoints of a run, one at a time.
 
     run: the run directory, locked by this process. keep: number of newest checkpoints to keep; the
-    best one and those of named_steps (see Checkpointer) are kept too. tokenizer: the content of tokenizer.json, None if there is none.
-    resumed: the state of the checkpoint from which the run resumes, if any.
+    best one and those of named_steps (see Checkpointer) are kept too. tokenizer: the content of
+    tokenizer.json, None if there is none. resumed: the state of the checkpoint from which the run
+    resumes, if any.
     """
 
     def __init__(
@@ -252,7 +253,8 @@ class Saver:
 
     def _link(self, best_step: int | None) -> None:
         """Points the links `last` to the newest and `best` to the best checkpoint, if there is one,
-        and those of named_steps to theirs. Only users need them, so an error is only a warning: some file systems have no links."""
+        and those of named_steps to theirs. Only users need them, so an error is only a warning:
+        some file systems have no links."""
         names = [folder.name for folder in listing.list_checkpoints(self.run)]
         best = None if best_step is None else _folder_name(best_step)
         try:

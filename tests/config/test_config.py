@@ -222,7 +222,7 @@ def test_every_shipped_choice_is_valid():
             chosen.append("data.path=x.txt")
         compose(chosen)
     for path in (CONFIGS / "experiment").glob("*.yaml"):
-        extra = {"finetune": ["trainer.init_from=x"]}
+        extra = {"finetune": ["trainer.init_from=x"], "babylm": ["data.path=x.txt"]}
         compose([f"experiment={path.stem}", "trainer.max_steps=1", *extra.get(path.stem, [])])
 
 
