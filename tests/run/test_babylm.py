@@ -47,6 +47,10 @@ def test_from_texts_to_exported_checkpoints(home, in_process, monkeypatch):
     for name in ("stopped", "whole"):
         code, out, _ = in_process(train.main, home, *ARGUMENTS, f"name={name}")
         assert (code, "resuming after step" in out) == (0, name == "stopped")
+        assert "trainer.max_steps" not in out  # the resumed run has no changed setting
+    summary = (home / "runs" / "whole" / "summary.json").read_bytes()
+    assert in_process(train.main, home, *ARGUMENTS, "name=whole")[0] == 0  # it has finished
+    assert (home / "runs" / "whole" / "summary.json").read_bytes() == summary
     folder = home / "runs" / "whole" / "checkpoints"
     links = {path.name: path.resolve() for path in folder.iterdir() if path.is_symlink()}
     assert {*links} == {*NAMES, "last", "best"} - ({"best"} - {*links})
