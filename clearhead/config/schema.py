@@ -237,19 +237,11 @@ def _default_steps(steps: object, info: ValidationInfo) -> object:
     return 120 if steps is None and not is_limited else steps
 
 
-@rule
-def _ascends(first_and_last: list[int] | None, others: dict) -> None:
-    if first_and_last and first_and_last[0] > first_and_last[1]:
-        raise rejected("the first number is larger than the last one", "for example [1e6,1e9]")
-
-
 class TrainerConfig(Settings):
     """The training loop: length, batch, evaluation, checkpoints, device and precision."""
 
     max_minutes: AboveZero | None
-    save_at_words: Annotated[
-        Annotated[list[Positive], Field(min_length=2, max_length=2)] | None, _ascends
-    ]
+    save_at_words: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None
     max_steps: Annotated[Positive | None, BeforeValidator(_default_steps)]
     patience: Positive | None
     batch_size: Annotated[Positive, Field(le=2**24)]
