@@ -1,4 +1,4 @@
-"""scripts/export_gguf.py: the file is read back. tests/campaign/exported.py runs it in llama.cpp."""
+"""scripts/export_gguf.py: the file is read back. tests/campaign/exported.py runs it."""
 
 import functools
 import json
@@ -16,7 +16,11 @@ from scripts.export_gguf import main
 
 END = "<|endoftext|>"
 # folder: the name of its pattern in llama.cpp, number of ids, trained positions
-SOURCES = {"gpt2": ("gpt-2", 50257, 48), "bytes": ("gpt-2", 260, 24), "runs/bpe": ("qwen35", 280, 32)}
+SOURCES = {
+    "gpt2": ("gpt-2", 50257, 48),
+    "bytes": ("gpt-2", 260, 24),
+    "runs/bpe": ("qwen35", 280, 32),
+}
 # Our module: its name in llama.cpp.
 MODULES = {
     "attn_norm": "attn_norm",
