@@ -100,9 +100,9 @@ def to_hf(
 
     window: the number of trained positions.
     """
+    theirs = {name: value.contiguous() for name, value in hf_tensors(model).items()}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    theirs = {name: value.contiguous() for name, value in hf_tensors(model).items()}
     save_file(theirs, folder / SINGLE_FILE, {"format": "pt"})
     c = model.config
     end_of_text = tokenizer.eot_token if tokenizer else None
