@@ -70,11 +70,11 @@ matrix: $(VENV)/test  ## a reduced test suite with the oldest and newest torch o
 
 # Separate environments, because these packages have many dependencies with fixed versions that
 # training and the other tests do not need. The second one has the pre-release of Hydra 1.4.
-extras:  ## tests with optional packages (Optuna, lm-eval) and with Hydra 1.4; needs the network once
+extras:  ## tests with optional packages (Optuna, lm-eval, llama.cpp, ...) and Hydra 1.4; needs the network once
 	$(PYTHON) -m venv $(VENV)/extras
 	$(VENV)/extras/bin/pip install $(PIP_OPTIONS) -r requirements.txt pytest \
-	    hydra-optuna-sweeper "lm-eval[hf]"
-	$(VENV)/extras/bin/python -m pytest tests/campaign/extras.py tests/campaign/lm_eval.py $(ARGS)
+	    hydra-optuna-sweeper "lm-eval[hf]" transformer-lens gguf xllamacpp
+	$(VENV)/extras/bin/python -m pytest $(addprefix tests/campaign/,extras.py lm_eval.py exported.py) $(ARGS)
 	$(PYTHON) -m venv $(VENV)/hydra-1.4
 	$(VENV)/hydra-1.4/bin/pip install $(PIP_OPTIONS) -r requirements.txt pytest hypothesis \
 	    $(addsuffix ==1.4.0rc3,hydra-core $(addprefix hydra-,joblib-launcher submitit-launcher optuna-sweeper))

@@ -39,14 +39,19 @@ def temporary_name(path: Path) -> Path:
 
 
 def atomic_write(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Writes a file atomically: a reader never sees an incomplete file. content: all of it, or
-    pieces."""
+    """Writes a file atomically. content: all of it, or pieces."""
+    with atomic_file(path) as part, open(part, "wb") as file:
+        file.writelines([content] if isinstance(content, bytes) else content)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary name for a file, which has the name `path` afterwards: a reader never sees
+    an incomplete file. After an error, the file is removed."""
     part = temporary_name(path)
     try:
-        with open(part, "wb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield part
+        fsync(part)
         rename(part, path)
     except BaseException:  # also SystemExit after a signal
         part.unlink(missing_ok=True)

@@ -193,11 +193,17 @@ def write_out(path: str, content: bytes | Iterable[bytes] | dict, key: str = "ou
     ConfigError."""
     if isinstance(content, dict):
         content = as_json(content)
-    try:
+    with refuse_unwritable(key, path):
         atomic_write(Path(path), content)
+
+
+@contextlib.contextmanager
+def refuse_unwritable(key: str, path: str) -> Iterator[None]:
+    """Raises ConfigError for an OSError inside the context."""
+    try:
+        yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        refuse([Problem(key, str(path), reason, "give another path")])
+        refuse([(key, path, error.strerror or message_of(error), "give another path")])
 
 
 @contextlib.contextmanager

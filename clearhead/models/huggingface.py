@@ -100,13 +100,9 @@ def to_hf(
 
     window: the number of trained positions.
     """
-    if (kernel := model.config.attention) in SCORES:
-        reason = "the kernel has other attention scores than GPT-2 in transformers"
-        hint = "export a model with another kernel"
-        raise CheckpointError("model.attention", kernel, reason, hint)
+    theirs = {name: value.contiguous() for name, value in hf_tensors(model).items()}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    theirs = {name: value.contiguous() for name, value in hf_tensors(model).items()}
     save_file(theirs, folder / SINGLE_FILE, {"format": "pt"})
     c = model.config
     end_of_text = tokenizer.eot_token if tokenizer else None
@@ -132,7 +128,12 @@ def hf_tensors(model: GPT) -> dict[str, Tensor]:
     """Returns the weights with Hugging Face's names and layout, in fp32.
 
     Their GPT-2 always has biases for queries, keys and values; they are 0 for a model without them.
+    Raises CheckpointError for a kernel that computes other attention scores.
     """
+    if (kernel := model.config.attention) in SCORES:
+        reason = "the kernel has other attention scores than GPT-2 in other programs"
+        hint = "export a model with another kernel"
+        raise CheckpointError("model.attention", kernel, reason, hint)
     ours = {name: value.detach().float() for name, value in model.named_parameters()}
     c = model.config
     theirs = {

@@ -13,13 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import NO_NETWORK, TEXT
+from helpers.runs import models_to_export
 
-from clearhead.models import export
-from clearhead.models.pretrained import PretrainedModel
-from clearhead.tokens import VOCABULARIES
-from clearhead.tokens.tokenizer import get_tokenizer
-from model import GPT, ModelConfig
-from scripts import evaluate
+from clearhead.models.pretrained import load_pretrained
+from scripts import evaluate, export_hf
 
 pytest.importorskip("lm_eval")
 TASKS = {
@@ -52,19 +49,14 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("tokenizer", "window"), [("byte", 48), ("gpt2", 24)])
-def test_lm_eval_computes_what_we_do(in_process, tmp_path, tokenizer, window):
-    """A model with a context of 48 tokens. Some texts are longer than the window, some shorter."""
-    torch.manual_seed(1)
-    config = ModelConfig(VOCABULARIES[tokenizer], 48, 16, 2, 2, dropout=0.0, qkv_bias=True)
-    model = GPT(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4)
-    folder = tmp_path / "my-model"
-    folder.mkdir()
-    encoding = get_tokenizer(tokenizer)
-    export.write(PretrainedModel(model, encoding, window, None, folder), folder)
+@pytest.mark.parametrize("source", ["bytes", "gpt2"])
+def test_lm_eval_computes_what_we_do(in_process, tmp_path, source):
+    """Some texts are longer than the window, some shorter."""
+    models_to_export(tmp_path)
+    code, _, err = in_process(export_hf.main, tmp_path, f"checkpoint={source}", "out=my-model")
+    assert code == 0, err
+    ours = load_pretrained(tmp_path / "my-model")
+    model, encoding, window = ours.model, ours.tokenizer, ours.window
     texts = [TEXT[:1000], "x", "naïve “twice”\n\n", TEXT[1000 : 1000 + window]]
     write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     write_lines(tmp_path / "questions.jsonl", QUESTIONS)
@@ -85,8 +77,8 @@ def test_lm_eval_computes_what_we_do(in_process, tmp_path, tokenizer, window):
     (path,) = (tmp_path / "found").rglob("*.json")
     found = json.loads(path.read_text())["results"]
 
-    ours = ("checkpoint=my-model", "data.path=texts.jsonl", "data.within_documents=true")
-    code, _, err = in_process(evaluate.main, tmp_path, *ours, "out=ours.json")
+    settings = ("checkpoint=my-model", "data.path=texts.jsonl", "data.within_documents=true")
+    code, _, err = in_process(evaluate.main, tmp_path, *settings, "out=ours.json")
     assert code == 0, err
     expected = json.loads((tmp_path / "ours.json").read_text())
     assert expected["rule"]["max_length"] == window

@@ -39,6 +39,7 @@ SHORT = {
     "scripts.inspect_attention": ["max_tokens=16", "repeat_length=0"],
     "scripts.evaluate": ["max_length=16", "stride=8"],
     "scripts.export_hf": [],
+    "scripts.export_gguf": [],
     "scripts.compare": [],
     "scripts.compare_heads": [],
     "scripts.view": [],

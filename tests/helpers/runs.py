@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from helpers import TEXT, TINY
+from helpers.models import tiny_model
 
 
 def train_in(folder: Path, *overrides: str) -> Path:
@@ -29,6 +30,20 @@ def train_in(folder: Path, *overrides: str) -> Path:
         run = build_run(settings(*TINY, "data.path=text.txt", *overrides))
         fit(run)
     return folder / run.directory
+
+
+def models_to_export(folder: Path) -> Path:
+    """Writes a model with each kind of vocabulary: gpt2, bytes (with ids that are not used, and
+    untrained positions) and runs/bpe (without biases of queries, keys and values)."""
+    from clearhead.models.huggingface import to_hf
+    from clearhead.tokens.tokenizer import get_tokenizer
+
+    to_hf(tiny_model(vocab_size=50257, context_length=48), folder / "gpt2")
+    model = tiny_model(vocab_size=260, context_length=48)
+    to_hf(model, folder / "bytes", get_tokenizer("byte"), window=24)
+    vocabulary = ["data.tokenizer=bpe", "data.vocab_size=280", "model.vocab_size=null"]
+    train_in(folder, *vocabulary, "name=bpe", "model.context_length=64", "model.qkv_bias=false")
+    return folder
 
 
 def wandb_records(file: Path) -> list[dict]:
