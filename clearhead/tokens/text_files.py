@@ -140,7 +140,7 @@ def decoded_blocks(part: FilePart) -> Iterator[bytes]:
 
 
 def _check_encoding(part: FilePart, raw: bytes, offset: int) -> None:
-    """Raises DataError for UTF-8 that would be read in another encoding, which most texts can be."""
+    """Raises DataError for UTF-8 that would be read as text in another encoding."""
     given = codecs.lookup(part.encoding).name
     if not offset and given not in ("utf-8", "utf-8-sig") and _is_utf8(raw):
         reason = f"is utf-8 text, not {part.encoding}"
