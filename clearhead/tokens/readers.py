@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from clearhead.errors import DataError, sanitize
+from clearhead.errors import DataError
 from clearhead.tokens import HUB, records
 from clearhead.tokens.encoding import StreamEncoder, find_boundary, utf8_blocks
-from clearhead.tokens.file_kinds import Kind, kind_of
+from clearhead.tokens.file_kinds import kind_of
 from clearhead.tokens.gutenberg import between_markers, has_markers
 from clearhead.tokens.text_files import (
     BLOCK,
@@ -95,26 +95,16 @@ def format_of(path: str) -> Format:
     return next(found, FORMATS["text"])
 
 
-def check_kinds(files: Iterable[str]) -> list[str]:
+def check_kinds(files: Iterable[str]) -> None:
     """Raises DataError for a file that is not text (KINDS), unless its format is Parquet or a
-    dataset. Returns a note for each kind of text files that are probably not plain text."""
-    found: dict[Kind, list[str]] = {}
+    dataset."""
     for path in files:
-        format = format_of(path)
-        if format.split:
+        if format_of(path).split:
             continue
         with translate_read_errors(path, *READ_ERRORS), open_decompressed(path) as file:
             kind = kind_of(extension_of(path), file.peek(HEAD)[:HEAD])
-        if kind and not kind.is_read:
+        if kind:
             raise DataError("data.path", path, f"is {kind.what}", kind.advice)
-        if kind and format.is_text:
-            found.setdefault(kind, []).append(path)
-    notes = []
-    for kind, paths in found.items():
-        which = f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else paths[0]
-        note = f"{which}: read as plain text, with {kind.what}; to change that: {kind.advice}"
-        notes.append(sanitize(f"data.path: {note}", keep=""))
-    return notes
 
 
 # ------------------------------------------------------------------------------- documents, ids

@@ -303,41 +303,6 @@ def test_what_is_not_text_is_refused_with_what_to_do(name, tmp_path):
         assert advice in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.html", "<p>A page."),
-        ("a.txt", "\ufeff\n<!DOCTYPE html><p>A page."),
-        ("a.srt.gz", "1\n00:00:01,000 --> 00:00:02,000\nA line."),
-        ("a.mbox", "From a"),
-        ("a.txt", '{"text": "one"}\n'),
-        ("tweets.js", 'window.YTD.tweets.part0 = [ {\n  "tweet" : {} } ]'),
-        ("wiki_00", '<doc id="1" url="u" title="t">\nA page.\n</doc>\n'),
-        ("a.lrc", "[ar:A singer]\n[00:01.00]A line."),
-        ("a", "[Script Info]\nTitle: A film"),
-        ("1.", "Message-ID: <1@a>\nDate: Mon, 14 May 2001\n\nHi."),
-        ("2", "From: a@b.c (A. B.)\nSubject: Hi\n\nHi."),
-        ("a.mht", "MIME-Version: 1.0\n\n<p>A page."),
-        ("pairs.txt", "Hi.\tHallo!\nGo.\tGeh.\nRun.\tLauf!\n"),
-        ("a.txt", '"id","text"\r\n1,"One, two"\r\n'),
-        ("a.conllu", "# sent_id = 1\n1\tHi\thi\tINTJ\n"),
-        ("a", ">sp|P1|A protein\n" + "MKV" * 20 + "\n"),
-        ("a.log", "A line\n\x1b[32mINFO\x1b[0m another\n"),
-        ("windows.txt", "One\r\ntwo\r\n"),
-    ],
-)
-def test_text_with_markup_is_read_with_a_note(name, content, tmp_path):
-    """Also in UTF-16."""
-    path = write(tmp_path / name, content)
-    assert b"".join(read(path)).decode() == content.removeprefix("\ufeff")
-    find_files([str(path), str(write(tmp_path / "b.txt", "Plain text, 1 < 2."))], notes := [])
-    assert len(notes) == 1
-    assert str(path) in notes[0]
-    wide = write(tmp_path / f"wide{path.suffix}", content.removeprefix("\ufeff").encode("utf-16"))
-    find_files(str(wide), notes)
-    assert len(notes) == 2
-
-
 SENTENCES = {
     "fr": "Le café était fermé, mais l’été arrive à Noël. ",
     "ru": "Все счастливые семьи похожи друг на друга. ",
