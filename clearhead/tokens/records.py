@@ -5,18 +5,18 @@ Empty texts and null are no text. A lone surrogate in JSON becomes U+FFFD, as in
 raise DataError with the line or row.
 """
 
+import codecs
 import csv
 import itertools
 import json
 import mmap
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from clearhead.errors import DataError, message_of
 from clearhead.tokens import HUB
 from clearhead.tokens.text_files import (
-    BLOCK,
+    HEAD,
     FilePart,
     check_regular_file,
     decoded_blocks,
@@ -100,30 +100,20 @@ def json_lines(part: FilePart) -> Iterator[str]:
 
 
 def json_records(part: FilePart) -> Iterator[str]:
-    """Reads the text of each record of a JSON array. Other files are read as JSON lines."""
-    blocks = (block.decode() for block in decoded_blocks(replace(part, encoding="utf-8")))
-    text = next(blocks, "")
-    if not text.lstrip().startswith("["):
-        yield from json_lines(part)
-        return
-    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
-    position, number = text.index("[") + 1, 0
-    while not text.startswith("]", position := between.match(text, position).end()):
-        where = f"record {number}"
-        try:
-            record, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:
-            more = "".join(itertools.islice(blocks, 1 + (len(text) - position) // BLOCK))
-            text, position = text[position:] + more, 0
-            if not more or len(text) > 2 * MAX_RECORD or isinstance(error, RecursionError):
-                reason = f"{where} is not valid JSON ({message_of(error)})"
-                raise DataError("data.path", part.path, reason, "correct it") from error
-            continue
-        yield text_field(record, part, where)
-        number += 1
-    if any(block.strip() for block in itertools.chain([text[position + 1 :]], blocks)):
-        reason = f"there is more after the array, which has {number} records"
-        raise DataError("data.path", part.path, reason, "give one array, or one object per line")
+    """Reads the text of each record of a JSON array, which must fit into memory. Other files are
+    read as JSON lines."""
+    with open_decompressed(part.path) as file:
+        if not file.peek(HEAD).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            yield from json_lines(part)
+            return
+        content = file.read()
+    try:
+        records = json.loads(content)
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+        reason = f"not a valid JSON array ({message_of(error)})"
+        raise DataError("data.path", part.path, reason, "correct it") from error
+    for number, record in enumerate(records):
+        yield text_field(record, part, f"record {number}")
 
 
 # ------------------------------------------------------------------------------- CSV

@@ -187,23 +187,24 @@ def test_json_lines(tmp_path):
     assert read(write(tmp_path / "a.jsonl", "\ufeff" + json_line("é") * 2)) == ["é".encode()] * 2
 
 
-def test_json_array(tmp_path, monkeypatch):
-    """Records that are longer than a block, too. A .json file without an array has JSON lines."""
+def test_json_array(tmp_path):
+    """A .json file without an array has JSON lines."""
     texts = ["one", "", "é日 \u2028 🙂", "a" * 3000, "end"]
     records = [{"id": 1, "text": text} for text in texts] + [{"text": None}]
-    for block in (2**20, 64):
-        monkeypatch.setattr(text_files, "BLOCK", block)
-        for name, indent in (("a.json", None), ("a.JSON.gz", 2)):
-            path = write(tmp_path / name, "\ufeff" + json.dumps(records, indent=indent))
-            assert read(path) == [*(text.encode() for text in texts), b""]
-        assert read(write(tmp_path / "b.json", json_line("x") * 2)) == [b"x", b"x"]
-        for bad in ('[{"text": "a"}, {"text"', '[{"text": "a"}, {"text": 1}]', '[{"text": "a"}'):
-            path = write(tmp_path / "a.json", bad)
-            assert 1 in numbers_in(check_refused(path))
-        for bad in (b'[{"text": "a"}]\n' + b" " * 99 + b"[]", b'[{"text": "\xe9"}]', b'["a"]'):
-            check_refused(write(path, bad))
-        path = write(path, '[{"text": "é"}]')
-        assert read(path, encoding="cp1252") == ["é".encode()]  # JSON is always UTF-8
+    for name, indent in (("a.json", None), ("a.JSON.gz", 2)):
+        path = write(tmp_path / name, "\ufeff" + json.dumps(records, indent=indent))
+        assert read(path) == [*(text.encode() for text in texts), b""]
+    assert read(write(tmp_path / "b.json", json_line("x") * 2)) == [b"x", b"x"]
+    for bad in (
+        b'[{"text": "a"}, {"text"',
+        b'[{"text": "a"}]\n[]',
+        b'[{"text": "\xe9"}]',
+        b'["a"]',
+    ):
+        check_refused(write(path, bad))
+    assert 1 in numbers_in(check_refused(write(path, '[{"text": "a"}, {"text": 1}]')))
+    path = write(path, '[{"text": "é"}]')
+    assert read(path, encoding="cp1252") == ["é".encode()]  # JSON is always UTF-8
 
 
 def test_text_in_another_encoding(tmp_path):
