@@ -188,7 +188,7 @@ def show_help(schema: type[BaseModel]) -> None:
     print(table(rows))
 
 
-def write_out(path: str, content: bytes | Iterable[bytes] | dict, key: str = "out") -> None:
+def write_out(path: str, content: bytes | Iterable[bytes] | dict) -> None:
     """Writes results, or pieces of them, to a file, atomically; a dict as JSON. Raises
     ConfigError."""
     if isinstance(content, dict):
@@ -197,7 +197,7 @@ def write_out(path: str, content: bytes | Iterable[bytes] | dict, key: str = "ou
         atomic_write(Path(path), content)
     except OSError as error:
         reason = error.strerror or str(error)
-        refuse([Problem(key, str(path), reason, "give another path")])
+        refuse([Problem("out", str(path), reason, "give another path")])
 
 
 @contextlib.contextmanager
