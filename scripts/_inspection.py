@@ -3,9 +3,7 @@
 
 import itertools
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -82,7 +80,6 @@ class InspectConfig(ScriptConfig):
         pattern=r"(?i)(\.html|\.npz)$",
         description="HTML file to write, or .npz for the data alone",
     )
-    compare: str = Field("", description="second model, shown next to the first")
     max_tokens: MaxTokens | None = Field(
         None,
         description="longer prompts are truncated, also to the training window; null: as in the "
@@ -122,11 +119,9 @@ def conflicts(settings: InspectConfig) -> list[Problem]:
     if not settings.checkpoints:
         hint = "set checkpoint= or checkpoints="
         needed = [Problem("checkpoint", NO_VALUE, "is missing", hint)]
-        one = Problem("compare", settings.compare, "an .npz file has one model", "use .html")
-        has_two = settings.is_data and settings.compare
-        return found + needed * (not settings.checkpoint) + [one] * bool(has_two)
+        return found + needed * (not settings.checkpoint)
     reason, hint = "not possible with checkpoints=", "use it for a single checkpoint"
-    keys = ("checkpoint", "compare", "ablation")
+    keys = ("checkpoint", "ablation")
     given = {key: value for key in keys if (value := getattr(settings, key))}
     found += [Problem(key, value, reason, hint) for key, value in given.items()]
     one = Problem("out", settings.out, "an .npz file has one step", "use .html")
@@ -184,19 +179,11 @@ def text_of(path: str | list[str], encoding: str) -> str:
     return bytes(read[:TEXT_BYTES]).decode("utf-8", "ignore")
 
 
-@dataclass
-class Prompts:
-    """The prompts of all models that are shown."""
-
-    config: LensConfig
-    vocabulary: Sequence[int] | None  # token ids of the repeated sequence; None: the lens chooses
-    tokenizer: Any  # of the vocabulary
-    window: int  # most tokens of a prompt of the model with this tokenizer
-
-
-def prompts_of(trained: "Model", settings: InspectConfig, loaded: "LoadedData | None") -> Prompts:
-    """Returns the prompts of text=, of the run, or passages of the data. The repeated sequence
-    consists of frequent tokens of the data."""
+def prompts_of(
+    trained: "Model", settings: InspectConfig, loaded: "LoadedData | None"
+) -> LensConfig:
+    """Returns the settings of the lens, with the prompts of text=, of the run, or passages of the
+    data."""
     stored = dict(trained.state.settings.get("lens", {})) if trained.state else {}
     keys = ("prompts", "max_tokens", "repeat_length")
     known = {key: stored[key] for key in keys if key in stored}
@@ -213,30 +200,22 @@ def prompts_of(trained: "Model", settings: InspectConfig, loaded: "LoadedData | 
         most = min(config.max_tokens, trained.window)
         chosen = choose_prompts(loaded.val or loaded.train, trained.tokenizer, most)
         config.prompts = chosen["lens.prompts"]
-    vocabulary = all_ids(trained)
-    if loaded and trained.state:
-        vocabulary = loaded.train.common_tokens().tolist()
-    return Prompts(config, vocabulary, trained.tokenizer, trained.window)
-
-
-def all_ids(trained: "Model") -> Sequence[int] | None:
-    """Returns all token ids; None lets the lens choose them."""
-    return range(trained.tokenizer.n_vocab) if hasattr(trained.tokenizer, "n_vocab") else None
+    return config
 
 
 def lens_of(
-    trained: "Model",
-    settings: InspectConfig,
-    loaded: "LoadedData | None",
-    prompts: Prompts,
+    trained: "Model", settings: InspectConfig
 ) -> tuple["Lens", "WindowDataset | Tensor | None"]:
-    """Returns the lens of a model, and the windows on which heads are removed."""
+    """Returns the lens of a model, and the windows on which heads are removed. The tokens of the
+    repeated sequence are frequent ones of the data of the run, or any that the lens chooses."""
     from clearhead.run.lens_runner import MAX_TOKENS, MAX_WINDOWS, some_windows, text_name
     from headlens import Lens
 
-    vocabulary = prompts.vocabulary
-    if getattr(trained.tokenizer, "name", None) != getattr(prompts.tokenizer, "name", None):
-        vocabulary = all_ids(trained)
+    loaded = load_data(trained, settings)
+    count = getattr(trained.tokenizer, "n_vocab", None)
+    vocabulary = None if count is None else range(count)
+    if loaded and trained.state:
+        vocabulary = loaded.train.common_tokens().tolist()
     dataset, text, name = loaded and (loaded.val or loaded.train), None, "the text"
     if loaded:
         text = some_windows(dataset, MAX_WINDOWS, MAX_TOKENS)
@@ -246,7 +225,7 @@ def lens_of(
     try:
         lens = Lens(
             trained.tokenizer,
-            prompts.config,
+            prompts_of(trained, settings, loaded),
             context_length=trained.window,
             text=text,
             text_name=name,

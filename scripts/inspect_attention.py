@@ -1,7 +1,6 @@
 """Writes an interactive page of all attention heads of a model on any text.
 
     python -m scripts.inspect_attention checkpoint=runs/NAME text="The bell rang twice."
-    python -m scripts.inspect_attention checkpoint=DIR compare=runs/NAME out=two.html
     python -m scripts.inspect_attention checkpoint=runs/NAME ablation=exact
     python -m scripts.inspect_attention checkpoint=hub:gpt2 out=gpt2.npz   # for compare_heads
     python -m scripts.inspect_attention checkpoints='out/checkpoint-*' text="The bell rang twice."
@@ -26,13 +25,10 @@ from clearhead.config.command_line import settings_command, write_out
 from clearhead.errors import CheckpointError, refuse, sanitize
 from scripts._inspection import (
     InspectConfig,
-    Prompts,
     check_prompts,
     conflicts,
     is_synthetic,
     lens_of,
-    load_data,
-    prompts_of,
 )
 
 if TYPE_CHECKING:
@@ -51,43 +47,32 @@ def main(settings: InspectConfig) -> None:
 
     refuse(check(settings.device) + conflicts(settings))
     device = prepare(settings.device, seed=0, threads=settings.threads)
-    models = {}
-    for key in ("checkpoint", "compare"):
-        if path := getattr(settings, key):
-            models[key] = Path(path).resolve().name, [(None, path)]
     if pattern := settings.checkpoints:
-        models["checkpoints"] = series_name(pattern), series(pattern)
-    pages, last, prompts = [], [], None
-    for key, (name, found) in models.items():
-        data, page, prompts = inspect(key, name, found, settings, device, prompts)
-        last.append(data)
-        pages.append(page)
+        found = inspect("checkpoints", series_name(pattern), series(pattern), settings, device)
+    else:
+        path = settings.checkpoint
+        found = inspect("checkpoint", Path(path).resolve().name, [(None, path)], settings, device)
+    data, page, _ = found
     if settings.is_data:
-        write_out(settings.out, snapshot_bytes(last[0]))
+        write_out(settings.out, snapshot_bytes(data))
         return
-    title = f"attention of {' and '.join(page['name'] for page in pages)}"
-    write_out(settings.out, page_html(pages, title).encode())
+    write_out(settings.out, page_html([page], f"attention of {page['name']}").encode())
     print(sanitize(f"open {settings.out} in a browser"))
 
 
 def inspect(
-    key: str,
-    name: str,
-    found: Steps,
-    settings: InspectConfig,
-    device: "torch.device",
-    prompts: Prompts | None,
-) -> "tuple[SnapshotData, dict, Prompts]":
+    key: str, name: str, found: Steps, settings: InspectConfig, device: "torch.device"
+) -> "tuple[SnapshotData, dict, int]":
     """Returns the last step of a model or of the checkpoints of a training, the data of its page,
-    and its prompts. Prints its most significant heads. One model is in memory at a time.
+    and its window, in tokens. Prints its most significant heads. One model is in memory at a time.
 
-    key: the setting that names it. prompts: of the model that is shown next to it."""
+    key: the setting that names it."""
     from clearhead.models.foreign import load_any
     from clearhead.models.head_removal import ablate_heads
     from clearhead.output.console import progress
     from headlens import FRAMES, run_data
 
-    lens, ablate, is_first = None, None, prompts is None
+    lens, ablate = None, None
     frames, rows, lines = [], [], []
     count = min(len(found), FRAMES)
     shown = {round(n * (len(found) - 1) / max(count - 1, 1)) for n in range(count)}
@@ -95,12 +80,9 @@ def inspect(
         for number, (step, path) in enumerate(found):
             trained = load_any(path, key, settings.tokenizer)
             if lens is None:
-                loaded = load_data(trained, settings)
-                prompts = prompts or prompts_of(trained, settings, loaded)
-                lens, dataset = lens_of(trained, settings, loaded, prompts)
-                lens.run_name = name
-                if is_first:
-                    check_prompts(settings, lens)
+                lens, dataset = lens_of(trained, settings)
+                lens.run_name, window = name, trained.window
+                check_prompts(settings, lens)
             model = trained.model.to(device)
             if settings.ablation:
                 ablate = functools.partial(
@@ -135,7 +117,7 @@ def inspect(
         print(*(f"  {line}" for line in lens.most_important_heads()), sep="\n")
     curves = losses(path) if settings.checkpoints else {}
     first = 0 if settings.texts else None  # the prompt with which the page opens
-    return frames[-1], run_data(frames, rows, curves, opening_prompt=first), prompts
+    return frames[-1], run_data(frames, rows, curves, opening_prompt=first), window
 
 
 def losses(path: str) -> dict[str, list]:

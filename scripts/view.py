@@ -77,8 +77,8 @@ def measured(path: str) -> "LiveModel":
 
     name = path if path.startswith(HUB) else Path(path).resolve().name
     settings, device = InspectConfig(checkpoint=path), prepare("cpu", seed=0, threads=None)
-    data, run, prompts = inspect("model", name, [(None, path)], settings, device, None)
-    return LiveModel(name, path, prompts.window, data, run)
+    data, run, window = inspect("model", name, [(None, path)], settings, device)
+    return LiveModel(name, path, window, data, run)
 
 
 def write(folder: Path) -> None:

@@ -50,7 +50,7 @@ def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     assert [len(prompt["losses"]) for prompt in predictions] == [7, 30]
 
 
-def test_hugging_face_directory_and_two_models(in_process, home):
+def test_hugging_face_directory(in_process, home):
     code, _, err = in_process(main, home, "checkpoint=gpt2", "out=hf.html")
     assert (code, err) == (0, "")
     (run,) = read(home / "hf.html")
@@ -59,12 +59,6 @@ def test_hugging_face_directory_and_two_models(in_process, home):
     assert "opening_prompt" not in run
     first, *repeated = run["prompts"][-1]["tokens"]
     assert (first, len(repeated)) == ("<|endoftext|>", 46)  # of 48 positions
-
-    in_process(main, home, "checkpoint=gpt2", "compare=runs/one", "text=The fox", "out=two.html")
-    first, second = read(home / "two.html")
-    assert (first["name"], second["name"]) == ("gpt2", "one")
-    assert first["prompts"][0]["tokens"] == ["The", " fox"]
-    assert second["prompts"][0]["tokens"] == list("The fox")
 
 
 def rows_by_head(file):
@@ -123,7 +117,6 @@ def test_bad_values(in_process, home):
         (2, ["text"], ['text=["The fox", "data/none.txt"]']),
         (3, ["data.path"], ["checkpoint=gpt2", "data.path=none.txt"]),
         (3, ["checkpoint"], ["checkpoint=runs/none"]),
-        (3, ["compare"], ["compare=runs/none"]),
         (3, ["tokenizer"], ["checkpoint=other", "text=The fox"]),
     ):
         chosen = [] if arguments[0].startswith("checkpoint") else ["checkpoint=runs/one"]
