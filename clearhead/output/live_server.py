@@ -35,8 +35,7 @@ from urllib.parse import unquote_to_bytes
 import torch
 
 from clearhead.errors import sanitize
-from clearhead.output.live import LiveRun, LiveRuns
-from clearhead.output.live_model import LiveModel
+from clearhead.output.live import LiveModel, LiveRun, LiveRuns
 from clearhead.output.live_typing import REQUESTS, Cancelled, Refused, Typing, checked_length
 from headlens import live_page
 
