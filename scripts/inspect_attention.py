@@ -18,7 +18,6 @@ hub:NAME@REVISION,REVISION or hub:NAME@PATTERN. The page is a time-lapse of them
 
 import functools
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -177,7 +176,8 @@ def inspect(
             if lens is None:
                 lens, dataset = lens_of(trained, settings)
                 lens.run_name, window = name, trained.window
-                check_prompts(settings, lens)
+                hint = "give a text, or no repeat_length"
+                refuse([("text", "", "no prompt is left", hint)] * (not lens.prompts))
             model = trained.model.to(device)
             if settings.ablation:
                 ablate = functools.partial(
@@ -228,20 +228,14 @@ def losses(path: str) -> dict[str, list]:
 
 def conflicts(settings: InspectConfig) -> list[Problem]:
     """Returns the problems of settings that exclude each other."""
-    found = []
-    try:
-        LensConfig(prompts=settings.texts)
-    except ValueError:
-        reason, hint = "is the path of a file", 'use data.path=FILE, or text="$(cat FILE)"'
-        found = [Problem("text", settings.text, reason, hint)]
     if not settings.checkpoints:
         hint = "set checkpoint= or checkpoints="
         needed = [Problem("checkpoint", NO_VALUE, "is missing", hint)]
-        return found + needed * (not settings.checkpoint)
+        return needed * (not settings.checkpoint)
     reason, hint = "not possible with checkpoints=", "use it for a single checkpoint"
     keys = ("checkpoint", "ablation")
     given = {key: value for key in keys if (value := getattr(settings, key))}
-    found += [Problem(key, value, reason, hint) for key, value in given.items()]
+    found = [Problem(key, value, reason, hint) for key, value in given.items()]
     one = Problem("out", settings.out, "an .npz file has one step", "use .html")
     return found + [one] * settings.is_data
 
@@ -257,28 +251,22 @@ def load_data(trained: "Model", settings: InspectConfig) -> "LoadedData | None":
         refuse([Problem("data.path", None, reason, "set data.path=FILE")])
     if not isinstance(trained, PretrainedModel):
         return None
-    changes = {}
-    if path := settings.data.path:
-        changes = {"path": path, "synthetic": None, "val_path": None, "val_fraction": 0.0}
-        changes["weights"] = None
-        changes |= {"encoding": settings.data.encoding} if settings.data.encoding else {}
-    elif not trained.state:
+    if not (trained.state or settings.data.path):
         return None
+    stored = data_settings(trained.state.settings) if trained.state else {}
+    values = {key: value for key, value in stored.items() if key in DataConfig.model_fields}
+    values["max_length"] = trained.window
+    if path := settings.data.path:
+        values |= {"path": path, "synthetic": None, "val_path": None, "val_fraction": 0.0}
+        values |= {"weights": None}
+        values |= {"encoding": settings.data.encoding} if settings.data.encoding else {}
     try:
-        return load_datasets(data_config(trained, **changes), trained.tokenizer)
+        return load_datasets(DataConfig.with_defaults(**values), trained.tokenizer)
     except ClearheadError:
         if settings.data.path or settings.ablation:
             raise
         print("heads are measured on the prompts, as the data of the run cannot be read")
         return None
-
-
-def data_config(trained: "PretrainedModel", **changes: object) -> DataConfig:
-    """Returns the data settings of a run, or default settings. Raises ConfigError."""
-    stored = data_settings(trained.state.settings) if trained.state else {}
-    values = {key: value for key, value in stored.items() if key in DataConfig.model_fields}
-    values |= changes | {"max_length": trained.window}
-    return DataConfig.with_defaults(**values)
 
 
 def text_of(path: str | list[str], encoding: str) -> str:
@@ -359,17 +347,6 @@ def is_synthetic(trained: "Model", settings: InspectConfig) -> bool:
     if settings.data.path or not trained.state:
         return False
     return bool(trained.state.settings["data"].get("synthetic"))
-
-
-def check_prompts(settings: InspectConfig, lens: "Lens") -> None:
-    """Raises ConfigError without a prompt. Prints which texts are truncated."""
-    if not lens.prompts:
-        hint = "give a text, or no repeat_length"
-        refuse([Problem("text", "", "no prompt is left", hint)])
-    for prompt in lens.prompts[: len(settings.texts)]:
-        if prompt.truncated:
-            shown = f"only its first {len(prompt.token_ids)} tokens are used"
-            print(f"text: {shown} (max_tokens=, training window)", file=sys.stderr)
 
 
 if __name__ == "__main__":

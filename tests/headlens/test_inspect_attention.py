@@ -98,13 +98,6 @@ def test_prompts_and_names_are_those_of_the_run(in_process, home):
     assert [len(tokens) for tokens in shown] == [9, 6, 7]
 
 
-def test_a_text_that_is_truncated_is_reported(in_process, home):
-    for text, is_long in (("The fox", False), ("The fox. " * 99, True)):
-        given = ("checkpoint=runs/one", f"text={text}", "out=long.npz")
-        code, _, err = in_process(main, home, *given)
-        assert (code, bool(err)) == (0, is_long)
-
-
 def test_bad_values(in_process, home):
     to_hf(tiny_model(vocab_size=61), home / "other")  # its vocabulary size matches no tokenizer
     train_in(home, "name=none-left", "lens=often", "lens.prompts=[]")
@@ -113,8 +106,6 @@ def test_bad_values(in_process, home):
         (2, ["max_tokens", "out"], ["max_tokens=1", "out=none/page.html"]),
         (2, ["out"], ["out=text.txt"]),
         (2, ["text"], ["checkpoint=runs/none-left", "repeat_length=0"]),
-        (2, ["text"], ["text=text.txt"]),
-        (2, ["text"], ['text=["The fox", "data/none.txt"]']),
         (3, ["data.path"], ["checkpoint=gpt2", "data.path=none.txt"]),
         (3, ["checkpoint"], ["checkpoint=runs/none"]),
         (3, ["tokenizer"], ["checkpoint=other", "text=The fox"]),
