@@ -127,6 +127,7 @@ class Comparison:
 
     def measure(self, rows: list[Variant]) -> list[dict]:
         """Times the rows of one table and returns their results."""
+        device = self.strategy.device
         torch.compiler.reset()  # removes the compiled code of the previous table
         gc.collect()  # and its models
         started = {row.name: self.start(row) for row in rows}
@@ -134,9 +135,9 @@ class Comparison:
         seconds = interleave(
             work,
             self.settings.rounds,
-            self.strategy.device,
+            device,
             self.steps,
-            lambda name: self.set_freed_memory(started[name][0].variant),
+            lambda name: set_freed_memory(started[name][0].variant.keeps_memory, device),
         )
         ours = [seconds[row.name] for row in rows if row.implementation == "ours"][-1]
         tokens = self.settings.batch_size * self.settings.length
@@ -150,7 +151,7 @@ class Comparison:
 
     def start(self, row: Variant) -> tuple[Implementation, dict]:
         """Runs the first step of a row, which includes compilation."""
-        self.set_freed_memory(row)
+        set_freed_memory(row.keeps_memory, self.strategy.device)
         implementation = self.kinds[row.implementation](
             row, self.weights, self.optimizer, self.strategy
         )
@@ -171,9 +172,6 @@ class Comparison:
 
     def step(self, implementation: Implementation) -> None:
         implementation.step(*self.batches[implementation.steps % BATCHES])
-
-    def set_freed_memory(self, row: Variant) -> None:
-        set_freed_memory(row.keeps_memory, self.strategy.device)
 
 
 def text_table(rows: list[dict]) -> str:

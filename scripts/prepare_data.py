@@ -85,10 +85,8 @@ def main(settings: PrepareConfig) -> None:
 
 
 def report(manifest: dict, settings: PrepareConfig) -> None:
-    """Prints the number of tokens, documents and shards, and the command that trains on them."""
-    counts = {"token": manifest["tokens"], "document": manifest["documents"]}
-    counts["shard"] = len(manifest["shards"])
-    counted = ", ".join(f"{count:,} {of}{'s' * (count != 1)}" for of, count in counts.items())
+    """Prints the number of tokens and documents, and the command that trains on them."""
+    counted = "{tokens:,} tokens and {documents:,} documents".format(**manifest)
     empty = manifest["empty_documents"]
     skipped = f"; {empty:,} empty texts skipped" if empty else ""
     print(sanitize(f"{counted} in {settings.out}{skipped}", keep=""))
