@@ -5,7 +5,7 @@
     python train.py data=shards data.path=web
 
 Reads text, JSON lines, CSV and Parquet. Writes shards in the format of llm.c, and a manifest
-(docs/data.md). Uses all cores and constant memory. To resume, rerun the same command.
+(docs/data.md). Uses all cores and little memory. To resume, rerun the same command.
 """
 
 import shlex
