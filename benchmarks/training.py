@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import gc
 import importlib.util
-import io
 import time
 from statistics import median
 from typing import Literal
@@ -50,7 +49,6 @@ from model import GPT, ModelConfig
 
 SEED = 0  # for the weights and the tokens
 BATCHES = 4  # used in rotation
-OURS, OTHERS = "#0b6e99", "#b8bfc6"  # colours
 TITLES = {
     "shipped": "As shipped: each project with its default settings on this device",
     "equalised": "Equalised: the same precision for all, compiled where possible",
@@ -72,7 +70,6 @@ class TrainingBenchmark(ScriptConfig):
         None, description="timed steps per measurement; null: 3, on a GPU 20"
     )
     out: OutFile = Field("", description="JSON file for the results")
-    chart: OutFile = Field("", description="PNG file for a chart of the results")
 
 
 @settings_command(TrainingBenchmark)
@@ -92,7 +89,7 @@ def main(settings: TrainingBenchmark) -> None:
     for name, figures in checked.items():
         print(f"equivalence check in fp32, {name}: {figures}")
     results = origin("benchmarks.training", strategy.device, ("numpy",)) | {
-        "settings": settings.model_dump(mode="json", exclude={"debug", "out", "chart"}),
+        "settings": settings.model_dump(mode="json", exclude={"debug", "out"}),
         "parameters": weights.num_parameters(),
         "flops_per_token": weights.flops_per_token(settings.length),
         "equivalence": checked,
@@ -108,8 +105,6 @@ def main(settings: TrainingBenchmark) -> None:
         print(f"\n{TITLES[name]}\n{text_table(measured)}", flush=True)
     if settings.out:
         write_out(settings.out, results)
-    if settings.chart:
-        write_out(settings.chart, draw(results), "chart")
 
 
 class Comparison:
@@ -132,6 +127,7 @@ class Comparison:
 
     def measure(self, rows: list[Variant]) -> list[dict]:
         """Times the rows of one table and returns their results."""
+        device = self.strategy.device
         torch.compiler.reset()  # removes the compiled code of the previous table
         gc.collect()  # and its models
         started = {row.name: self.start(row) for row in rows}
@@ -139,9 +135,9 @@ class Comparison:
         seconds = interleave(
             work,
             self.settings.rounds,
-            self.strategy.device,
+            device,
             self.steps,
-            lambda name: self.set_freed_memory(started[name][0].variant),
+            lambda name: set_freed_memory(started[name][0].variant.keeps_memory, device),
         )
         ours = [seconds[row.name] for row in rows if row.implementation == "ours"][-1]
         tokens = self.settings.batch_size * self.settings.length
@@ -155,7 +151,7 @@ class Comparison:
 
     def start(self, row: Variant) -> tuple[Implementation, dict]:
         """Runs the first step of a row, which includes compilation."""
-        self.set_freed_memory(row)
+        set_freed_memory(row.keeps_memory, self.strategy.device)
         implementation = self.kinds[row.implementation](
             row, self.weights, self.optimizer, self.strategy
         )
@@ -177,9 +173,6 @@ class Comparison:
     def step(self, implementation: Implementation) -> None:
         implementation.step(*self.batches[implementation.steps % BATCHES])
 
-    def set_freed_memory(self, row: Variant) -> None:
-        set_freed_memory(row.keeps_memory, self.strategy.device)
-
 
 def text_table(rows: list[dict]) -> str:
     head = f"{'first, s':>9}{'ms/step':>10}{'tokens/s':>10}"
@@ -192,40 +185,6 @@ def text_table(rows: list[dict]) -> str:
             f"  {show_speedup(row['ours_is_times_as_fast'])}  {', '.join(options)}"
         )
     return "\n".join(lines)
-
-
-def draw(results: dict) -> bytes:
-    """Returns a PNG: tokens per second of each implementation, as shipped and equalised."""
-    import matplotlib.style
-    from matplotlib.figure import Figure
-
-    tables = {name: table["rows"] for name, table in results["tables"].items()}
-    heights = [len(rows) for rows in tables.values()]
-    with matplotlib.style.context("seaborn-v0_8-whitegrid"):
-        figure = Figure(figsize=(8, 0.42 * sum(heights) + 1.4), layout="constrained")
-        axes = figure.subplots(len(tables), sharex=True, height_ratios=heights)
-        for axis, (name, rows) in zip(axes, tables.items(), strict=True):
-            rows = sorted(rows, key=lambda row: row["tokens_per_second"])
-            bars = axis.barh(
-                ["{name} ({precision})".format(**row).replace("ours", "clearhead") for row in rows],
-                [row["tokens_per_second"] for row in rows],
-                color=[OURS if row["project"] == "ours" else OTHERS for row in rows],
-                height=0.66,
-            )
-            axis.bar_label(bars, fmt="{:,.0f}", padding=4)
-            axis.set_title(
-                TITLES[name].partition(":")[0], loc="left", fontsize=10, fontweight="bold"
-            )
-            axis.grid(visible=False, axis="y")
-            axis.margins(x=0.1)
-        axes[-1].set_xlabel("tokens per second")
-        settings = results["settings"]
-        title = "{model}, {batch_size} x {length} tokens per step".format(**settings)
-        title += f", {results['cores']} cores of {results['processor']}"
-        figure.suptitle(title.replace("(R)", ""), fontsize=10, x=0.01, ha="left")
-        image = io.BytesIO()
-        figure.savefig(image, format="png", dpi=110, metadata={"Software": None})
-    return image.getvalue()
 
 
 if __name__ == "__main__":

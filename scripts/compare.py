@@ -14,8 +14,7 @@ from pydantic import Field
 
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Name, Names
-from clearhead.errors import refuse, shorten
-from clearhead.files import last_values
+from clearhead.errors import refuse
 from clearhead.output.comparison import matching_paths, read_all, summarize, table
 
 SWEEPS = "multirun"  # folder of the sweep directories in runs_dir
@@ -27,9 +26,7 @@ class CompareConfig(ScriptConfig):
     Prints a table: one row for each combination of settings, averaged over seeds, best first.
     """
 
-    runs: Names = Field(
-        "runs/*", description="directories of runs or sweeps: a glob pattern, or [A,B,...]"
-    )
+    runs: Names = Field("runs/*", description="run directories: a glob pattern, or [A,B,...]")
     metric: Name = Field("val/loss", description="metric of metrics.jsonl to compare")
     out: OutFile = Field("", description="JSON file for the results")
 
@@ -44,10 +41,8 @@ def main(settings: CompareConfig) -> None:
     folders = dict.fromkeys(path for paths in found.values() for path in paths if path.is_dir())
     runs = read_all([folder for folder in folders if folder.name != SWEEPS], settings.metric)
     if not runs:
-        values = [last_values(folder / "metrics.jsonl") for folder in folders]
-        known = {k for of in values for k, value in of.items() if isinstance(value, int | float)}
-        hint = f"use one of {shorten(', '.join(sorted(known, reverse=True)))}"  # val/, train/ first
-        refuse([("metric", settings.metric, "no run has this metric", hint)])
+        reason, hint = "no run has this metric", "use a number of metrics.jsonl, such as val/loss"
+        refuse([("metric", settings.metric, reason, hint)])
     rows = summarize(runs, settings.metric)
     print(table(rows, settings.metric))
     if settings.out:

@@ -41,7 +41,7 @@ def main(settings: CompareHeadsConfig) -> None:
     from headlens import as_csv, matched_heads
 
     items = [settings.runs] if isinstance(settings.runs, str) else settings.runs
-    found = [matching_paths(item) or [Path(item)] for item in items]  # of a sweep: its runs
+    found = [matching_paths(item) or [Path(item)] for item in items]
     paths = [data_of(path) for of_item in found for path in of_item]
     if len(paths) < 2:
         refuse([("runs", " ".join(items), "fewer than two runs", "use runs='[A,B]'")])

@@ -34,7 +34,7 @@ def main(settings: ExportConfig) -> None:
 
     model = pretrained.load_pretrained(settings.checkpoint)
     try:
-        with refuse_unwritable("out", settings.out), atomic_file(Path(settings.out)) as part:
+        with refuse_unwritable(settings.out), atomic_file(Path(settings.out)) as part:
             gguf_file.write(model, part)
     except ImportError:
         refuse([("out", settings.out, "GGUF files require the package gguf", "pip install gguf")])

@@ -5,7 +5,7 @@
     python train.py data=shards data.path=web
 
 Reads text, JSON lines, CSV and Parquet. Writes shards in the format of llm.c, and a manifest
-(docs/data.md). Uses all cores and constant memory. To resume, rerun the same command.
+(docs/data.md). Uses all cores and little memory. To resume, rerun the same command.
 """
 
 import shlex
@@ -85,10 +85,8 @@ def main(settings: PrepareConfig) -> None:
 
 
 def report(manifest: dict, settings: PrepareConfig) -> None:
-    """Prints the number of tokens, documents and shards, and the command that trains on them."""
-    counts = {"token": manifest["tokens"], "document": manifest["documents"]}
-    counts["shard"] = len(manifest["shards"])
-    counted = ", ".join(f"{count:,} {of}{'s' * (count != 1)}" for of, count in counts.items())
+    """Prints the number of tokens and documents, and the command that trains on them."""
+    counted = "{tokens:,} tokens and {documents:,} documents".format(**manifest)
     empty = manifest["empty_documents"]
     skipped = f"; {empty:,} empty texts skipped" if empty else ""
     print(sanitize(f"{counted} in {settings.out}{skipped}", keep=""))

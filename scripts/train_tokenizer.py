@@ -25,7 +25,7 @@ from clearhead.config.command_line import (
 )
 from clearhead.config.schema import Encoding, Names, Settings, VocabSize
 from clearhead.errors import DataError, sanitize
-from clearhead.output.console import call_in_thread, progress
+from clearhead.output.console import in_thread, progress
 from clearhead.tokens.gutenberg import notes_about_trimmed
 from clearhead.tokens.readers import NO_TEXT, documents, split_file
 from clearhead.tokens.sources import find_files
@@ -84,7 +84,7 @@ def main(settings: TokenizerConfig) -> None:
     print(f"training on {sample.size:,} of {sample.text_bytes:,} bytes ...", flush=True)
     try:
         train = functools.partial(train_tokenizer, sample, settings.vocab_size)
-        tokenizer = call_in_thread("training", train)
+        tokenizer = in_thread(train).result()  # Ctrl-C ends it
     except DataError as error:
         error.key = "vocab_size"
         raise

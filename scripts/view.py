@@ -23,7 +23,7 @@ from clearhead.errors import DataError, refuse, sanitize
 from clearhead.tokens import HUB
 
 if TYPE_CHECKING:
-    from clearhead.output.live_model import LiveModel
+    from clearhead.output.live import LiveModel
 
 
 class ViewConfig(ScriptConfig):
@@ -70,15 +70,14 @@ def serve(settings: ViewConfig) -> None:
 
 def measured(path: str) -> "LiveModel":
     """Returns a model with what is measured of its heads on the default prompts or its run."""
-    from clearhead.output.live_model import LiveModel
+    from clearhead.output.live import LiveModel
     from clearhead.parallel.device import prepare
-    from scripts._inspection import InspectConfig
-    from scripts.inspect_attention import inspect
+    from scripts.inspect_attention import InspectConfig, inspect
 
     name = path if path.startswith(HUB) else Path(path).resolve().name
     settings, device = InspectConfig(checkpoint=path), prepare("cpu", seed=0, threads=None)
-    data, run, prompts = inspect("model", name, [(None, path)], settings, device, None)
-    return LiveModel(name, path, prompts.window, data, run)
+    data, run, window = inspect("model", name, [(None, path)], settings, device)
+    return LiveModel(name, path, window, data, run)
 
 
 def write(folder: Path) -> None:

@@ -149,31 +149,19 @@ def override(key: str, text: object) -> str:
 
 def quote_texts(overrides: Sequence[str], is_sweep: bool = False) -> list[str]:
     """Returns the overrides, with quotes for each value that Hydra cannot parse and that does not
-    begin with syntax of Hydra: data.path="小説.txt". Entries of a list and, in a sweep, values
-    between commas are quoted separately."""
+    begin with syntax of Hydra: data.path="小説.txt". A value of a sweep has no comma then."""
     parser = OverridesParser.create()
-
-    def parses(text: str) -> bool:
-        try:
-            parser.parse_override(text)
-        except HydraException:
-            return False
-        return True
-
-    def quoted(value: str) -> str:
-        if SYNTAX.match(value) or parses(f"_={value}"):
-            return value
-        return QuotedString(value.strip(), Quote.double).with_quotes()
 
     def changed(text: str) -> str:
         key, equals, value = text.partition("=")
-        if not equals or text.startswith("-") or parses(text):
+        has_syntax = SYNTAX.match(value) or (is_sweep and "," in value)
+        if not equals or text.startswith("-") or has_syntax:
             return text
-        if is_list := value.startswith("[") and value.endswith("]"):
-            value = value[1:-1]
-        value = ",".join(map(quoted, value.split(",") if is_list or is_sweep else [value]))
-        new = f"{key}=[{value}]" if is_list else f"{key}={value}"
-        return new if parses(new) else text
+        try:
+            parser.parse_override(text)
+        except HydraException:
+            return f"{key}={QuotedString(value.strip(), Quote.double).with_quotes()}"
+        return text
 
     return [*map(changed, overrides)]
 

@@ -188,22 +188,22 @@ def show_help(schema: type[BaseModel]) -> None:
     print(table(rows))
 
 
-def write_out(path: str, content: bytes | Iterable[bytes] | dict, key: str = "out") -> None:
+def write_out(path: str, content: bytes | Iterable[bytes] | dict) -> None:
     """Writes results, or pieces of them, to a file, atomically; a dict as JSON. Raises
     ConfigError."""
     if isinstance(content, dict):
         content = as_json(content)
-    with refuse_unwritable(key, path):
+    with refuse_unwritable(path):
         atomic_write(Path(path), content)
 
 
 @contextlib.contextmanager
-def refuse_unwritable(key: str, path: str) -> Iterator[None]:
+def refuse_unwritable(path: str) -> Iterator[None]:
     """Raises ConfigError for an OSError inside the context."""
     try:
         yield
     except OSError as error:
-        refuse([(key, path, error.strerror or message_of(error), "give another path")])
+        refuse([("out", path, error.strerror or message_of(error), "give another path")])
 
 
 @contextlib.contextmanager

@@ -64,15 +64,9 @@ class ComparisonRow:
 
 
 def matching_paths(pattern: str) -> list[Path]:
-    """Returns the paths that a pattern matches. The directory of a sweep stands for its runs."""
+    """Returns the paths that a pattern matches."""
     # The name of a directory may contain characters such as * or [.
-    found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
-    return [run for path in map(Path, found) for run in _runs_of_sweep(path) or [path]]
-
-
-def _runs_of_sweep(folder: Path) -> list[Path]:
-    runs = [read_object(path).get("run") for path in sorted(folder.glob("*/result.json"))]
-    return [Path(run) for run in runs if isinstance(run, str)]
+    return [Path(pattern)] if os.path.exists(pattern) else sorted(map(Path, glob.glob(pattern)))
 
 
 def read_all(folders: Iterable[Path], metric: str) -> list[ComparedRun]:

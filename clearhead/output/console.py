@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
@@ -169,17 +169,6 @@ def in_thread(function: Callable) -> Future:
 
     threading.Thread(target=call, daemon=True).start()
     return future
-
-
-def call_in_thread(what: str, function: Callable):
-    """Returns function(), one long call of another library. Prints on stderr how long it has taken:
-    after LINE_SECONDS, after twice as long, and so on. what: what it does."""
-    future, started, line_after = in_thread(function), time.monotonic(), LINE_SECONDS
-    while not wait([future], timeout=min(1, line_after)).done:
-        if (seconds := time.monotonic() - started) >= line_after:
-            print(f"{what}: {duration(seconds)} until now", file=sys.stderr, flush=True)
-            line_after *= 2
-    return future.result()
 
 
 def rich_console(stderr: bool = False, **options) -> RichConsole:

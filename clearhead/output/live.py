@@ -1,4 +1,5 @@
-"""What a page that follows runs shows: the runs of a folder, read again while they train.
+"""What served pages show: the runs of a folder, read again while they train; and a model without a
+run, whose heads are measured once.
 
     runs = LiveRuns(Path("runs"))
     runs.rows()          # of the list, the newest run first
@@ -17,7 +18,9 @@ import hashlib
 import json
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from clearhead.checkpoint.format import MODEL
@@ -37,7 +40,7 @@ from clearhead.files import read_rows
 from clearhead.output.charts import curves, finite, points_of, smooth, thin
 from clearhead.output.live_typing import Checkpoint
 from clearhead.output.report import ROWS, progress, training_data, validation_loss
-from headlens import LiveSnapshots, Reader, rounded
+from headlens import LiveSnapshots, Reader, SnapshotData, live_data, rounded
 
 MAX_RUNS = 200  # in the list
 POINTS = 80  # of a curve in the list
@@ -212,3 +215,29 @@ class LiveRuns:
             known[name] = before if before and before.version == run.version else run
         self.known = known
         return {name: run for name, run in known.items() if run.is_run}
+
+
+@dataclass
+class LiveModel:
+    """A model without a run: a checkpoint, or a model of transformers."""
+
+    name: str
+    path: str  # directory or hub:NAME
+    window: int  # maximum number of tokens
+    snapshot: SnapshotData
+    run: dict[str, Any]  # its page, see headlens.run_data
+
+    def __post_init__(self):
+        self.data = live_data(self.run, snapshots=self.name)
+
+    def state(self) -> dict:
+        """Returns what the page asks for, as LiveRun.state."""
+        steps, limit = list(self.checkpoints()), min(self.window, Reader.MOST)
+        known = {"state": "finished", "text": "", "done": None, "training": ""}
+        return known | {"snapshots": self.name, "typing": {"steps": steps, "limit": limit}}
+
+    def checkpoints(self) -> dict[int, Checkpoint]:
+        return {self.snapshot.step: Checkpoint(self.path, ())}
+
+    def prompts(self) -> list[list[int]]:
+        return self.snapshot.token_ids

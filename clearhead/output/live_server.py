@@ -35,8 +35,7 @@ from urllib.parse import unquote_to_bytes
 import torch
 
 from clearhead.errors import sanitize
-from clearhead.output.live import LiveRun, LiveRuns
-from clearhead.output.live_model import LiveModel
+from clearhead.output.live import LiveModel, LiveRun, LiveRuns
 from clearhead.output.live_typing import REQUESTS, Cancelled, Refused, Typing, checked_length
 from headlens import live_page
 
@@ -123,14 +122,14 @@ class Handler(BaseHTTPRequestHandler):
             headers = {"Cache-Control": "no-store", "Content-Type": answer.kind}
             self.send(HTTPStatus.OK, headers | policy(answer), answer.body)
 
-    def answer(self, answer_to: Callable[[str], Answer]) -> Answer | None:
-        """Returns answer_to(host of the request). After an error, sends one line, returns None."""
+    def answer(self, answer_to: Callable[[], Answer]) -> Answer | None:
+        """Returns answer_to(). After an error, sends one line, returns None."""
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not HOST.fullmatch(hosts[0].strip()):
             reason = "use http://127.0.0.1 or http://localhost"
             return self.send_error(HTTPStatus.FORBIDDEN, reason)
         try:
-            return answer_to(hosts[0].strip())
+            return answer_to()
         except Refused as error:
             return self.send_error(error.status, str(error))
         except Cancelled:
@@ -140,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
         except (OSError, ValueError) as error:  # another process has just replaced a file
             return self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
-    def found(self, _: str) -> Answer:
+    def found(self) -> Answer:
         """Returns what is at the path of the request."""
         with self.server.lock:  # the files are read by one thread at a time
             run, parts = self.server.find(self.path)
@@ -151,9 +150,9 @@ class Handler(BaseHTTPRequestHandler):
                     return answer_of_model(run, self.server.token, *parts)
             return answer_of_list(self.server.runs, *parts)
 
-    def computed(self, host: str) -> Answer:
+    def computed(self) -> Answer:
         """Returns what a checkpoint does on the text in the body of the request."""
-        length = checked_length(self.headers, host, self.server.token)
+        length = checked_length(self.headers, self.server.token)
         with self.server.lock:
             run, parts = self.server.find(self.path)
             threads = 1 if self.server.runs.are_running() else self.server.threads

@@ -8,7 +8,7 @@ import numpy as np
 
 from clearhead.config.schema import Config
 from clearhead.errors import DataError, Problem, message_of, refuse
-from clearhead.output.console import call_in_thread
+from clearhead.output.console import in_thread
 from clearhead.parallel.strategy import Strategy
 from clearhead.tokens import TRAINED, VOCABULARIES
 from clearhead.tokens.sources import token_files
@@ -79,9 +79,8 @@ def train_on_text(config: Config) -> tuple[Tokenizer, int]:
                 raw = np.where(block == as_bytes.eot_token, 0xFF, block).astype(np.uint8).tobytes()
                 for part in raw.split(b"\xff"):
                     sample.add(part)
-    what = f"training a tokenizer on {sample.size:,} bytes"
     train = functools.partial(train_tokenizer, sample, config.data.vocab_size)
-    return call_in_thread(what, train), sample.text_bytes
+    return in_thread(train).result(), sample.text_bytes
 
 
 def vocabulary_size(config: Config, tokenizer: Tokenizer) -> int:

@@ -6,7 +6,6 @@
     readers.py          formats: reads documents from files, in parts, and tokenizes them
     text_files.py       opens files; plain text and its encodings
     records.py          texts in JSON, CSV, Parquet and Hugging Face datasets
-    file_kinds.py       recognizes files that are not plain text, and says what to do with them
     gutenberg.py       the text of a book of Project Gutenberg, without header and licence
     overlap.py         how much of the validation text is also in the training text
     token_stream.py    token ids of many files as one long array

@@ -22,8 +22,7 @@ white space depends on what follows it, so a chunk can end between two character
 tiktoken and transformers first split a text at its special tokens. No two of them overlap, so each
 place where one is written is one, wherever encoding starts, and a chunk does not end inside it.
 
-Text in which BOUNDARY finds no such position, for example a gigabyte of one letter, is also
-encoded in chunks, based on a property of byte-pair encoding; see `StreamEncoder`.
+Text in which BOUNDARY finds no such position, for example a megabyte of one letter, is one chunk.
 """
 
 import itertools
@@ -85,23 +84,13 @@ class StreamEncoder:
 
     A special token of the tokenizer in a text is its id. tiktoken releases the GIL, so several
     encoders can work in threads.
-
-    Text without a boundary. Byte-pair encoding has this property: a sequence of tokens is the
-    encoding of its text if and only if each pair of neighbours is the encoding of the pair's text
-    (van Antwerpen and Neubeck 2024, crate `bpe`). Let A be the ids of a chunk that ends inside such
-    text. The text after A's first k tokens is encoded again, with more text, as B. If B starts with
-    A's next token, all pairs of neighbours in A[:k] + B occur in A or in B. So A[:k] + B is the
-    encoding of the complete text.
     """
 
     def __init__(self, tokenizer: Tokenizer, chunk_bytes: int = CHUNK_BYTES):
         self.tokenizer = tokenizer
-        self.chunk_bytes = max(chunk_bytes, 32)  # several times the longest character
+        self.chunk_bytes = chunk_bytes
         self.empty_documents = 0  # until now
         self.trimmed = Counter()  # of gutenberg.between_markers
-        self._lengths = tokenizer.byte_lengths.copy()
-        for name, number in tokenizer.special.items():
-            self._lengths[number] = len(name.encode())
         self._longest = max(map(len, tokenizer.special_bytes))
 
     def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:
@@ -110,47 +99,18 @@ class StreamEncoder:
         buffer = bytearray()  # text that is read but not encoded yet
         limit = 2 * self.chunk_bytes  # maximum length of a chunk; grows if no boundary is found
         special = self.tokenizer.special_bytes
-        next_id: int | None = None  # after a chunk without a boundary: the first id of the next one
         for block in itertools.chain(blocks, [None]):
             buffer += block or b""
             while len(buffer) > limit + self._longest or (block is None and buffer):
-                end = boundary = len(buffer)
-                if len(buffer) > limit:
-                    end = boundary = find_boundary(buffer, self.chunk_bytes, limit, special)
-                if boundary is None:
-                    end = limit
-                    while buffer[end] & 0xC0 == 0x80:  # inside a character
-                        end -= 1
-                text = bytes(buffer[:end])
-                ids = self._encode(text)
-                if next_id not in (None, ids[0]):  # not with byte-pair encoding
-                    raise AssertionError("B does not start with A's next token")
-                if boundary is None:
-                    count = self._num_final(text, ids)
-                    if count is None:
-                        limit *= 2
-                        continue
-                    next_id, ids = int(ids[count]), ids[:count]
-                    end = int(self._lengths[ids].sum())
-                else:
-                    next_id, limit = None, 2 * self.chunk_bytes
-                yield ids
+                end = len(buffer)
+                if end > limit:
+                    end = find_boundary(buffer, self.chunk_bytes, limit, special)
+                if end is None:
+                    limit *= 2
+                    continue
+                yield self._encode(bytes(buffer[:end]))
                 del buffer[:end]
-
-    def _num_final(self, text: bytes, ids: np.ndarray) -> int | None:
-        """Returns how many ids of a chunk without a boundary do not depend on the text after it.
-
-        The last ids may change with more text. This searches backwards for a `count` such that
-        ids[:count] end at the end of a character, and the text after them, encoded separately,
-        starts with the id ids[count]. Returns None if there is none.
-        """
-        ends = np.cumsum(self._lengths[ids])
-        last = int(np.searchsorted(ends, len(text) - max(512, self.chunk_bytes // 16)))
-        for count in range(last, max(0, last - 100), -1):
-            start = int(ends[count - 1])
-            if text[start] & 0xC0 != 0x80 and self._encode(text[start:])[0] == ids[count]:
-                return count
-        return None
+                limit = 2 * self.chunk_bytes
 
     def _encode(self, text: bytes) -> np.ndarray:
         """Returns the ids of a chunk, uint16."""

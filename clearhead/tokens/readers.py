@@ -7,23 +7,23 @@
 
 The file extension selects the format, an entry of FORMATS. text_files.py opens files and reads
 plain text, records.py reads JSON, CSV, Parquet and datasets of the Hugging Face hub. Files with
-other content (file_kinds.py) are refused. An error in a file raises DataError.
+other content (KINDS) are refused. An error in a file raises DataError.
 """
 
 import codecs
 import itertools
 import mmap
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from clearhead.errors import DataError, sanitize
+from clearhead.errors import DataError
 from clearhead.tokens import HUB, records
 from clearhead.tokens.encoding import StreamEncoder, find_boundary, utf8_blocks
-from clearhead.tokens.file_kinds import Kind, kind_of
 from clearhead.tokens.gutenberg import between_markers, has_markers
 from clearhead.tokens.text_files import (
     BLOCK,
@@ -95,26 +95,39 @@ def format_of(path: str) -> Format:
     return next(found, FORMATS["text"])
 
 
-def check_kinds(files: Iterable[str]) -> list[str]:
+# ------------------------------------------------------------------------------- what is not text
+
+_SAVE = "save it as plain text (UTF-8), a table as CSV"
+_ZIP = rb"PK\x03\x04(.{26}mimetypeapplication/|.*\[Content_Types\]|.*word/)"
+_PACKED = rb"\x1f\x8b\x08|\x28\xb5\x2f\xfd|BZh\d1AY&SY|\xfd7zXZ\0"
+_OTHER = rb"SQLite format 3\0|\x93NUMPY|.{4}\0{4}\{\"|\x80[\2-\5][\x95\]})(c]|ARROW1\0|\x7fELF"
+_OTHER += rb"|MZ.\0|\x89PNG|\xff\xd8\xff|GIF8[79]a|ID3[\2-\4]|RIFF.{4}WAVE|OggS\0|fLaC\0"
+_OTHER += rb"|\xff{4}.{3}\0|\x89HDF|GGUF.\0|bplist00|AT&TFORM"  # \xff{4}: Arrow's stream
+KINDS = (  # what a file is, what to do, and the first bytes as a regular expression
+    ("a PDF document", "extract its text: pdftotext FILE", rb"%PDF-"),
+    ("an office document or e-book", f"{_SAVE}, or convert it: pandoc -t plain FILE", _ZIP),
+    ("an old office document, or rich text", _SAVE, rb"\xd0\xcf\x11\xe0|\{\\rtf\d"),
+    ("an archive", "unpack it and give the folder", rb"PK\x03\x04|.{257}ustar|7z\xbc|Rar!\x1a"),
+    ("compressed", "decompress it, or add .gz or .zst to its name", _PACKED),
+    ("a Parquet file", "name it *.parquet", rb"PAR1[\0-\x1f]"),
+    ("a file of token ids", "name it *.bin", rb"\x88\xd8\x34\x01|\x80\xd4\x34\x01"),
+    ("music as MIDI", "write it as text, such as ABC notation", rb"MThd\0"),
+    ("a notebook", "convert it: jupyter nbconvert --to markdown FILE", rb"\{\s*\"cells\": "),
+    ("data, an image, a recording or a program", "give text files", _OTHER),
+)
+
+
+def check_kinds(files: Iterable[str]) -> None:
     """Raises DataError for a file that is not text (KINDS), unless its format is Parquet or a
-    dataset. Returns a note for each kind of text files that are probably not plain text."""
-    found: dict[Kind, list[str]] = {}
+    dataset."""
     for path in files:
-        format = format_of(path)
-        if format.split:
+        if format_of(path).split:
             continue
         with translate_read_errors(path, *READ_ERRORS), open_decompressed(path) as file:
-            kind = kind_of(extension_of(path), file.peek(HEAD)[:HEAD])
-        if kind and not kind.is_read:
-            raise DataError("data.path", path, f"is {kind.what}", kind.advice)
-        if kind and format.is_text:
-            found.setdefault(kind, []).append(path)
-    notes = []
-    for kind, paths in found.items():
-        which = f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else paths[0]
-        note = f"{which}: read as plain text, with {kind.what}; to change that: {kind.advice}"
-        notes.append(sanitize(f"data.path: {note}", keep=""))
-    return notes
+            head = file.peek(HEAD)[:HEAD]
+        for what, advice, start in KINDS:
+            if re.match(start, head, re.DOTALL):
+                raise DataError("data.path", path, f"is {what}", advice)
 
 
 # ------------------------------------------------------------------------------- documents, ids

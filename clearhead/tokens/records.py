@@ -5,18 +5,18 @@ Empty texts and null are no text. A lone surrogate in JSON becomes U+FFFD, as in
 raise DataError with the line or row.
 """
 
+import codecs
 import csv
 import itertools
 import json
 import mmap
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from clearhead.errors import DataError, message_of
 from clearhead.tokens import HUB
 from clearhead.tokens.text_files import (
-    BLOCK,
+    HEAD,
     FilePart,
     check_regular_file,
     decoded_blocks,
@@ -27,6 +27,7 @@ from clearhead.tokens.text_files import (
 )
 
 ROWS = 16  # of Parquet, read at once; each may have MAX_RECORD characters
+KEY_HINT = "set data.text_key, or write one text per record (docs/data.md, for chats too)"
 MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
 
 # ------------------------------------------------------------------------------- text of a record
@@ -44,9 +45,7 @@ def text_field(record: object, part: FilePart, where: str) -> str:
     if text is None:
         return ""
     reason = f"the value of {key!r} in {where} has the type {type(text).__name__}, not text"
-    raise DataError(
-        "data.path", part.path, reason, _chat_hint(keys) or "set data.text_key, or correct the file"
-    )
+    raise DataError("data.path", part.path, reason, KEY_HINT)
 
 
 def _text_key(keys: dict, part: FilePart, where: str) -> str:
@@ -58,11 +57,8 @@ def _text_key(keys: dict, part: FilePart, where: str) -> str:
     shown = [", ".join(f"{key!r:.60}" for key in itertools.islice(of, 10)) for of in (wanted, keys)]
     how_many = "no key" if not found else "more than one key of"
     reason = f"{where} has {how_many} {shown[0]} (its keys: {shown[1] or 'none'})"
-    hint = "set data.text_key, to a list such as [text,content] if files differ"
-    if not keys:
-        hint = 'write objects such as {"text": ...}, one per line, or an array in a *.json file'
-    hint = (not found and _chat_hint(keys)) or hint
-    raise DataError("data.path", part.path, reason, hint)
+    hint = 'write objects such as {"text": ...}, one per line, or an array in a *.json file'
+    raise DataError("data.path", part.path, reason, KEY_HINT if keys else hint)
 
 
 def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
@@ -73,42 +69,12 @@ def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
         raise DataError("data.path", part.path, reason, "split the text into several records")
 
 
-# ------------------------------------------------------------------------------- chats
-
-TURNS = (("role", "content"), ("from", "value"))  # keys of a message
-PARTS = ("system", "instruction", "prompt", "question", "input", "context")
-PARTS += ("completion", "response", "output", "answer", "chosen")  # in the order of a text
-
-
-def _chat_hint(record: dict) -> str:
-    """Returns a hint with Python code for the text of a record that has messages, or several of the
-    PARTS; "" for other records."""
-    how = "write one text per record with Python (docs/data.md): "
-    lists = {key: value[0] for key, value in record.items() if isinstance(value, list) and value}
-    for key, first in lists.items():
-        for who, what in TURNS:
-            if isinstance(first, dict) and {who, what} <= first.keys():
-                return f'{how}"\\n\\n".join("%({who})s: %({what})s" % m for m in record[{key!r}])'
-    parts = [key for key in PARTS if isinstance(record.get(key), str)]
-    code = f'"\\n\\n".join(filter(None, map(record.get, {parts})))'
-    return how + code if len(parts) > 1 else ""
-
-
 # ------------------------------------------------------------------------------- JSON
 
 
 def next_line(text: mmap.mmap, position: int, special: Sequence[bytes]) -> int | None:
     """Returns the first position from this one on where a line starts."""
     return text.find(b"\n", position - 1) + 1 or None
-
-
-# Lines that are not valid JSON, and what to do.
-LINE_HINTS = (
-    (rb".*\}\s*,\s*$", "remove the comma at the end of each line"),
-    (rb"\s*\[", "an array is read from a file that is named *.json"),
-    (rb"\s*\{(.*[,\[{])?\s*$", "write one object per line, or an array in a *.json file"),
-    (rb"", "correct the line"),
-)
 
 
 def json_lines(part: FilePart) -> Iterator[str]:
@@ -125,7 +91,7 @@ def json_lines(part: FilePart) -> Iterator[str]:
                     record = json.loads(line.decode("utf-8-sig"))
                 except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
                     reason = f"{where} is not valid JSON ({message_of(error)})"
-                    hint = next(h for line_end, h in LINE_HINTS if re.match(line_end, line, re.S))
+                    hint = "write one object per line, or an array in a file named *.json"
                     if isinstance(error, UnicodeDecodeError):
                         hint = encoding_hint(part, line, error.start)
                     raise DataError("data.path", part.path, reason, hint) from error
@@ -134,30 +100,20 @@ def json_lines(part: FilePart) -> Iterator[str]:
 
 
 def json_records(part: FilePart) -> Iterator[str]:
-    """Reads the text of each record of a JSON array. Other files are read as JSON lines."""
-    blocks = (block.decode() for block in decoded_blocks(replace(part, encoding="utf-8")))
-    text = next(blocks, "")
-    if not text.lstrip().startswith("["):
-        yield from json_lines(part)
-        return
-    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
-    position, number = text.index("[") + 1, 0
-    while not text.startswith("]", position := between.match(text, position).end()):
-        where = f"record {number}"
-        try:
-            record, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:
-            more = "".join(itertools.islice(blocks, 1 + (len(text) - position) // BLOCK))
-            text, position = text[position:] + more, 0
-            if not more or len(text) > 2 * MAX_RECORD or isinstance(error, RecursionError):
-                reason = f"{where} is not valid JSON ({message_of(error)})"
-                raise DataError("data.path", part.path, reason, "correct it") from error
-            continue
-        yield text_field(record, part, where)
-        number += 1
-    if any(block.strip() for block in itertools.chain([text[position + 1 :]], blocks)):
-        reason = f"there is more after the array, which has {number} records"
-        raise DataError("data.path", part.path, reason, "give one array, or one object per line")
+    """Reads the text of each record of a JSON array, which must fit into memory. Other files are
+    read as JSON lines."""
+    with open_decompressed(part.path) as file:
+        if not file.peek(HEAD).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            yield from json_lines(part)
+            return
+        content = file.read()
+    try:
+        records = json.loads(content)
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+        reason = f"not a valid JSON array ({message_of(error)})"
+        raise DataError("data.path", part.path, reason, "correct it") from error
+    for number, record in enumerate(records):
+        yield text_field(record, part, f"record {number}")
 
 
 # ------------------------------------------------------------------------------- CSV
@@ -208,34 +164,13 @@ def _text_lines(part: FilePart) -> Iterator[str]:
 
 def parquet_rows(part: FilePart) -> Iterator[str]:
     with _open_parquet(part.path) as file:
-        key = _text_key(_empty_record(file.schema_arrow), part, "the file")
+        key = _text_key(dict.fromkeys(file.schema_arrow.names), part, "the file")
         for group in range(file.num_row_groups)[part.start : part.stop]:
-            _check_row_group(file.metadata.row_group(group), key, part, group)
             batches = file.iter_batches(ROWS, row_groups=[group], columns=[key])
             values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
             for row, value in enumerate(values):
                 where = f"row {row} of row group {group}"
                 yield text_field({key: value.as_py()}, part, where)
-
-
-def _empty_record(schema) -> dict:
-    """Returns a record of a Parquet file with its keys, and those of lists of objects."""
-    types = {name: str(schema.field(name).type) for name in schema.names}
-    keys = re.compile(r"(\w+): string")
-    return {n: [dict.fromkeys(keys.findall(t))] if "<" in t else "" for n, t in types.items()}
-
-
-def _check_row_group(metadata, key: str, part: FilePart, group: int) -> None:
-    """Raises DataError if few rows have very much text: Arrow needs five times the memory of a
-    page, which has at least one text."""
-    columns = map(metadata.column, range(metadata.num_columns))
-    for column in (column for column in columns if column.path_in_schema == key):
-        size = column.total_uncompressed_size
-        is_repeated = size > 1000 * column.total_compressed_size
-        if size > max(4 * MAX_RECORD, 0 if is_repeated else metadata.num_rows * MAX_RECORD // 16):
-            reason = f"row group {group} has {size:,} bytes of text in {metadata.num_rows:,} rows"
-            hint = "split long texts, or write the file with fewer rows per row group"
-            raise DataError("data.path", part.path, reason, hint)
 
 
 def split_row_groups(part: FilePart, max_bytes: int) -> Iterator[FilePart]:

@@ -52,9 +52,8 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
     """Returns the files of data.path: a file, a folder (read recursively), a glob, or a list.
 
     The files of each entry are sorted, so that a folder always gives the same tokens. Folders and
-    globs add only files that are not in the list yet. Appends notes about skipped files, and about
-    text files that are probably not plain text. Raises DataError if an entry matches no file or a
-    folder cannot be listed.
+    globs add only files that are not in the list yet. Appends notes about skipped files. Raises
+    DataError if an entry matches no file, a folder cannot be listed or a file is not text.
     """
     files, seen = [], set()  # seen: their real paths
     notes = [] if notes is None else notes
@@ -71,7 +70,7 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
             kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(skipped).most_common(9))
             note = f"{entry}: {num_read} file{'s' * (num_read != 1)} read; skipped: {kinds}"
             notes.append(sanitize(note, keep=""))
-    notes += check_kinds(files)
+    check_kinds(files)
     return files
 
 

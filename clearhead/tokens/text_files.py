@@ -13,7 +13,6 @@ import gzip
 import importlib
 import io
 import os
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,9 @@ BLOCK = 2**20  # bytes read at once
 HEAD = 2**16  # bytes of a file that tell what it is
 CREATE_AGAIN = "create or download it again"
 READ_ERRORS = (OSError, EOFError, zlib.error)
+# That a text may be in, if not in UTF-8. ISO 8859 and others are nearly parts of those of Windows.
+ENCODINGS = "cp1252 cp1250 cp1251 koi8_r cp866 cp1253 cp1254 cp1255 cp1256 cp874 cp932 euc_jp "
+ENCODINGS += "gb18030 big5 cp949 utf_16 utf_16_le utf_16_be utf_32"
 
 
 @dataclass(frozen=True)
@@ -138,96 +140,35 @@ def decoded_blocks(part: FilePart) -> Iterator[bytes]:
 
 
 def _check_encoding(part: FilePart, raw: bytes, offset: int) -> None:
-    """Raises DataError for a text that can be decoded, but is certainly in another encoding."""
-    if codecs.lookup(part.encoding).name in ("utf-8", "utf-8-sig"):
-        if name := seven_bit_encoding(raw[:HEAD]):
-            reason = f"is {name} text, not {part.encoding}"
-            raise DataError("data.path", part.path, reason, _change_encoding(part, [name]))
-    elif not offset and is_utf8(raw, part.encoding):
+    """Raises DataError for UTF-8 that would be read as text in another encoding."""
+    given = codecs.lookup(part.encoding).name
+    if not offset and given not in ("utf-8", "utf-8-sig") and _is_utf8(raw):
         reason = f"is utf-8 text, not {part.encoding}"
         hint = f"set data.encoding=utf-8, or convert the file if other files are {part.encoding}"
         raise DataError("data.path", part.path, reason, hint)
 
 
-def encoding_hint(part: FilePart, raw: bytes, position: int) -> str:
-    """Returns what to do about a byte that cannot be decoded. raw: what was read of the file."""
-    start = max(0, position - HEAD // 4) // 4 * 4  # a character of UTF-32 has four bytes
-    names = likely_encodings(raw[start : max(0, position) + HEAD // 4])
-    given = codecs.lookup(part.encoding).name
-    # Nothing was read: the end of the file is inside a character.
-    is_correct = not raw or (given == "utf-8" and is_utf8(raw[: max(0, position)], "latin-1"))
-    if is_correct or given in [codecs.lookup(name).name for name in names[:1]]:
-        return f"most of it is {part.encoding}: correct the byte, or convert what follows"
-    return f"{_change_encoding(part, names)}, or correct the byte"
-
-
-def _change_encoding(part: FilePart, names: list[str]) -> str:
-    if extension_of(part.path) in JSON:
-        return f"JSON must be in UTF-8: iconv -f {names[0] if names else 'ENCODING'} -t utf-8 FILE"
-    probably = f"probably {' or '.join(names)}" if names else "which an editor may show"
-    return f"set data.encoding for all files, {probably}, or convert this one to utf-8"
-
-
-# ------------------------------------------------------------------------------- encodings
-
-# Encodings that write other letters with ASCII only, and bytes that are in each such text.
-SEVEN_BIT = {"iso2022_jp": b"\x1b$", "iso2022_kr": b"\x1b$)C", "hz": b"~{", "utf-7": b"+"}
-WIDE = ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be")
-# In the order of preference. ISO 8859-1, -7, -9 and others are nearly parts of the Windows ones.
-OTHERS = "utf-8 cp1252 mac_roman cp850 cp1250 iso8859-2 cp1251 koi8_r iso8859-5 cp866 cp1253 cp1254"
-OTHERS += " cp1255 cp1256 cp874 cp932 euc_jp gb18030 big5 cp949"
-FREQUENT = frozenset(
-    "éèàêçôùîâœäöüßÄÖÜáíóñúãõåæø’“”«»–—…ąćęłńśźżčěňřšťžőűğışİ"
-    "оеаинтсрвлкмдпуяыьαοειητνσςρκπυλμάίόέήיוהלאמרשבתנםדاليومنترةبعدفسهانรกอเงมยลวดทสต่้ัีิ"
-    "のにはをたがでてとしれさいるかなもらっくきこすまう、。「」，？！：；（）《》이다는의에을가고하지를은한로어사있도기자나아리서시인그"
-    "的一是不了在人有我他这中大来上国说们为子和你地出道也时年得就那要下以生会自之這來國個說們為時學"
-)
-# What texts do not contain: control and private characters, box drawing, half-width katakana, a
-# capital after a small letter, two scripts in a word, three accented letters in a row.
-IMPLAUSIBLE = re.compile(
-    "[\ufffd\0-\x08\x0e-\x1f\x7f-\x9f\ue000-\uf8ff\u2500-\u259f\uff61-\uff9f]"
-    "|[a-zß-ÿа-яα-ώ](?=[A-ZÀ-ÞА-ЯΑ-Ω])|[À-ɏ]{3}"
-    "|[A-Za-z](?=[\u0370-\u0e7f])|[\u0370-\u0e7f](?=[A-Za-z])"
-)
-
-
-def seven_bit_encoding(raw: bytes) -> str | None:
-    """Returns the encoding of a text in ASCII that is other text in an encoding of SEVEN_BIT."""
-    for name, mark in SEVEN_BIT.items() if raw.isascii() else ():
-        try:
-            text = codecs.getincrementaldecoder(name)().decode(raw) if mark in raw else ""
-        except UnicodeDecodeError:
-            continue
-        others = [c for c in text if c > "\x7f"]
-        if sum(c in FREQUENT for c in others) > max(2, len(others) / 4):
-            return name
-    return None
-
-
-def is_utf8(raw: bytes, encoding: str) -> bool:
-    """Returns whether bytes that should be in another encoding are certainly UTF-8."""
+def _is_utf8(raw: bytes) -> bool:
+    """Returns whether bytes, of which the last character may be incomplete, are certainly UTF-8."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(raw)
     except UnicodeDecodeError:
         return False
-    if raw.isascii():  # these characters are other ones in UTF-16 or EBCDIC
-        return len(raw) > 16 and b"\0" not in raw and "a".encode(encoding) != b"a"
-    return text.startswith("\ufeff") or sum(c > "\x7f" for c in text) > 7
+    return sum(character > "\x7f" for character in text) > 7
 
 
-def likely_encodings(sample: bytes) -> list[str]:
-    """Returns the one or two most likely encodings of a part of a text, or [].
+def encoding_hint(part: FilePart, raw: bytes, position: int) -> str:
+    """Returns what to do about a byte that cannot be decoded. raw: what was read of the file."""
+    from charset_normalizer import from_bytes
 
-    Most encodings decode all bytes. So they are compared by their characters outside ASCII: how
-    many are frequent in a language that uses it, less those that are implausible where they are.
-    The part must begin at a multiple of four bytes of the file.
-    """
-    texts = {}  # the first encoding of each text, and its share of frequent characters
-    for name in WIDE if b"\0" in sample else OTHERS.split():
-        text = sample.decode(name, "replace")
-        counted = text if b"\0" in sample else [c for c in text if c > "\x7f"]
-        good = sum(c in FREQUENT or "\0" < c < "\x7f" for c in counted)
-        score = (good - len(IMPLAUSIBLE.findall(text))) / max(1, len(counted))
-        texts.setdefault(text, (score, name))
-    found = sorted(texts.values(), key=lambda found: -found[0])[:2]
-    return [name for score, name in found if score > 0.3 and score > 0.9 * found[0][0]]
+    position = max(0, position)
+    start = max(0, position - HEAD // 4) // 4 * 4  # a character of UTF-32 has four bytes
+    found = from_bytes(raw[start : position + HEAD // 4], cp_isolation=ENCODINGS.split())
+    names, given = [match.encoding for match in found][:2], codecs.lookup(part.encoding).name
+    # Nothing was read: the end of the file is inside a character.
+    if not raw or (given == "utf-8" and _is_utf8(raw[:position])):
+        return f"most of it is {part.encoding}: correct the byte, or convert what follows"
+    if extension_of(part.path) in JSON:
+        return f"JSON must be in UTF-8: iconv -f {names[0] if names else 'ENCODING'} -t utf-8 FILE"
+    probably = f"probably {' or '.join(names)}" if names else "which an editor may show"
+    return f"set data.encoding for all files, {probably}, or convert this one, or correct the byte"

@@ -13,7 +13,6 @@ import torch
 from helpers.checkouts import NANOGPT
 from helpers.models import random_ids, tiny_model
 from helpers.refusals import printed_keys, refused
-from PIL import Image
 
 from benchmarks import training
 from benchmarks.equivalence import (
@@ -69,10 +68,8 @@ def batch(seed=0):
 
 
 def test_all_implementations_in_both_tables(bench, nanogpt, tmp_path):
-    code, shown, err = bench("out=r.json", "chart=r.png", f"nanogpt={nanogpt()}")
+    code, shown, err = bench("out=r.json", f"nanogpt={nanogpt()}")
     assert (code, err) == (0, "")
-    with Image.open(tmp_path / "r.png") as chart:
-        assert len(chart.convert("RGB").getcolors(2**24)) > 20
     results = json.loads((tmp_path / "r.json").read_text())
     assert results["command"].startswith("python -m benchmarks.training model=gpt2-nano ")
     assert {"commit", "processor", "torch"} <= results.keys()

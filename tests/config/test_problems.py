@@ -261,7 +261,6 @@ SCRIPTS = [
     (prepare_data, 2, "workers", "data.path=text.txt out=out workers=all"),
     (prepare_data, 3, "data.path", "data.path=pipe out=out"),
     (inspect_attention, 2, "out", "checkpoint={run} out=text.txt/x.html"),
-    (inspect_attention, 3, "compare", "checkpoint={run} compare=none"),
 ]
 
 

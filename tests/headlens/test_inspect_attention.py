@@ -50,7 +50,7 @@ def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     assert [len(prompt["losses"]) for prompt in predictions] == [7, 30]
 
 
-def test_hugging_face_directory_and_two_models(in_process, home):
+def test_hugging_face_directory(in_process, home):
     code, _, err = in_process(main, home, "checkpoint=gpt2", "out=hf.html")
     assert (code, err) == (0, "")
     (run,) = read(home / "hf.html")
@@ -59,12 +59,6 @@ def test_hugging_face_directory_and_two_models(in_process, home):
     assert "opening_prompt" not in run
     first, *repeated = run["prompts"][-1]["tokens"]
     assert (first, len(repeated)) == ("<|endoftext|>", 46)  # of 48 positions
-
-    in_process(main, home, "checkpoint=gpt2", "compare=runs/one", "text=The fox", "out=two.html")
-    first, second = read(home / "two.html")
-    assert (first["name"], second["name"]) == ("gpt2", "one")
-    assert first["prompts"][0]["tokens"] == ["The", " fox"]
-    assert second["prompts"][0]["tokens"] == list("The fox")
 
 
 def rows_by_head(file):
@@ -104,13 +98,6 @@ def test_prompts_and_names_are_those_of_the_run(in_process, home):
     assert [len(tokens) for tokens in shown] == [9, 6, 7]
 
 
-def test_a_text_that_is_truncated_is_reported(in_process, home):
-    for text, is_long in (("The fox", False), ("The fox. " * 99, True)):
-        given = ("checkpoint=runs/one", f"text={text}", "out=long.npz")
-        code, _, err = in_process(main, home, *given)
-        assert (code, bool(err)) == (0, is_long)
-
-
 def test_bad_values(in_process, home):
     to_hf(tiny_model(vocab_size=61), home / "other")  # its vocabulary size matches no tokenizer
     train_in(home, "name=none-left", "lens=often", "lens.prompts=[]")
@@ -119,11 +106,8 @@ def test_bad_values(in_process, home):
         (2, ["max_tokens", "out"], ["max_tokens=1", "out=none/page.html"]),
         (2, ["out"], ["out=text.txt"]),
         (2, ["text"], ["checkpoint=runs/none-left", "repeat_length=0"]),
-        (2, ["text"], ["text=text.txt"]),
-        (2, ["text"], ['text=["The fox", "data/none.txt"]']),
         (3, ["data.path"], ["checkpoint=gpt2", "data.path=none.txt"]),
         (3, ["checkpoint"], ["checkpoint=runs/none"]),
-        (3, ["compare"], ["compare=runs/none"]),
         (3, ["tokenizer"], ["checkpoint=other", "text=The fox"]),
     ):
         chosen = [] if arguments[0].startswith("checkpoint") else ["checkpoint=runs/one"]

@@ -86,12 +86,9 @@ def test_loss_without_each_head(in_process, home, ablation):
     assert max(abs(row["loss_change"]) for row in found["heads"]) > 0.001
 
 
-def test_two_models_and_data(in_process, home):
-    both = ("checkpoint=out/checkpoint-20", "compare=runs/one")
-    code, _, err = in_process(main, home, *both, *QUICK, "out=two.html")
-    assert (code, err) == (0, "")
-    assert [run["name"] for run in read(home / "two.html")] == ["checkpoint-20", "one"]
-    code, _, err = in_process(main, home, both[0], *QUICK, "out=head.npz")
+def test_a_file_with_the_data(in_process, home):
+    given = ("checkpoint=out/checkpoint-20", *QUICK, "out=head.npz")
+    code, _, err = in_process(main, home, *given)
     assert (code, err) == (0, "")
     assert read_snapshot(home / "head.npz").row.names.shape == (3, 4)
 
@@ -145,7 +142,7 @@ def test_bad_values(in_process, home):
     before = sorted(home.iterdir())
     for code, keys, arguments in (
         (2, ["checkpoint"], []),
-        (2, ["checkpoint", "compare"], [one, many, "compare=out/checkpoint-20"]),
+        (2, ["checkpoint"], [one, many]),
         (2, ["ablation", "out"], [many, "ablation=exact", "out=a.npz"]),
         (2, ["data.path"], [one, "ablation=exact"]),
         (2, ["data.path"], [one, f"data.path={short}"]),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 
-from clearhead.output.live_model import LiveModel
+from clearhead.output.live import LiveModel
 from clearhead.output.live_server import LiveServer
 from helpers import REPOSITORY, TIMEOUT
 

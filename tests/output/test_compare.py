@@ -168,17 +168,6 @@ def test_the_highest_accuracy_is_first(run, compared):
     assert [row["runs"] for row in compared("metric=val/accuracy")[-1]] == [["b"], ["a"], ["c"]]
 
 
-def test_runs_of_a_sweep_directory(run, compared, tmp_path):
-    for number, name in enumerate(("a", "b", "b", None)):
-        folder = tmp_path / "sweep" / str(number)
-        folder.mkdir(parents=True)
-        (folder / "result.json").write_text(json.dumps({"run": name and f"runs/{name}"}))
-    (folder / "result.json").write_text("[")
-    for seed, name in enumerate("abc"):
-        run(name, [1.0], seed=seed)
-    assert [row["runs"] for row in compared("runs=sweep")[-1]] == [["a", "b"]]
-
-
 def test_any_text_is_one_cell_of_the_table():
     lines = markdown_table([{"a": text} for text in ("a|b\nc\x1b[31m", "b")]).splitlines()
     assert lines[2] == "| a\\|b\\nc\\x1b[31m |"

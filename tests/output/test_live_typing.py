@@ -43,8 +43,8 @@ def server(home):
 def headers_of(server, **changes):
     """Returns the headers of a page. changes: None removes one."""
     address = f"127.0.0.1:{server.server_port}"
-    usual = {"Host": address, "Origin": f"http://{address}", "Sec-Fetch-Site": "same-origin"}
-    usual |= {"X-Clearhead-Token": server.token, "Content-Type": "application/json"}
+    usual = {"Host": address, "X-Clearhead-Token": server.token}
+    usual["Content-Type"] = "application/json"
     named = {name.replace("_", "-"): value for name, value in changes.items()}
     return {name: value for name, value in (usual | named).items() if value is not None}
 
@@ -143,41 +143,26 @@ PATHS = """/run/first/read/ /run/first%2fread /run/../first/read /run/read /read
 # the server.
 HOSTILE = {
     "another host": (403, {"Host": "evil.example"}, BODY),
-    "a name that resolves to this machine": (
-        403,
-        {"Host": "evil.example:{port}", "Origin": "http://evil.example:{port}"},
-        BODY,
-    ),
+    "a name that resolves to this machine": (403, {"Host": "evil.example:{port}"}, BODY),
     "a host that ends in a line break": (403, {"Host": "127.0.0.1:{port}\r\n evil.example"}, BODY),
     "no host": (403, {"Host": None}, BODY),
     "a second host": (403, {"hOst": "localhost"}, BODY),
-    "another origin": (403, {"Origin": "http://evil.example"}, BODY),
-    "another port": (403, {"Origin": "http://127.0.0.1:1"}, BODY),
-    "another name of this machine": (403, {"Origin": "http://localhost:{port}"}, BODY),
-    "another scheme": (403, {"Origin": "https://127.0.0.1:{port}"}, BODY),
-    "a file": (403, {"Origin": "null"}, BODY),
-    "a second origin": (400, {"oRigin": "http://127.0.0.1:{port}"}, BODY),
-    "another site": (403, {"Sec-Fetch-Site": "cross-site"}, BODY),
-    "another port of the site": (403, {"Sec-Fetch-Site": "same-site"}, BODY),
     "no token": (403, {"X-Clearhead-Token": None}, BODY),
     "an empty token": (403, {"X-Clearhead-Token": ""}, BODY),
     "a wrong token": (403, {"X-Clearhead-Token": "{token}a"}, BODY),
     "a token with other letters": (403, {"X-Clearhead-Token": "\xe9" * 43}, BODY),
-    "a second token": (400, {"x-Clearhead-token": "{token}"}, BODY),
     "a form": (415, {"Content-Type": "text/plain"}, BODY),
     "a form with JSON": (415, {"Content-Type": "text/plain; application/json"}, BODY),
     "a form with fields": (415, {"Content-Type": "application/x-www-form-urlencoded"}, BODY),
     "no type": (415, {"Content-Type": None}, BODY),
     "no length": (411, {"Content-Length": None}, BODY),
     "a huge length": (413, {"Content-Length": str(2**40)}, BODY),
-    "a length with many digits": (400, {"Content-Length": "1" * 5000}, BODY),
+    "a length with many digits": (411, {"Content-Length": "1" * 5000}, BODY),
     "a large length": (413, {"Content-Length": str(2**16 + 1)}, BODY),
-    "a negative length": (400, {"Content-Length": "-1"}, BODY),
-    "a length with a sign": (400, {"Content-Length": "+4"}, BODY),
-    "a length in other digits": (400, {"Content-Length": "٣"}, BODY),
-    "two lengths": (400, {"content-length": "4"}, BODY),
+    "a negative length": (411, {"Content-Length": "-1"}, BODY),
+    "a length with a sign": (411, {"Content-Length": "+4"}, BODY),
+    "a length in other digits": (411, {"Content-Length": "٣"}, BODY),
     "chunks": (411, {"Content-Length": None, "Transfer-Encoding": "chunked"}, BODY),
-    "chunks and a length": (411, {"Transfer-Encoding": "chunked"}, BODY),
     "nothing": (400, {}, b""),
     "no JSON": (400, {}, b"text"),
     "no UTF-8": (400, {}, b'{"text": "\xff", "step": 4}'),
@@ -289,11 +274,8 @@ def test_only_its_own_pages_know_the_token_of_the_server(home, server):
         assert post(server, "/run/first/read", READ, X_Clearhead_Token=other.token)[0] == 403
 
 
-@pytest.mark.parametrize("site", [None, "none", "same-origin"])
-@pytest.mark.parametrize("has_origin", [True, False])
-def test_a_page_of_the_server_is_answered(server, site, has_origin):
-    origin = {} if has_origin else {"Origin": None}
-    status, headers, _ = post(server, "/run/first/read", READ, Sec_Fetch_Site=site, **origin)
+def test_a_page_of_the_server_is_answered(server):
+    status, headers, _ = post(server, "/run/first/read", READ)
     assert status == 200
     assert headers["Cache-Control"] == "no-store"
     assert headers["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'self'"

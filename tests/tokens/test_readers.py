@@ -187,23 +187,24 @@ def test_json_lines(tmp_path):
     assert read(write(tmp_path / "a.jsonl", "\ufeff" + json_line("é") * 2)) == ["é".encode()] * 2
 
 
-def test_json_array(tmp_path, monkeypatch):
-    """Records that are longer than a block, too. A .json file without an array has JSON lines."""
+def test_json_array(tmp_path):
+    """A .json file without an array has JSON lines."""
     texts = ["one", "", "é日 \u2028 🙂", "a" * 3000, "end"]
     records = [{"id": 1, "text": text} for text in texts] + [{"text": None}]
-    for block in (2**20, 64):
-        monkeypatch.setattr(text_files, "BLOCK", block)
-        for name, indent in (("a.json", None), ("a.JSON.gz", 2)):
-            path = write(tmp_path / name, "\ufeff" + json.dumps(records, indent=indent))
-            assert read(path) == [*(text.encode() for text in texts), b""]
-        assert read(write(tmp_path / "b.json", json_line("x") * 2)) == [b"x", b"x"]
-        for bad in ('[{"text": "a"}, {"text"', '[{"text": "a"}, {"text": 1}]', '[{"text": "a"}'):
-            path = write(tmp_path / "a.json", bad)
-            assert 1 in numbers_in(check_refused(path))
-        for bad in (b'[{"text": "a"}]\n' + b" " * 99 + b"[]", b'[{"text": "\xe9"}]', b'["a"]'):
-            check_refused(write(path, bad))
-        path = write(path, '[{"text": "é"}]')
-        assert read(path, encoding="cp1252") == ["é".encode()]  # JSON is always UTF-8
+    for name, indent in (("a.json", None), ("a.JSON.gz", 2)):
+        path = write(tmp_path / name, "\ufeff" + json.dumps(records, indent=indent))
+        assert read(path) == [*(text.encode() for text in texts), b""]
+    assert read(write(tmp_path / "b.json", json_line("x") * 2)) == [b"x", b"x"]
+    for bad in (
+        b'[{"text": "a"}, {"text"',
+        b'[{"text": "a"}]\n[]',
+        b'[{"text": "\xe9"}]',
+        b'["a"]',
+    ):
+        check_refused(write(path, bad))
+    assert 1 in numbers_in(check_refused(write(path, '[{"text": "a"}, {"text": 1}]')))
+    path = write(path, '[{"text": "é"}]')
+    assert read(path, encoding="cp1252") == ["é".encode()]  # JSON is always UTF-8
 
 
 def test_text_in_another_encoding(tmp_path):
@@ -294,48 +295,12 @@ REFUSED = {  # the first bytes of files that are not text, and a part of the adv
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_text_is_refused_with_what_to_do(name, tmp_path):
-    """By its name, or by its first bytes, whatever its name."""
+    """By its first bytes, whatever its name."""
     content, advice = REFUSED[name]
-    names = [name] if name.endswith(".ipynb") else ["a.txt", "a.csv", "a.txt.gz", "b"]
-    for path in (write(tmp_path / name, content) for name in names):
+    for path in (write(tmp_path / n, content) for n in ("a.txt", "a.csv", "a.txt.gz", "b")):
         with refused(DataError, "data.path", path) as caught:
             find_files(str(path))
         assert advice in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.html", "<p>A page."),
-        ("a.txt", "\ufeff\n<!DOCTYPE html><p>A page."),
-        ("a.srt.gz", "1\n00:00:01,000 --> 00:00:02,000\nA line."),
-        ("a.mbox", "From a"),
-        ("a.txt", '{"text": "one"}\n'),
-        ("tweets.js", 'window.YTD.tweets.part0 = [ {\n  "tweet" : {} } ]'),
-        ("wiki_00", '<doc id="1" url="u" title="t">\nA page.\n</doc>\n'),
-        ("a.lrc", "[ar:A singer]\n[00:01.00]A line."),
-        ("a", "[Script Info]\nTitle: A film"),
-        ("1.", "Message-ID: <1@a>\nDate: Mon, 14 May 2001\n\nHi."),
-        ("2", "From: a@b.c (A. B.)\nSubject: Hi\n\nHi."),
-        ("a.mht", "MIME-Version: 1.0\n\n<p>A page."),
-        ("pairs.txt", "Hi.\tHallo!\nGo.\tGeh.\nRun.\tLauf!\n"),
-        ("a.txt", '"id","text"\r\n1,"One, two"\r\n'),
-        ("a.conllu", "# sent_id = 1\n1\tHi\thi\tINTJ\n"),
-        ("a", ">sp|P1|A protein\n" + "MKV" * 20 + "\n"),
-        ("a.log", "A line\n\x1b[32mINFO\x1b[0m another\n"),
-        ("windows.txt", "One\r\ntwo\r\n"),
-    ],
-)
-def test_text_with_markup_is_read_with_a_note(name, content, tmp_path):
-    """Also in UTF-16."""
-    path = write(tmp_path / name, content)
-    assert b"".join(read(path)).decode() == content.removeprefix("\ufeff")
-    find_files([str(path), str(write(tmp_path / "b.txt", "Plain text, 1 < 2."))], notes := [])
-    assert len(notes) == 1
-    assert str(path) in notes[0]
-    wide = write(tmp_path / f"wide{path.suffix}", content.removeprefix("\ufeff").encode("utf-16"))
-    find_files(str(wide), notes)
-    assert len(notes) == 2
 
 
 SENTENCES = {
@@ -352,33 +317,21 @@ SENTENCES = {
 @pytest.mark.parametrize(
     "case",
     [
-        *("fr:cp1252", "fr:mac_roman", "ru:cp1251", "ru:koi8_r", "ru:cp866", "pl:cp1250"),
-        *("pl:iso8859-2", "zh:gb18030", "ko:cp949", "ja:cp932", "ja:euc_jp", "ja:utf-16-le"),
-        *("en:utf-16", "en:utf-16-be", "fr:utf-32"),
-        *("ja:iso2022_jp", "ko:iso2022_kr", "zh:hz", "fr:utf-7"),
+        *("fr:cp1252", "ru:cp1251", "ru:koi8_r", "ru:cp866", "pl:cp1250", "zh:gb18030"),
+        *("ko:cp949", "ja:cp932", "ja:euc_jp", "ja:utf_16_le", "en:utf_16", "fr:utf_32"),
     ],
 )
 def test_likely_encoding_of_a_text(case, tmp_path):
-    """Also if a byte is lost. Encodings that consist of ASCII would be read as other text."""
     language, encoding = case.split(":")
     raw, path = ((SENTENCES[language] + "\n") * 20).encode(encoding), tmp_path / "a.txt"
     assert encoding in check_refused(write(path, raw)).hint
-    if encoding in ("cp932", "cp949", "gb18030", "euc_jp"):
-        lost = raw[:40] + raw[41:-1] + b"\x81\n"  # each in a separate line
-        assert encoding in check_refused(write(path, lost)).hint
-        with refused(DataError, "data.path", path) as caught:
-            read(path, encoding=encoding)
-        assert "correct" in caught.value.hint
-    else:
-        (text,) = read(write(path, raw), encoding=encoding)
-        assert text.decode().startswith(SENTENCES[language])
+    (text,) = read(path, encoding=encoding)
+    assert text.decode().startswith(SENTENCES[language])
 
 
 def test_utf8_in_place_of_the_given_encoding_is_refused(tmp_path):
-    cases = [("cp1252", "fr"), ("latin-1", "zh"), ("utf-16", "en"), ("cp037", "en")]
-    cases = [(encoding, SENTENCES[text] * 9) for encoding, text in cases]
-    for encoding, text in [*cases, ("cp1252", "\ufeffplain")]:
-        path = write(tmp_path / "a.txt", text)
+    for encoding, language in (("cp1252", "fr"), ("latin-1", "zh")):
+        path = write(tmp_path / "a.txt", SENTENCES[language] * 9)
         with refused(DataError, "data.path", path):
             read(path, encoding=encoding)
         assert read(write(path, "plain"), encoding="cp1252") == [b"plain"]
@@ -404,7 +357,7 @@ def test_csv(tmp_path, monkeypatch):
             path = write(tmp_path / "a.tsv", CSV.replace(",", mark).replace("One;", "One,"))
             assert len(read(path)) == 3
     path = write(tmp_path / "a.csv", CSV.encode("cp1252"))
-    assert "cp1252" in check_refused(path).hint
+    assert "data.encoding" in check_refused(path).hint
     assert read(path, encoding="cp1252")[2] == "été".encode()
     assert read(path, encoding="cp1252", text_key=["body", "id"]) == [b"1", b"2", b"3"]
     assert read(write(path, "text\nOne\ntwo")) == [b"One", b"two"]
@@ -423,26 +376,6 @@ def test_invalid_row_of_csv_is_refused(line, tmp_path, monkeypatch):
     check_refused(path)
     check_refused(write(path, "text,text\na,b\n"))
     assert "'body'" in check_refused(write(path, CSV.replace("text", "body"))).reason
-
-
-CHATS = [
-    {"messages": [{"role": "user", "content": "A's?"}, {"role": "bot", "content": "B"}]},
-    {"id": 1, "conversations": [{"from": "user", "value": "A's?"}, {"from": "bot", "value": "B"}]},
-    {"output": "B", "instruction": "A's?", "input": ""},
-    {"prompt": "A's?", "completion": "B"},
-]
-
-
-@pytest.mark.parametrize("record", CHATS)
-def test_the_advice_for_chats_is_python_code_for_their_text(record, tmp_path):
-    paths = [tmp_path / name for name in ("a.jsonl.gz", "a.json", "a.parquet")]
-    write(paths[0], json.dumps(record) + "\n")
-    write(paths[1], json.dumps([record], indent=1))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), paths[2])
-    for path in paths:
-        _, code = check_refused(path).hint.split(": ", 1)
-        text = eval(code, {"record": record})
-        assert [part.split(": ")[-1] for part in text.split("\n\n")] == ["A's?", "B"]
 
 
 def test_a_new_text_format(tmp_path, monkeypatch, encoder):
@@ -468,8 +401,6 @@ def test_a_new_text_format(tmp_path, monkeypatch, encoder):
 def test_invalid_json_line_is_refused(tmp_path):
     good = b'{"text": "good"}\n'
     lines = [b"some text", b'{"text": "a\xff"}', b'{"id": 1, "a\\nb": ""}', b'{"text": 5}']
-    for content in (b'{\n "text": "a"\n}', b'[\n{"text": "a"}\n]', b'{"text": "a"},\n'):
-        assert "correct" not in check_refused(write(tmp_path / "a.jsonl", content)).hint
     for line in (*lines, b'[{"text": "a"}]', b'{"a":' * 100_000):
         path = write(tmp_path / "a.jsonl", good + b"\n" + line + b"\n" + good)
         assert b"".join(next(documents(FilePart(str(path))))) == b"good"  # is read first
@@ -575,26 +506,6 @@ def test_a_document_that_is_too_long_for_memory_is_refused(tmp_path, monkeypatch
     assert len(read(path)) == 2
     write_parquet(path, ["b", "a" * 100_001], row_group_size=1)
     assert {100_000, 0, 1} <= numbers_in(check_refused(path))
-
-
-@pytest.mark.parametrize("rows", [1, 16, 2000])
-def test_a_few_kilobytes_of_parquet_with_a_huge_text_need_little_memory(
-    rows, tmp_path, monkeypatch
-):
-    """Arrow would decompress it completely before its length is known."""
-    monkeypatch.setattr(records, "MAX_RECORD", 2**20)
-    path = write_parquet(
-        tmp_path / "a.parquet", ["b"] * (rows - 1) + ["a" * 2**25], compression="zstd"
-    )
-    small = write_parquet(tmp_path / "b.parquet", [str(n) * 2**10 for n in range(2000)])
-    before = pyarrow.default_memory_pool()
-    pyarrow.set_memory_pool(pool := pyarrow.proxy_memory_pool(before))
-    try:
-        check_refused(path)
-        assert pool.max_memory() < 2**23
-        assert len(read(small)) == 2000
-    finally:
-        pyarrow.set_memory_pool(before)
 
 
 def test_what_cannot_be_opened_is_refused(tmp_path, monkeypatch):
