@@ -76,7 +76,10 @@ class GPTDatasetV1(WindowDataset):
         return len(range(0, len(self.tokens) - self.max_length, self.stride))
 
     def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
-        starts = windows.astype(np.int64) * self.stride
+        return self.windows_from(windows.astype(np.int64) * self.stride)
+
+    def windows_from(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Reads the windows that start at these tokens, (B,): as `batch`."""
         ids = torch.from_numpy(self.tokens.gather(starts, self.max_length + 1).astype(np.int64))
         return ids[:, :-1], ids[:, 1:]
 
@@ -88,6 +91,25 @@ class GPTDatasetV1(WindowDataset):
         size = min(1_000_000, len(self.tokens))
         ids, counts = np.unique(self.tokens.gather(np.array([0]), size), return_counts=True)
         return ids[np.argsort(-counts, kind="stable")][:limit]
+
+
+class ShiftedWindows(GPTDatasetV1):
+    """Windows that start at other tokens in each epoch.
+
+    Window w of phase p, from 0 to stride - 1, starts at token w stride + p. Its number is
+    w + p len(self). All phases have the same number of windows.
+    """
+
+    @property
+    def phases(self) -> int:
+        return min(self.stride, len(self.tokens) - self.max_length)
+
+    def __len__(self) -> int:
+        return len(range(self.phases - 1, len(self.tokens) - self.max_length, self.stride))
+
+    def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
+        phase, window = np.divmod(windows, len(self))
+        return self.windows_from(window * self.stride + phase)
 
 
 class _Windows(Sequence):
@@ -243,8 +265,9 @@ def load_datasets(config: DataConfig, tokenizer: Tokenizer) -> LoadedData:
     if config.synthetic:
         return LoadedData(CycleWalks(length), RepeatedSequences(length), [], [])
     tokens = load_tokens(config, tokenizer)
-    windows = DocumentWindows if config.within_documents else GPTDatasetV1
+    val_windows = DocumentWindows if config.within_documents else GPTDatasetV1
+    windows = ShiftedWindows if config.shift else val_windows
     train = [windows(t, tokenizer, length, config.stride or length) for t in tokens.train]
-    val = [windows(t, tokenizer, length, length) for t in tokens.val]
+    val = [val_windows(t, tokenizer, length, length) for t in tokens.val]
     mixed = [mixture(datasets, config.weights) for datasets in (train, val)]
     return LoadedData(*mixed, tokens.checksums, tokens.notes)

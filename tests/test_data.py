@@ -26,6 +26,7 @@ from data import (
     DataConfig,
     DocumentWindows,
     GPTDatasetV1,
+    ShiftedWindows,
     create_dataloader,
     get_tokenizer,
     load_datasets,
@@ -96,6 +97,31 @@ def test_dataset_equals_the_classic_one(text, max_length, stride):
         for index in (len(expected), -len(expected) - 1):
             with pytest.raises(IndexError):
                 dataset[index]
+
+
+@some
+@given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 5), cuts)
+def test_shifted_windows_start_at_one_phase_in_each_epoch(more, max_length, stride, cuts):
+    """In each epoch, all windows of a random phase are read once."""
+    ids = np.arange(more + max_length)
+    dataset = ShiftedWindows(stream_of(ids, {c % len(ids) for c in cuts}), None, max_length, stride)
+    n = len(dataset)
+    assert n == max(1, min(len(range(phase, more, stride)) for phase in range(stride)))
+    epochs, phases = 20 * stride, set()
+    windows = window_order(dataset, epochs * n, seed=more).windows(0)
+    for epoch in windows.reshape(epochs, n):
+        starts = sorted(input_ids[0] for input_ids, _ in pairs_of(dataset, epoch))
+        assert starts == [*range(starts[0], starts[0] + n * stride, stride)]
+        phases.add(starts[0])
+    assert phases == {*range(min(stride, more))}
+    # Those of a mixture are the same windows.
+    other = GPTDatasetV1(stream_of([0] * len(ids)), None, max_length, stride)
+    mixed = MixedDataset([other, dataset], [1.0, 1.0])
+    windows = window_order(mixed, 1000, seed=more).windows(0)
+    found = pairs_of(mixed, windows[windows >= len(other)])
+    assert len(found) == 500
+    for input_ids, target_ids in found:
+        assert [*input_ids, target_ids[-1]] == [*range(input_ids[0], input_ids[0] + max_length + 1)]
 
 
 class Characters:
@@ -263,6 +289,15 @@ def test_validation_on_a_separate_text(tmp_path):
     short = write_source(tmp_path / "short.txt", ["abc"])
     with refused(DataError, "data.val_path", short, exit_code=3):
         load(path, val_path=str(short))
+
+
+def test_only_training_windows_are_shifted(tmp_path):
+    path = write_source(tmp_path / "a.txt", ["a long text, of which a part is held back"])
+    plain, shifted = (load(path, val_fraction=0.5, shift=shift) for shift in (False, True))
+    assert pairs_of(plain.val) == pairs_of(shifted.val)
+    assert type(shifted.train) is ShiftedWindows
+    with refused(ConfigError, "data.within_documents", exit_code=2):
+        load(path, shift=True, within_documents=True)
 
 
 def test_a_mixture_of_texts(tmp_path):

@@ -36,6 +36,8 @@ LENGTHS = get_tokenizer("byte").byte_lengths
 class Numbers:
     """A dataset whose window w contains the number w."""
 
+    phases = 1
+
     def __init__(self, size: int = 100):
         self.size = size
         self.read: list[list[int]] = []

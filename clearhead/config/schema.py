@@ -187,6 +187,13 @@ def is_tokenizer(name: str) -> bool:
     return name in (*VOCABULARIES, TRAINED) or os.path.exists(os.path.expanduser(name))
 
 
+@rule
+def _not_shifted(within_documents: bool, others: dict) -> None:
+    if within_documents and others.get("shift"):
+        reason = "cannot be combined with data.shift: the first window starts with the document"
+        raise rejected(reason, "set data.shift=false")
+
+
 VocabSize = Annotated[Positive, Field(ge=258, le=MAX_VOCABULARY)]
 
 
@@ -204,7 +211,8 @@ class DataConfig(Settings):
     encoding: Encoding
     trim: bool
     stride: Positive | None
-    within_documents: bool
+    shift: bool
+    within_documents: Annotated[bool, _not_shifted]
     val_fraction: Fractional
 
 

@@ -28,7 +28,7 @@ DROPPED = {
     "trainer.schedule_steps": None,
 }
 # Settings that were added later and change what is read, with the value of all earlier runs.
-ADDED = {"data.trim": False}
+ADDED = {"data.trim": False, "data.shift": False}
 PROMPTS = ("lens.prompts", "trainer.sample_prompt")  # passages of the text, unless they are given
 
 

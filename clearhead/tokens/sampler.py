@@ -32,8 +32,10 @@ class WindowOrder:
     source with the share s has p s windows, with a standard deviation of at most
     sqrt(p s (1 - s)), which is never above 8.
 
-    num_windows: of the source, or a list with one number per source. Windows are numbered
+    num_windows: per epoch of the source, or a list with one number per source. Windows are numbered
     consecutively: those of source 1 follow those of source 0. weights: one per source, of any sum.
+    phases: the versions of each window; n is added to the number of a window for the next version
+    (data.ShiftedWindows). A hash of (seed, epoch) selects the version that an epoch reads.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class WindowOrder:
         batch_size: int,
         seed: int,
         weights: list[float] | None = None,
+        phases: int | list[int] = 1,
     ):
         self.sizes = [num_windows] if isinstance(num_windows, int) else num_windows
         self.batch_size = batch_size
@@ -49,7 +52,8 @@ class WindowOrder:
         weights = weights or [1.0]
         if len(weights) != len(self.sizes):
             raise ValueError(f"got {len(weights)} weights, need {len(self.sizes)}: one per source")
-        self.offsets = np.cumsum([0, *self.sizes])[:-1]
+        self.phases = [phases] * len(self.sizes) if isinstance(phases, int) else phases
+        self.offsets = np.cumsum([0, *np.multiply(self.sizes, self.phases)])[:-1]
         shares = np.cumsum([0, *weights]) / sum(weights)
         # Source i has the positions ends[i] to ends[i + 1] - 1 of each MIXTURE_BLOCK, permuted.
         self.ends = (shares * MIXTURE_BLOCK + 0.5).astype(np.int64)
@@ -66,7 +70,7 @@ class WindowOrder:
         first = step * self.batch_size + rank * per_rank
         positions = np.arange(first, first + per_rank, dtype=np.int64)
         if len(self.sizes) == 1:
-            return shuffled(positions, self.sizes[0], (self.seed,))
+            return shuffled(positions, self.sizes[0], (self.seed,), self.phases[0])
         slots = shuffled(positions, MIXTURE_BLOCK, (self.seed, len(self.sizes)))
         sources = np.searchsorted(self.ends, slots, side="right") - 1
         # The positions in the sequence of the source.
@@ -75,7 +79,8 @@ class WindowOrder:
         windows = np.empty_like(positions)
         for source in np.unique(sources):
             rows, key = sources == source, (self.seed, int(source))
-            own = shuffled(positions_in_source[rows], self.sizes[source], key)
+            size, phases = self.sizes[source], self.phases[source]
+            own = shuffled(positions_in_source[rows], size, key, phases)
             windows[rows] = self.offsets[source] + own
         return windows
 
@@ -87,13 +92,15 @@ class WindowOrder:
             yield self.windows(step, rank, world_size)
 
 
-def shuffled(positions: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
-    """Returns the item (0 to n - 1) at each position of an endless sequence of shuffled epochs."""
+def shuffled(positions: np.ndarray, n: int, key: tuple[int, ...], phases: int = 1) -> np.ndarray:
+    """Returns the item at each position of an endless sequence of shuffled epochs: 0 to n - 1, plus
+    n times the phase of the epoch."""
     epochs = positions // n
     items = np.empty_like(positions)
     for epoch in np.unique(epochs):
-        rows = epochs == epoch
-        items[rows] = permute(positions[rows] % n, n, (key[0], int(epoch), *key[1:]))
+        rows, of_epoch = epochs == epoch, (key[0], int(epoch), *key[1:])
+        phase = int(_round_keys((*of_epoch, phases))[0][0] % np.uint64(phases))
+        items[rows] = permute(positions[rows] % n, n, of_epoch) + phase * n
     return items
 
 

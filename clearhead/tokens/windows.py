@@ -21,6 +21,7 @@ class WindowDataset(Dataset):
     """Base class. A subclass defines `batch`, which reads windows on access, and `__len__`."""
 
     max_length: int  # T
+    phases = 1  # versions of each window; an epoch reads one of them (WindowOrder in sampler.py)
 
     def num_targets(self, windows: int) -> int | None:
         """Returns the number of targets of a number of windows; None if it varies."""
@@ -60,10 +61,11 @@ class MixedDataset(WindowDataset):
         self.datasets = datasets
         self.weights = weights
         self.sizes = [len(dataset) for dataset in datasets]
-        self.ends = np.cumsum(self.sizes)
+        self.counts = [len(dataset) * dataset.phases for dataset in datasets]
+        self.ends = np.cumsum(self.counts)
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return sum(self.sizes)
 
     def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
         input_ids = torch.empty(len(windows), self.datasets[0].max_length, dtype=torch.int64)
@@ -71,7 +73,7 @@ class MixedDataset(WindowDataset):
         sources = np.searchsorted(self.ends, windows, side="right")
         for source in np.unique(sources):
             rows = np.flatnonzero(sources == source)
-            local = windows[rows] - (self.ends[source] - self.sizes[source])
+            local = windows[rows] - (self.ends[source] - self.counts[source])
             input_ids[rows], target_ids[rows] = self.datasets[source].batch(local)
         return input_ids, target_ids
 
@@ -105,8 +107,9 @@ def words_per_window(dataset, words: np.ndarray) -> float:
 def window_order(dataset: WindowDataset, batch_size: int, seed: int) -> WindowOrder:
     """Returns the order in which training reads the windows of a dataset."""
     if isinstance(dataset, MixedDataset):
-        return WindowOrder(dataset.sizes, batch_size, seed, dataset.weights)
-    return WindowOrder(len(dataset), batch_size, seed)
+        phases = [part.phases for part in dataset.datasets]
+        return WindowOrder(dataset.sizes, batch_size, seed, dataset.weights, phases)
+    return WindowOrder(len(dataset), batch_size, seed, phases=dataset.phases)
 
 
 def evenly_spaced_windows(dataset: Sized, limit: int) -> np.ndarray:

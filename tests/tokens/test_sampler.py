@@ -99,6 +99,12 @@ def test_order_is_frozen():
     for num_windows, weights in ((10, None), ([10], [0.3])):
         order = WindowOrder(num_windows, batch_size=6, seed=123, weights=weights)
         assert [order.windows(step).tolist() for step in range(3)] == expected
+    order = WindowOrder(5, batch_size=5, seed=123, phases=7)
+    assert [order.windows(step).tolist() for step in range(3)] == [
+        [29, 28, 27, 25, 26],
+        [6, 9, 7, 8, 5],
+        [18, 16, 15, 17, 19],
+    ]
     order = WindowOrder([50, 3000, 40], batch_size=10, seed=123, weights=[0.5, 0.3, 0.2])
     expected = [
         [2704, 40, 1617, 879, 3052, 3, 501, 34, 40, 665],
