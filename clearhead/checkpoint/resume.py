@@ -34,7 +34,7 @@ from clearhead.tokens import TRAINED, VOCABULARIES
 
 # A resumed run keeps these settings and groups, which determine its weights, its optimizer state
 # and the order of its data. All others may be changed. The tokens are compared by checksum.
-FIXED = {"seed", "data", "optimizer.name", "trainer.batch_size"}
+FIXED = {"seed", "data", "optimizer.name", "trainer.batch_size", "trainer.save_at_words"}
 FIXED |= {
     f"model.{key}"
     for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "num_heads", "qkv_bias")

@@ -338,7 +338,10 @@ def _fits_model(data: DataConfig, others: dict) -> None:
 
 @rule
 def _reads_words(trainer: TrainerConfig, others: dict) -> None:
-    if trainer.save_at_words and (data := others.get("data")) and data.synthetic:
+    first, last = trainer.save_at_words or (0, 0)
+    if last < first:
+        raise rejected("FIRST is above LAST", "use [FIRST,LAST]", "trainer.save_at_words")
+    if last and (data := others.get("data")) and data.synthetic:
         reason = f"data.synthetic={data.synthetic} has no words"
         raise rejected(reason, "use null", "trainer.save_at_words")
 

@@ -80,9 +80,17 @@ def start(config: Config, strategy: Strategy, closing: contextlib.ExitStack) -> 
         config = config.with_values({"trainer.max_steps": max(named_steps)})
     is_compiled = should_compile(config, strategy, notes)
     config = complete(config, strategy, tokenizer, data, is_compiled)
-    notes = data.notes + notes
-    found = (tokenizer, data, is_compiled, named_steps, notes)
-    return RunInputs(config, strategy, resumed, locked, *found)
+    return RunInputs(
+        config=config,
+        strategy=strategy,
+        resumed=resumed,
+        locked=locked,
+        tokenizer=tokenizer,
+        data=data,
+        is_compiled=is_compiled,
+        named_steps=named_steps,
+        notes=data.notes + notes,
+    )
 
 
 def check_same_settings(config: Config, strategy: Strategy) -> None:
@@ -141,12 +149,14 @@ def steps_at_words(
 ) -> dict[int, list[str]]:
     """Returns the steps of trainer.save_at_words, after which these numbers of words are read, each
     with the names of its checkpoint. These are the names of the BabyLM challenge, such as
-    chck_20M. Appends a note."""
+    chck_20M. Appends a note. Raises ConfigError for a text without words."""
     if not config.trainer.save_at_words:
         return {}
     first, last = config.trainer.save_at_words
     numbers = (first * digit * 10**power for power in range(15) for digit in range(1, 10))
     per_window = words_per_window(data.train, tokenizer.words)
+    if not per_window:
+        refuse([("trainer.save_at_words", [first, last], "the text has no words", "use null")])
     named: dict[int, list[str]] = {}
     for words in [*(n for n in numbers if n < last), last]:
         step = math.ceil(words / (per_window * config.trainer.batch_size))

@@ -1,4 +1,5 @@
-"""Reads documents from files as blocks of UTF-8, with a bounded amount of memory.
+"""Reads documents from files as blocks of UTF-8, with a bounded amount of memory (a JSON array is
+read at once).
 
     for part in split_file("web.jsonl", max_bytes=2**24):
         for blocks in documents(part):
@@ -112,7 +113,6 @@ KINDS = (  # what a file is, what to do, and the first bytes as a regular expres
     ("a Parquet file", "name it *.parquet", rb"PAR1[\0-\x1f]"),
     ("a file of token ids", "name it *.bin", rb"\x88\xd8\x34\x01|\x80\xd4\x34\x01"),
     ("music as MIDI", "write it as text, such as ABC notation", rb"MThd\0"),
-    ("a notebook", "convert it: jupyter nbconvert --to markdown FILE", rb"\{\s*\"cells\": "),
     ("data, an image, a recording or a program", "give text files", _OTHER),
 )
 
@@ -123,6 +123,9 @@ def check_kinds(files: Iterable[str]) -> None:
     for path in files:
         if format_of(path).split:
             continue
+        if extension_of(path) == ".ipynb":
+            hint = "convert it: jupyter nbconvert --to markdown FILE"
+            raise DataError("data.path", path, "is a notebook", hint)
         with translate_read_errors(path, *READ_ERRORS), open_decompressed(path) as file:
             head = file.peek(HEAD)[:HEAD]
         for what, advice, start in KINDS:
@@ -137,7 +140,7 @@ def documents(part: FilePart, trimmed: Counter | None = None) -> Iterator[Iterab
     """Yields the documents of a part, each as an iterable of blocks of UTF-8. Raises DataError.
     trimmed: counts what `between_markers` removes."""
     format = format_of(part.path)
-    found = _translated(part.path, format, format.read(part))
+    found = _translated(part.path, format.errors, format.hint, format.read(part))
     if format.is_text:
         if part.trim and part.start == 0 and part.stop is None:
             found = between_markers(found, Counter() if trimmed is None else trimmed)
@@ -154,7 +157,9 @@ def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
     is_inside = format_of(part.path).is_text and part.start > 0  # of a document
     for blocks in documents(part, encoder.trimmed):
         is_empty = True
-        for ids in encoder.encode(blocks):
+        # tiktoken's error for a million equal characters of white space
+        found = _translated(part.path, [ValueError], "shorten its lines", encoder.encode(blocks))
+        for ids in found:
             if is_empty and not is_inside and ids[0] != end_of_text[0]:
                 yield end_of_text
             is_empty = False
@@ -162,9 +167,11 @@ def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
         encoder.empty_documents += is_empty
 
 
-def _translated(path: str, format: Format, items: Iterator) -> Iterator:
-    """Yields the same items. Errors that the format names become DataError."""
-    with translate_read_errors(path, *format.errors, hint=format.hint):
+def _translated(
+    path: str, errors: Iterable[type[Exception]], hint: str, items: Iterator
+) -> Iterator:
+    """Yields the same items. Such errors become DataError with this hint."""
+    with translate_read_errors(path, *errors, hint=hint):
         yield from items
 
 
@@ -175,7 +182,8 @@ def split_file(path: str, max_bytes: int, **options) -> Iterator[FilePart]:
     """Splits a file into parts of about `max_bytes` bytes, which have the same tokens as the file.
     options: text_key, encoding, trim and special of the parts. Raises DataError."""
     part, format = FilePart(path, **options), format_of(path)
-    return _translated(path, format, (format.split or _split_at_boundaries)(part, max_bytes))
+    parts = (format.split or _split_at_boundaries)(part, max_bytes)
+    return _translated(path, format.errors, format.hint, parts)
 
 
 def _split_at_boundaries(part: FilePart, max_bytes: int) -> Iterator[FilePart]:

@@ -111,7 +111,10 @@ def json_records(part: FilePart) -> Iterator[str]:
         records = json.loads(content)
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         reason = f"not a valid JSON array ({message_of(error)})"
-        raise DataError("data.path", part.path, reason, "correct it") from error
+        hint = "correct it"
+        if isinstance(error, UnicodeDecodeError):
+            hint = encoding_hint(part, content, error.start)
+        raise DataError("data.path", part.path, reason, hint) from error
     for number, record in enumerate(records):
         yield text_field(record, part, f"record {number}")
 

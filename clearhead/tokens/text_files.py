@@ -26,8 +26,8 @@ HEAD = 2**16  # bytes of a file that tell what it is
 CREATE_AGAIN = "create or download it again"
 READ_ERRORS = (OSError, EOFError, zlib.error)
 # That a text may be in, if not in UTF-8. ISO 8859 and others are nearly parts of those of Windows.
-ENCODINGS = "cp1252 cp1250 cp1251 koi8_r cp866 cp1253 cp1254 cp1255 cp1256 cp874 cp932 euc_jp "
-ENCODINGS += "gb18030 big5 cp949 utf_16 utf_16_le utf_16_be utf_32"
+ENCODINGS = "cp1252 mac_roman cp1250 cp1251 koi8_r cp866 cp1253 cp1254 cp1255 cp1256 cp874 cp932 "
+ENCODINGS += "euc_jp gb18030 big5 cp949 utf_16 utf_16_le utf_16_be utf_32"
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,16 @@ def encoding_hint(part: FilePart, raw: bytes, position: int) -> str:
 
     position = max(0, position)
     start = max(0, position - HEAD // 4) // 4 * 4  # a character of UTF-32 has four bytes
-    found = from_bytes(raw[start : position + HEAD // 4], cp_isolation=ENCODINGS.split())
-    names, given = [match.encoding for match in found][:2], codecs.lookup(part.encoding).name
+    sample = raw[start : position + HEAD // 4]
+    valid = sample.decode("utf-8", "ignore").encode()
+    most = 0.8 * sum(byte > 127 for byte in sample)
+    is_utf8 = codecs.lookup(part.encoding).name == "utf-8"
     # Nothing was read: the end of the file is inside a character.
-    if not raw or (given == "utf-8" and _is_utf8(raw[:position])):
+    if not raw or (is_utf8 and sum(byte > 127 for byte in valid) > most):
         return f"most of it is {part.encoding}: correct the byte, or convert what follows"
+    found = from_bytes(sample, cp_isolation=ENCODINGS.split())
+    # Of encodings that read the sample alike, the first one in ENCODINGS.
+    names = [min(match.could_be_from_charset, key=ENCODINGS.find) for match in found][:2]
     if extension_of(part.path) in JSON:
         return f"JSON must be in UTF-8: iconv -f {names[0] if names else 'ENCODING'} -t utf-8 FILE"
     probably = f"probably {' or '.join(names)}" if names else "which an editor may show"

@@ -49,6 +49,10 @@ def test_from_texts_to_exported_checkpoints(home, in_process, monkeypatch):
         assert (code, "resuming after step" in out) == (0, name == "stopped")
         assert "trainer.max_steps" not in out  # the resumed run has no changed setting
     summary = (home / "runs" / "whole" / "summary.json").read_bytes()
+    # Without the setting, the checkpoints would be removed.
+    without = ("trainer.save_at_words=null", "trainer.max_steps=200", "name=whole")
+    code, _, err = in_process(train.main, home, *ARGUMENTS, *without)
+    assert (code, err.partition("=")[0]) == (2, "trainer.save_at_words")
     assert in_process(train.main, home, *ARGUMENTS, "name=whole")[0] == 0  # it has finished
     assert (home / "runs" / "whole" / "summary.json").read_bytes() == summary
     folder = home / "runs" / "whole" / "checkpoints"
@@ -85,8 +89,15 @@ def test_from_texts_to_exported_checkpoints(home, in_process, monkeypatch):
     assert all(a < b for a, b in pairwise(read.values()))
 
 
-@pytest.mark.parametrize(("data", "words"), [("induction", "[1e3,1e4]"), ("sample", "[1e4]")])
+@pytest.mark.parametrize(("data", "words"), WRONG)
 def test_refused_settings(tmp_path, in_process, data, words):
     given = (f"data={data}", f"trainer.save_at_words={words}")
+    code, _, err = in_process(train.main, tmp_path, *given)
+    assert (code, err.partition("=")[0]) == (2, "trainer.save_at_words")
+
+
+def test_a_text_without_words_is_refused(tmp_path, in_process):
+    (tmp_path / "blank.txt").write_text(" \n" * 5000)
+    given = (*ARGUMENTS, "data.path=blank.txt", "data.tokenizer=byte", "data.vocab_size=null")
     code, _, err = in_process(train.main, tmp_path, *given)
     assert (code, err.partition("=")[0]) == (2, "trainer.save_at_words")

@@ -287,7 +287,6 @@ REFUSED = {  # the first bytes of files that are not text, and a part of the adv
     "gzip": (b"\x1f\x8b\x08\0", ".gz"),
     "a.parquet": (b"PAR1\x15\4", "*.parquet"),
     "tokens": (b"\x88\xd8\x34\x01\1\0\0\0", "*.bin"),
-    "a.ipynb": (b'{"cells": []}', "nbconvert"),
     "a.arrow": (b"\xff\xff\xff\xff\xf0\0\0\0", "text files"),
     "a.h5": (b"\x89HDF\r\n", "text files"),
 }
@@ -301,6 +300,9 @@ def test_what_is_not_text_is_refused_with_what_to_do(name, tmp_path):
         with refused(DataError, "data.path", path) as caught:
             find_files(str(path))
         assert advice in caught.value.hint
+    path = write(tmp_path / "a.ipynb", b'{"nbformat": 4, "cells": []}')
+    with refused(DataError, "data.path", path):
+        find_files(str(path))
 
 
 SENTENCES = {
@@ -327,6 +329,12 @@ def test_likely_encoding_of_a_text(case, tmp_path):
     assert encoding in check_refused(write(path, raw)).hint
     (text,) = read(path, encoding=encoding)
     assert text.decode().startswith(SENTENCES[language])
+
+
+@pytest.mark.parametrize("language", SENTENCES.keys() - {"en"})
+def test_one_wrong_byte_of_utf8(language, tmp_path):
+    raw = b"Title\n\xfc\n" + (SENTENCES[language] * 20).encode()
+    assert "utf-8" in check_refused(write(tmp_path / "a.txt", raw)).hint
 
 
 def test_utf8_in_place_of_the_given_encoding_is_refused(tmp_path):
