@@ -138,6 +138,7 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
         "utilisation_source": source,
         "tokens_per_second": rate,
         "tokens": tokens,
+        "tokens_of_headline": plan.tokens or 1e10,
         "seconds": rate and tokens / rate,
         "bounds": bounds,
     }
@@ -205,10 +206,9 @@ def text_of(config: Config, plan: dict) -> str:
     ]
     hours, speed = "", "Speed    unknown: give the kind= of a GPU with published FLOP/s"
     if rate := plan["tokens_per_second"]:
-        hours = (
-            plan["fits"]
-            * f"; {span(1e10 / rate / 3600, '{:,.1f}'.format, -1)} hours for 10 billion tokens"
-        )
+        of = plan["tokens_of_headline"]
+        hours = span(of / rate / 3600, "{:,.1f}".format, -1)
+        hours = plan["fits"] * f"; {hours} hours for {of / 1e9:g} billion tokens"
         time = span(plan["seconds"], lambda each: str(timedelta(seconds=round(each))), -1)
         speed = f"""\
 Speed    {span(rate)} tokens/s with utilisation={span(plan["utilisation"], "{:.2f}".format)} \

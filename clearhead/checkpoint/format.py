@@ -115,6 +115,7 @@ class State:
     settings: StoredSettings  # all settings of the run, checked when they are used
     tokens: StoredCount = 0  # number of tokens trained on
     val_loss: Number | None = None  # last validation loss, in nats per token
+    val_step: StoredCount | None = None  # its step
     best_loss: Number | None = None  # lowest validation loss of the run
     best_step: StoredCount | None = None  # step of the lowest validation loss
     worse_validations: StoredCount = 0  # number of consecutive validations without a lower loss

@@ -178,7 +178,7 @@ def _of_trained(vocab_size: int | None, others: dict) -> None:
     name = others.get("tokenizer")
     if vocab_size is not None and name not in (None, TRAINED):
         reason = f"data.tokenizer={name} has its own vocabulary"
-        raise rejected(reason, f"remove it, or use data.tokenizer={TRAINED}")
+        raise rejected(reason, f"use null, or data.tokenizer={TRAINED}")
 
 
 def is_tokenizer(name: str) -> bool:

@@ -77,7 +77,8 @@ def model_card(pretrained: PretrainedModel) -> str:
     values: dict[str, float | None] = {"parameters": pretrained.model.num_parameters()}
     if state := pretrained.state:
         values |= {"steps": state.step, "tokens trained on": state.tokens}
-        values["validation loss (nats per token)"] = state.val_loss
+        if state.val_step == state.step:
+            values["validation loss (nats per token)"] = state.val_loss
     return CARD.format(
         new=max(1, min(40, pretrained.window - 8)),
         window=pretrained.window,

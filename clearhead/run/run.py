@@ -159,7 +159,7 @@ class Run:
         with self.log.timed("validation"):
             row = self.evaluator.validate(self.model, step, is_last)
         if row:
-            self.state.val_loss = row["val/loss"]
+            self.state.val_loss, self.state.val_step = row["val/loss"], step
             self.log.console.validation(step, row)
         if final := self.evaluator.final:
             if self.strategy.is_rank_0:
