@@ -21,7 +21,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -227,7 +227,8 @@ def _run_tasks(
     context = multiprocessing.get_context("spawn")  # fork is unsafe with threads
     with ProcessPoolExecutor(min(workers, len(tasks)), context, _init_worker) as pool:
         try:
-            futures = [pool.submit(work, task) for task in tasks]
+            with _sigint_blocked():  # also in the workers, which this starts
+                futures = [pool.submit(work, task) for task in tasks]
             for done, future in enumerate(as_completed(futures), start=1):
                 future.result()  # raises the error of the task
                 report(done, len(tasks))
@@ -240,9 +241,22 @@ def _run_tasks(
             raise
 
 
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Delays SIGINT (Ctrl-C) until the end. A process that is started meanwhile never gets it, not
+    even while it imports modules: its parent handles it."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _init_worker() -> None:
-    """Ends the worker when the parent has ended, for example by SIGKILL, and not by Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ends the worker when the parent has ended, for example by SIGKILL."""
 
     def end_with_parent() -> None:
         multiprocessing.parent_process().join()
