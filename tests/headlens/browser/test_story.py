@@ -157,11 +157,12 @@ def test_heads_can_be_switched_off(stills):
     assert chance(lens, PERIOD + 2) == pytest.approx(0.05, abs=1e-3)
     assert lens.locator("#story-lines").evaluate(DRAWN) == 0
     expect(reading).not_to_contain_text(arc)  # it is not drawn
-    others = lens.get_by_role("switch").nth(1)
+    expect(lens).to_have_url(re.compile("off="))
+    address, others = lens.url, lens.get_by_role("switch").nth(1)
     others.click()  # one name at a time: no other was measured
     expect(switch).to_have_attribute("aria-checked", "true")
     expect(others).to_have_attribute("aria-checked", "false")
-    expect(lens).to_have_url(re.compile("off="))
+    expect(lens).not_to_have_url(address)  # it follows the switch
     again = stills(fragment=lens.evaluate("location.hash") + "&view=story")
     expect(headline(again)).to_have_text(headline(lens).inner_text())
     others.focus()
