@@ -18,6 +18,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -198,7 +199,10 @@ class Saver:
         if self._pending is None:
             return None
         step, writing = self._pending
-        writing.exception()  # waits; if it is interrupted here, `close` waits
+        # If it is interrupted here, `close` waits. With a timeout, because a signal that arrives
+        # immediately before a wait does not end it: CPython handles it after the wait.
+        while not wait_for([writing], timeout=1).done:
+            pass
         self._pending = None
         try:
             writing.result()
