@@ -162,8 +162,10 @@ def test_the_card_says_what_its_heads_do_on_the_text(page):
 
 def test_a_text_that_was_replaced_or_left_comes_back(page):
     type_in(page, WORDS)
+    follows = page.locator("#story-next p bdi")  # the text that the next tokens follow
+    expect(follows).to_have_text(f"“{WORDS}”")
     page.locator("#story-tokens [data-token='3']").click()
-    page.evaluate("() => window.lens.update()")  # after it the list is of this token
+    expect(follows).to_have_text(f"“{WORDS[:4]}”")
     page.locator("#story-next li button").first.click()
     expect(page.locator("#story-tokens [data-token]")).to_have_count(5)
     page.locator("#undo").click()
