@@ -75,8 +75,8 @@ class Run:
     def is_due(self, what: str) -> bool:
         """Returns whether something is due after this step: "log", "eval" or "save". After the last
         step everything is, and nothing else if trainer.<what>_every is 0, except the checkpoints of
-        trainer.save_at_words. With a time limit, the
-        number of steps is not known after step 1, which has a row unless log_every is given."""
+        trainer.save_at_words. With a time limit, the number of steps is not known after step 1,
+        which has a row unless log_every is given."""
         step, every = self.state.step, self.interval(what)
         is_first = step == 1 and what == "log" and self.config.trainer.log_every is None
         is_named = what == "save" and step in self.checkpointer.named_steps

@@ -157,9 +157,9 @@ def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
     is_inside = format_of(part.path).is_text and part.start > 0  # of a document
     for blocks in documents(part, encoder.trimmed):
         is_empty = True
-        # tiktoken's error for a million equal characters of white space
-        found = _translated(part.path, [ValueError], "shorten its lines", encoder.encode(blocks))
-        for ids in found:
+        # tiktoken raises ValueError for a million characters of white space without another one.
+        hint = "shorten its runs of white space"
+        for ids in _translated(part.path, [ValueError], hint, encoder.encode(blocks)):
             if is_empty and not is_inside and ids[0] != end_of_text[0]:
                 yield end_of_text
             is_empty = False

@@ -90,13 +90,18 @@ def json_lines(part: FilePart) -> Iterator[str]:
                 try:
                     record = json.loads(line.decode("utf-8-sig"))
                 except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-                    reason = f"{where} is not valid JSON ({message_of(error)})"
                     hint = "write one object per line, or an array in a file named *.json"
-                    if isinstance(error, UnicodeDecodeError):
-                        hint = encoding_hint(part, line, error.start)
-                    raise DataError("data.path", part.path, reason, hint) from error
+                    raise _json_error(error, part, line, where, hint) from error
                 yield text_field(record, part, where)
             offset += len(line)
+
+
+def _json_error(error: Exception, part: FilePart, raw: bytes, what: str, hint: str) -> DataError:
+    """Returns the error for bytes that are not JSON, or not UTF-8. what: what they are."""
+    if isinstance(error, UnicodeDecodeError):
+        hint = encoding_hint(part, raw, error.start)
+    reason = f"{what} is not valid JSON ({message_of(error)})"
+    return DataError("data.path", part.path, reason, hint)
 
 
 def json_records(part: FilePart) -> Iterator[str]:
@@ -110,11 +115,7 @@ def json_records(part: FilePart) -> Iterator[str]:
     try:
         records = json.loads(content)
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        reason = f"not a valid JSON array ({message_of(error)})"
-        hint = "correct it"
-        if isinstance(error, UnicodeDecodeError):
-            hint = encoding_hint(part, content, error.start)
-        raise DataError("data.path", part.path, reason, hint) from error
+        raise _json_error(error, part, content, "the array", "correct it") from error
     for number, record in enumerate(records):
         yield text_field(record, part, f"record {number}")
 
